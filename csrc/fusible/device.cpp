@@ -1,0 +1,58 @@
+#include "fusible/device.h"
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+
+#include "fusible/error.h"
+
+namespace fusible {
+namespace {
+
+int attribute(cudaDeviceAttr name, int device) {
+  int value = 0;
+  FUSIBLE_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device), "device ", device);
+  return value;
+}
+
+DeviceProperties query(int device) {
+  int count = 0;
+  FUSIBLE_CUDA_CHECK(cudaGetDeviceCount(&count), "looking for device ", device);
+  FUSIBLE_CHECK(device >= 0 && device < count, "there is no CUDA device ", device, "; this process sees ", count);
+  cudaDeviceProp properties{};
+  FUSIBLE_CUDA_CHECK(cudaGetDeviceProperties(&properties, device), "device ", device);
+  return {.name = properties.name,
+          .major = properties.major,
+          .minor = properties.minor,
+          .multiprocessors = properties.multiProcessorCount,
+          .shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+          .l2_bytes = properties.l2CacheSize};
+}
+
+}  // namespace
+
+int cuda_version() { return CUDART_VERSION; }
+
+const DeviceProperties& device_properties(int device) {
+  static std::mutex mutex;
+  static std::map<int, DeviceProperties> known;  // a map: references stay valid as it grows
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(device);
+  return found != known.end() ? found->second : known.emplace(device, query(device)).first->second;
+}
+
+int current_device() {
+  int device = 0;
+  FUSIBLE_CUDA_CHECK(cudaGetDevice(&device), "current device");
+  return device;
+}
+
+DeviceGuard::DeviceGuard(int device) : previous_(current_device()), device_(device) {
+  if (device_ != previous_) FUSIBLE_CUDA_CHECK(cudaSetDevice(device_), "device ", device_);
+}
+DeviceGuard::~DeviceGuard() {
+  if (device_ != previous_) (void)cudaSetDevice(previous_);
+}
+
+}  // namespace fusible

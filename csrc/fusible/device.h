@@ -1,0 +1,36 @@
+// What the host side needs to know about a GPU, asked once per device. Nothing here runs at import.
+#pragma once
+#include <string>
+
+namespace fusible {
+
+struct DeviceProperties {
+  std::string name;
+  int major = 0, minor = 0;          // compute capability
+  int multiprocessors = 0;
+  int shared_memory_per_block = 0;   // bytes, with the opt-in
+  int l2_bytes = 0;
+};
+
+// Version of the CUDA runtime that is linked in, e.g. 13000.
+int cuda_version();
+
+// Cached; safe from several threads. Throws fusible::Error where there is no such device.
+const DeviceProperties& device_properties(int device);
+
+// The device that is current in the calling thread.
+int current_device();
+
+// Makes `device` current for the lifetime of the object.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_, device_;
+};
+
+}  // namespace fusible

@@ -1,0 +1,41 @@
+"""The graph compiler: ops, patterns, fusions, plans. Knows no concrete op and no kernel."""
+
+from .chain import Composite, FusedOp
+from .errors import ArgumentError, DoubleBackwardError, RefusedError
+from .explanation import Explanation
+from .fusion import Fusion, register_fusion, registry, unregister
+from .graph import OpGraph
+from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs, Spec
+from .pattern import Match, Pattern, optional
+from .plan import Plan
+from .sequential import Sequential, explain
+from .settings import Config, config
+
+__all__ = [
+    "ArgumentError",
+    "Buffer",
+    "Composite",
+    "Config",
+    "DoubleBackwardError",
+    "Explanation",
+    "FusedOp",
+    "Fusion",
+    "Gradient",
+    "Grads",
+    "Keyword",
+    "Match",
+    "Op",
+    "OpGraph",
+    "Outputs",
+    "Pattern",
+    "Plan",
+    "RefusedError",
+    "Sequential",
+    "Spec",
+    "config",
+    "explain",
+    "optional",
+    "register_fusion",
+    "registry",
+    "unregister",
+]

@@ -1,0 +1,139 @@
+"""Binding: which argument of a call goes to which op."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError
+from .layout import Layout, Target
+
+OpKwargs = Mapping[Any, Mapping[str, Any]]
+Given = list[dict[str, Any]]  # leaf -> keyword -> value
+
+
+class Call(NamedTuple):
+    """A bound call. A tensor that several ops read is one value, so "the same split sizes" can be seen.
+
+    Attributes:
+        values: slot -> value; slot 0 is ``x``.
+        reads: leaf -> the (keyword, slot) that it was given.
+    """
+
+    values: list[Any]
+    reads: tuple[tuple[tuple[str, int], ...], ...]
+
+    def key(self) -> tuple[Any, ...]:
+        """What a plan may depend on: who reads which value, and what the tensors are like."""
+        likes = [(v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else type(v) for v in self.values]
+        return self.reads, tuple(likes)
+
+
+def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Call:
+    """Gives every op its keywords.
+
+    Raises:
+        ArgumentError: an argument that no op takes, that two ways give, or that is missing.
+        IndexError: an int key out of range.
+    """
+    given: Given = [{} for _ in layout.leaves]
+    if op_kwargs:
+        _bind_addressed(layout, given, op_kwargs)
+    for name, value in shared.items():
+        _bind_shared(layout, given, name, value)
+    missing = [slot for slot in layout.required if slot[1] not in given[slot[0]]]
+    if missing or extra:
+        _bind_positional(layout, given, missing, extra)
+    return _call(x, given)
+
+
+def _bind_addressed(layout: Layout, given: Given, op_kwargs: OpKwargs) -> None:
+    if not isinstance(op_kwargs, Mapping):
+        raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
+    addressed: dict[str, Any] = {}
+    for key, keywords in op_kwargs.items():
+        target = layout.resolve(key)
+        if target.label in addressed:
+            raise ArgumentError(f"op_kwargs: {_shown(addressed[target.label])} and {_shown(key)} are both {target}")
+        addressed[target.label] = key
+        if not isinstance(keywords, Mapping):
+            raise ArgumentError(f"op_kwargs: {target} got a {type(keywords).__name__}; give a mapping of keywords")
+        for name, value in keywords.items():
+            _give(layout, given, _leaf_for(layout, target, name), name, value)
+
+
+def _leaf_for(layout: Layout, target: Target, name: str) -> int:
+    """The leaf of a target that takes a keyword: its own, or that of one part of a composite."""
+    takers = [leaf for leaf in target.leaves if leaf in layout.takers.get(name, ())]
+    if len(takers) == 1:
+        return takers[0]
+    if takers:
+        parts = " and ".join(layout.leaves[leaf].label for leaf in takers)
+        raise ArgumentError(f"op_kwargs: {name!r} of {target} could be for {parts}; address the part")
+    known = sorted({k for leaf in target.leaves for k in getattr(layout.leaves[leaf].op, "keywords", ())})
+    raise ArgumentError(f"op_kwargs: {target} takes no {name!r}; its keywords are: {', '.join(known) or 'none'}")
+
+
+def _give(layout: Layout, given: Given, leaf: int, name: str, value: Any) -> None:
+    if value is None:
+        return
+    if (leaf, name) in layout.channels:
+        source = layout.leaves[layout.channels[leaf, name][0]]
+        raise ArgumentError(
+            f"{layout.leaves[leaf]}: {name!r} is the extra output of {source}; it cannot be given as well"
+        )
+    if name in given[leaf]:
+        raise ArgumentError(f"{layout.leaves[leaf]}: {name!r} was given twice")
+    given[leaf][name] = value
+
+
+def _bind_shared(layout: Layout, given: Given, name: str, value: Any) -> None:
+    takers = layout.takers.get(name)
+    if not takers:
+        known = ", ".join(sorted(layout.takers)) or "none"
+        raise ArgumentError(f"no op takes the keyword {name!r}; the keywords of the ops are: {known}")
+    for leaf in takers:
+        if name not in given[leaf]:
+            _give(layout, given, leaf, name, value)
+
+
+def _bind_positional(layout: Layout, given: Given, missing: list[tuple[int, str]], extra: tuple[Any, ...]) -> None:
+    slots = [(leaf, name) for leaf, name in missing if layout.leaves[leaf].op.keywords[name].tensor]  # type: ignore[union-attr]
+    if not extra or len(extra) != len(slots):
+        raise ArgumentError(_misfit(layout, missing, slots, extra))
+    for (leaf, name), value in zip(slots, extra, strict=True):
+        given[leaf][name] = value
+    if len(slots) < len(missing):
+        raise ArgumentError(_misfit(layout, [m for m in missing if m not in slots], [], ()))
+
+
+def _misfit(
+    layout: Layout, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[Any, ...]
+) -> str:
+    if not extra:
+        return "missing: " + "; ".join(f"{layout.leaves[leaf]} needs {name!r}" for leaf, name in missing)
+    named = ", ".join(f"{name} of {layout.leaves[leaf]}" for leaf, name in slots) or "none"
+    return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
+
+
+def _call(x: Tensor, given: Given) -> Call:
+    values: list[Any] = [x]
+    slots = {id(x): 0}
+    reads = []
+    for keywords in given:
+        row = []
+        for name, value in keywords.items():
+            slot = slots.get(id(value)) if isinstance(value, (Tensor, list)) else None
+            if slot is None:
+                slot = slots[id(value)] = len(values)
+                values.append(value)
+            row.append((name, slot))
+        reads.append(tuple(row))
+    return Call(values, tuple(reads))
+
+
+def _shown(key: Any) -> str:
+    return f"the {type(key).__name__}" if isinstance(key, torch.nn.Module) else repr(key)

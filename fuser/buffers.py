@@ -1,0 +1,51 @@
+"""Memory that callers lend to ops: no buffer may overlap anything else that the call reads or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A buffer on its way to the backward. It may change meanwhile, so it is hidden from ``save_for_backward``."""
+
+    tensor: Tensor
+
+
+class NamedBuffer(NamedTuple):
+    """A buffer's place in the list of a call's values, and what errors call it."""
+
+    name: str
+    slot: int
+
+
+def check_overlaps(buffers: tuple[NamedBuffer, ...], values: list[Any], parameters: Iterable[Tensor]) -> None:
+    """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
+    slots = {buffer.slot for buffer in buffers}
+    read = [(f"input {i}" if i else "x", v) for i, v in enumerate(values) if i not in slots and isinstance(v, Tensor)]
+    read += [("a parameter", p) for p in parameters]
+    for i, buffer in enumerate(buffers):
+        others = [(other.name, values[other.slot]) for other in buffers[:i]] + read
+        for name, other in others:
+            if overlap(values[buffer.slot], other):
+                raise ArgumentError(f"{buffer.name} overlaps {name} in memory; give a buffer of its own")
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have a byte in common, judged by the first and last that each can reach."""
+    if a.device != b.device or not a.numel() or not b.numel() or a.device.type == "meta":
+        return False
+    (a_first, a_last), (b_first, b_last) = _extent(a), _extent(b)
+    return a_first <= b_last and b_first <= a_last
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (reach + 1) * tensor.element_size() - 1

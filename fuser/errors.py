@@ -1,0 +1,18 @@
+"""The errors that a call can raise. Each names the op, the argument, what was expected, what came, and the fix."""
+
+from __future__ import annotations
+
+
+class ArgumentError(TypeError, ValueError):
+    """A call that does not fit: a keyword, a shape, a dtype, a device, a buffer.
+
+    Both a ``TypeError``, as any bad call in Python is, and a ``ValueError``, which callers of other op fusers expect.
+    """
+
+
+class DoubleBackwardError(RuntimeError):
+    """Somebody asked for a second derivative; ops have first-order gradients only."""
+
+
+class RefusedError(RuntimeError):
+    """Under ``config(strict=True)``: a fusion did not fire, or a kernel fell back, and here is why."""

@@ -1,0 +1,162 @@
+"""The structure of a container: its ops one by one, and what a key of ``op_kwargs`` may address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .chain import Composite
+from .errors import ArgumentError
+from .op import Op, is_hooked
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One op, or one module that is not an op, in execution order."""
+
+    label: str  # "1", or "1.0" inside a composite or a nested container
+    index: int  # position in the outermost container, which int keys count in
+    module: nn.Module
+
+    @property
+    def op(self) -> Op | None:
+        return self.module if isinstance(self.module, Op) else None
+
+    def __str__(self) -> str:
+        return f"op {self.label} ({type(self.module).__name__})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that a key can address: a child, or a module deeper down, with the leaves that it stands for."""
+
+    label: str
+    module: nn.Module
+    leaves: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"op {self.label} ({type(self.module).__name__})"
+
+
+class Layout:
+    """The leaves of a container and the ways to address them.
+
+    Attributes:
+        leaves: in execution order; composites and nested containers are taken apart.
+        channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
+        takers: keyword -> the leaves that take it.
+        required: the (leaf, keyword) that a call must give, in op order, then signature order.
+    """
+
+    def __init__(self, container: nn.Sequential, container_type: type[nn.Sequential]) -> None:
+        self.leaves: list[Leaf] = []
+        self.channels: dict[tuple[int, str], tuple[int, str]] = {}
+        self.takers: dict[str, list[int]] = {}
+        self.required: list[tuple[int, str]] = []
+        self._container_type = container_type
+        self._by_index: list[Target] = []
+        self._by_name: dict[str, Target] = {}
+        self._by_id: dict[int, list[Target]] = {}
+        self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
+        self._note(container)
+        for index, (name, module) in enumerate(container._modules.items()):
+            self._by_index.append(self._add(module, name, index))
+        self._connect()
+
+    def is_current(self) -> bool:
+        """Whether nobody has edited the container, or one inside it, since."""
+        for module, children, hooked in self._seen:
+            if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
+                return False
+        return True
+
+    def resolve(self, key: Any) -> Target:
+        """What a key of ``op_kwargs`` addresses.
+
+        Raises:
+            ArgumentError: a key of the wrong type, a module or name that is not here, one that stands at several
+                places, or one that takes no keywords.
+            IndexError: an index out of range.
+        """
+        if isinstance(key, nn.Module):
+            target = self._of_module(key)
+        elif isinstance(key, str):
+            target = self._of_name(key)
+        elif isinstance(key, int) and not isinstance(key, bool):
+            target = self._of_index(key)
+        else:
+            raise ArgumentError(
+                f"op_kwargs: {key!r} is a {type(key).__name__}; use the op itself, its index or its name"
+            )
+        if not isinstance(target.module, Op):
+            inside = "; address the ops inside it by module" if isinstance(target.module, nn.Sequential) else ""
+            raise ArgumentError(f"op_kwargs: {target} is not an Op and takes no keywords{inside}")
+        return target
+
+    def _of_module(self, key: nn.Module) -> Target:
+        found = self._by_id.get(id(key), [])
+        if not found:
+            raise ArgumentError(
+                f"op_kwargs: this {type(key).__name__} is not in the container, which has {self._all()}"
+            )
+        if len(found) > 1:
+            places = " and ".join(t.label for t in found)
+            raise ArgumentError(f"op_kwargs: this {type(key).__name__} occurs at {places}: use an index")
+        return found[0]
+
+    def _of_name(self, key: str) -> Target:
+        if key not in self._by_name:
+            raise ArgumentError(f"op_kwargs: no op is named {key!r}; the container has {self._all()}")
+        return self._by_name[key]
+
+    def _of_index(self, key: int) -> Target:
+        count = len(self._by_index)
+        if not -count <= key < count:
+            raise IndexError(f"op_kwargs: index {key} is out of range; the container has {count} ops: {self._all()}")
+        return self._by_index[key]
+
+    def _all(self) -> str:
+        return ", ".join(map(str, self._by_index)) or "none"
+
+    def _note(self, parent: nn.Module) -> None:
+        self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
+
+    def _opens(self, module: nn.Module) -> bool:
+        """Whether to take a module apart. Hooks, and a forward of its own, only run where it is called whole."""
+        is_container = isinstance(module, self._container_type) and type(module).forward is self._container_type.forward
+        return is_container or isinstance(module, Composite)
+
+    def _add(self, module: nn.Module, label: str, index: int) -> Target:
+        first = len(self.leaves)
+        if self._opens(module):
+            self._note(module)
+            if not is_hooked(module):
+                for name, child in module._modules.items():
+                    self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
+        if not self._opens(module) or is_hooked(module):
+            self.leaves.append(Leaf(label, index, module))
+        target = Target(label, module, tuple(range(first, len(self.leaves))))
+        self._by_name[label] = target
+        self._by_id.setdefault(id(module), []).append(target)
+        return target
+
+    def _connect(self) -> None:
+        made: dict[str, tuple[int, str]] = {}
+        for i, leaf in enumerate(self.leaves):
+            op = leaf.op
+            if op is None:
+                continue
+            for name, keyword in op.keywords.items():
+                self.takers.setdefault(name, []).append(i)
+                if name in made:
+                    self.channels[i, name] = made[name]
+                elif keyword.required:
+                    self.required.append((i, name))
+            for name in op.extra_outputs:
+                if name in made:
+                    raise ArgumentError(
+                        f"{leaf}: extra output {name!r} is made by {self.leaves[made[name][0]]} already"
+                    )
+                made[name] = (i, name)

@@ -1,0 +1,152 @@
+"""The op contract: a pure ``fwd``/``bwd`` pair over named tensors, on top of an ``nn.Module``.
+
+The signature of ``fwd`` is the declaration of an op: its keyword-only parameters are what a call may give it. Tensors
+are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata. Two
+names are reserved, and filled by the runner for a ``fwd``, ``bwd`` or ``check`` that declares them: ``needs_grad`` (a
+frozenset of the names whose gradients autograd will want) and ``autocast_dtype`` (None without autocast).
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
+"""A tensor that the caller provides for the op to write into; never differentiated, never read."""
+
+Outputs: TypeAlias = Tensor | Mapping[str, Tensor]
+"""What ``fwd`` computes: ``y``, or by name ``{"y": y, "residual": r}`` where the op has extra outputs."""
+
+Gradient: TypeAlias = Tensor | None | Callable[[], Tensor | None]
+Grads: TypeAlias = Mapping[str, Gradient]
+"""Gradients by the name of the input: ``"x"``, a keyword, or a parameter. What costs a kernel is a thunk.
+None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
+
+RESERVED = frozenset({"needs_grad", "autocast_dtype"})
+
+
+class Spec(NamedTuple):
+    """A tensor without its data: what checks read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+class Keyword(NamedTuple):
+    """One per-call argument of an op."""
+
+    required: bool
+    tensor: bool
+    buffer: bool = False
+
+
+class Op(nn.Module, ABC):
+    """One differentiable step.
+
+    Subclasses define :meth:`fwd` and :meth:`bwd`, and keep what the backward needs in a ``NamedTuple``, by convention
+    called ``Saved``; nothing else may pass between the two. An op runs in a :class:`Sequential`, or alone, as
+    ``op(x, **keywords)``.
+
+    Attributes:
+        keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
+            sets its own in ``__init__``.
+        extra_outputs: names of the outputs besides ``y``.
+        reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
+    """
+
+    keywords: Mapping[str, Keyword] = {}
+    extra_outputs: tuple[str, ...] = ()
+    reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
+            cls.keywords = _declared_keywords(cls)
+        if "reserved" not in cls.__dict__:
+            defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
+            takes = {name: RESERVED & inspect.signature(f).parameters.keys() for name, f in defined.items()}
+            cls.reserved = {**cls.reserved, **takes}
+
+    @abstractmethod
+    def fwd(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Outputs, Any]:
+        """Returns the output (or outputs by name) and what ``bwd`` shall be given."""
+
+    @abstractmethod
+    def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:
+        """Returns the gradients by name. The gradient of an extra output comes as the keyword of its name."""
+
+    def check(self, x: Spec, *args: Any, **keywords: Any) -> Spec | None:
+        """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
+
+        Returns what ``fwd`` will return for it, or None if that is not known beforehand.
+        """
+        return None
+
+    def inputs(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by name, as they are now: a replaced parameter is seen at the next call."""
+        if self._modules:
+            return self.named_parameters(remove_duplicate=False)
+        return ((name, p) for name, p in self._parameters.items() if p is not None)
+
+    def decision_key(self) -> tuple[Any, ...]:
+        """What fusions may read of the parameters; part of the key of the plan cache."""
+        return tuple([(p.dtype, p.device, p.requires_grad) for _, p in self.inputs()])
+
+    def forward(self, x: Tensor, **keywords: Any) -> Any:
+        """Runs the op alone.
+
+        Args:
+            x: the input.
+            **keywords: the op's keywords; None counts as not given.
+
+        Raises:
+            ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
+        """
+        from .autograd import run_alone
+
+        return run_alone(self, x, keywords)
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether the module has hooks, which run only where the module itself is called."""
+    m = module
+    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+
+
+def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
+    parameters = list(inspect.signature(cls.fwd).parameters.values())[1:]
+    names_x = parameters and parameters[0].name == "x"
+    if not names_x or any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[1:]):
+        raise TypeError(f"{cls.__name__}.fwd must be fwd(self, x, *, ...): an op has one input, the rest are keywords")
+    hints = _hints(cls.fwd)
+    named = [p for p in parameters[1:] if p.kind is p.KEYWORD_ONLY and p.name not in RESERVED]
+    return {p.name: _keyword(p, hints.get(p.name, Tensor)) for p in named}
+
+
+def _keyword(parameter: inspect.Parameter, hint: Any) -> Keyword:
+    buffer = _mentions(hint, Buffer)
+    return Keyword(parameter.default is parameter.empty, not buffer and _mentions(hint, Tensor), buffer)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError:  # a type that is imported for type checkers only: go by the names
+        types = {"Buffer": Buffer, "Tensor": Tensor}
+        annotations = function.__annotations__
+        return {k: next((t for name, t in types.items() if name in str(v)), object) for k, v in annotations.items()}
+
+
+def _mentions(hint: Any, wanted: Any) -> bool:
+    return bool(hint == wanted or any(_mentions(h, wanted) for h in typing.get_args(hint) if hint != Buffer))

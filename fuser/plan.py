@@ -1,0 +1,207 @@
+"""Plans: the straight-line program for one call signature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import nn
+
+from . import legality
+from .autograd import Runtime, check, locating, run
+from .buffers import NamedBuffer, check_overlaps
+from .errors import RefusedError
+from .fusion import Decision, Registry
+from .graph import OpGraph
+from .layout import Leaf
+from .op import Op, Spec, is_hooked
+from .settings import Config
+
+Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
+
+    module: nn.Module
+    leaves: tuple[Leaf, ...]
+    leaf_reads: tuple[Reads | None, ...]  # None where an op reads what is made inside the step
+    reads: Reads
+    x: int
+    outputs: tuple[int, ...]
+    hooked: bool
+    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
+        """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
+        for leaf, reads in zip(self.leaves, self.leaf_reads, strict=True):
+            if leaf.op is None or x is None or reads is None or any([slot >= len(values) for _, slot in reads]):
+                return None
+            with locating(str(leaf)):
+                x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
+        return x
+
+    def run(self, values: list[Any], runtime: Runtime) -> None:
+        """Runs on the values so far, and adds its outputs to them."""
+        x, keywords = values[self.x], {name: values[slot] for name, slot in self.reads}
+        if not isinstance(self.module, Op):
+            values.append(self.module(x))
+        elif self.hooked:
+            result = self.module(x, **keywords)
+            values.extend(result if self.module.extra_outputs else (result,))
+        else:
+            values.extend(run(self.module, x, keywords, runtime))
+        for slot in self.dead:
+            values[slot] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps in order, the slots to return, and what was decided on the way.
+
+    Steps put their outputs into slots one after the other, from the number of the call's values on.
+    """
+
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+    buffers: tuple[NamedBuffer, ...]
+    decisions: tuple[Decision, ...]
+    graph: OpGraph
+
+    def __call__(self, values: list[Any], runtime: Runtime) -> Any:
+        """Checks everything that can be checked beforehand, then runs."""
+        checked = self.check(values, runtime)
+        if self.buffers:
+            parameters = (p for step in self.steps if isinstance(step.module, Op) for _, p in step.module.inputs())
+            check_overlaps(self.buffers, values, parameters)
+        profiled = torch._C._autograd._profiler_enabled()
+        for i, step in enumerate(self.steps):
+            if i >= checked:
+                step.check(Spec.of(values[step.x]), values, runtime)
+            if profiled:
+                with torch.profiler.record_function(f"fusible::{step.name}"):
+                    step.run(values, runtime)
+            else:
+                step.run(values, runtime)
+        return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
+
+    def check(self, values: list[Any], runtime: Runtime) -> int:
+        """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
+        spec: Spec | None = Spec.of(values[0])
+        for i, step in enumerate(self.steps):
+            spec = step.check(spec, values, runtime)
+            if spec is None:
+                return i + 1
+        return len(self.steps)
+
+
+def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
+    """Chooses the fusions and lays out the steps.
+
+    Raises:
+        RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
+    """
+    decisions = tuple(registry.decide(graph, config))
+    refused = [d for d in decisions if not d.taken and not d.benign]
+    if config.strict and refused:
+        lines = (f"{d.fusion.name} over {' '.join(d.match.nodes.values())}: {d.reason}" for d in refused)
+        raise RefusedError("strict: a fusion was refused. " + "; ".join(lines))
+    builder = _Builder(graph, [d for d in decisions if d.taken])
+    steps = tuple(builder.steps())
+    results = builder.results()
+    return Plan(_with_dead(steps, results), results, tuple(_buffers(steps)), decisions, graph)
+
+
+def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
+    """Notes after which step an output is read no more, so that it need not live on."""
+    last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
+    made = {slot for step in steps for slot in step.outputs} - set(results)
+    return tuple(replace(step, dead=tuple(s for s in made if last[s] == i)) for i, step in enumerate(steps))
+
+
+def _buffers(steps: tuple[Step, ...]) -> Iterator[NamedBuffer]:
+    for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
+        for name, slot in reads or ():
+            if leaf.op and leaf.op.keywords[name].buffer:
+                yield NamedBuffer(f"{leaf}: {name!r}", slot)
+
+
+class _Builder:
+    """Turns nodes into steps, and (node, output) into slots."""
+
+    def __init__(self, graph: OpGraph, taken: list[Decision]) -> None:
+        self.graph = graph
+        self.decision_of = {node: d for d in taken for node in d.match.nodes.values()}
+        inputs = [n for n in graph.nx if graph.leaf(n) is None]
+        self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
+        self.next = len(inputs)
+
+    def steps(self) -> Iterator[Step]:
+        for nodes in self._order():
+            decision = self.decision_of.get(nodes[0])
+            yield self._fused(decision, nodes) if decision else self._single(nodes[0])
+
+    def results(self) -> tuple[int, ...]:
+        """The slots of the main output and of the extra outputs that no op reads."""
+        leaves = self.graph.leaves()
+        results = [self.slots[leaves[-1] if leaves else "x", "y"]]
+        for node in leaves:
+            op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
+            results += [self.slots[node, name] for name in (op.extra_outputs if op else ()) if name not in read]
+        return tuple(results)
+
+    def _order(self) -> list[list[str]]:
+        """The nodes of each step, steps in an order in which they can run."""
+        leaves = self.graph.leaves()
+        group = {n: id(self.decision_of[n]) if n in self.decision_of else n for n in leaves}
+        first: dict[Any, int] = {}
+        for i, node in enumerate(leaves):
+            first.setdefault(group[node], i)
+        contracted: nx.DiGraph[int] = nx.DiGraph()
+        contracted.add_nodes_from(first.values())
+        edges = ((first[group[a]], first[group[b]]) for a, b in self.graph.nx.edges if a in group and b in group)
+        contracted.add_edges_from((a, b) for a, b in edges if a != b)
+        members: dict[int, list[str]] = {i: [] for i in first.values()}
+        for node in leaves:
+            members[first[group[node]]].append(node)
+        return [members[i] for i in nx.lexicographical_topological_sort(contracted)]
+
+    def _single(self, node: str) -> Step:
+        leaf = self.graph.leaf(node)
+        assert leaf is not None
+        sources = self.graph.sources(node)
+        x = self.slots[sources.pop("x")]
+        reads = tuple((port, self.slots[source]) for port, source in sources.items())
+        outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
+        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, is_hooked(leaf.module))
+
+    def _fused(self, decision: Decision, nodes: list[str]) -> Step:
+        fused, match = decision.fused, decision.match
+        assert fused is not None
+        x = self.slots[legality.entry(match)]
+        reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
+        leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
+        leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
+        makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
+        outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
+        return Step(fused, leaves, leaf_reads, reads, x, outputs, False)
+
+    def _leaf_reads(self, node: str) -> Reads | None:
+        """What an op inside a fused one reads; None if some of it is made inside."""
+        sources = [(port, source) for port, source in self.graph.sources(node).items() if port != "x"]
+        inside = any(source not in self.slots for _, source in sources)
+        return None if inside else tuple((port, self.slots[source]) for port, source in sources)
+
+    def _file(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
+        slots = tuple(range(self.next, self.next + len(outputs)))
+        self.slots.update(zip(outputs, slots, strict=True))
+        self.next += len(outputs)
+        return slots

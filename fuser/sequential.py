@@ -1,0 +1,136 @@
+"""The container: binds arguments to ops, finds the plan for the call, runs it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from . import settings
+from .autograd import Runtime
+from .binding import Call, OpKwargs, bind
+from .explanation import Explanation, Shape, explain_plan
+from .fusion import registry
+from .graph import OpGraph
+from .layout import Layout
+from .op import Op, is_hooked
+from .plan import Plan, compile_plan
+
+
+class _Last(NamedTuple):
+    """The shape of the last call, for ``explain()`` without arguments. Holds no tensors."""
+
+    plan: Plan
+    shapes: list[Shape]
+    runtime: Runtime
+
+
+class Sequential(nn.Sequential):
+    """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
+
+    >>> import torch, fusible
+    >>> model = fusible.Sequential(fusible.Linear(4, 8), fusible.SwiGLU(), fusible.Linear(4, 4))
+    >>> model(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
+    """
+
+    _plans: dict[Any, Plan]
+    _current_layout: Layout | None
+    _last: _Last | None
+
+    def __init__(self, *modules: Any) -> None:
+        if len(modules) == 1 and isinstance(modules[0], Mapping):
+            modules = (OrderedDict(modules[0]),)
+        super().__init__(*modules)
+        self._forget()
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+    ) -> Any:
+        """Runs the ops.
+
+        Args:
+            x: the input of the first op.
+            *extra_inputs: the required tensor keywords that nothing else gives, in op order, then signature order.
+            op_kwargs: for an op (itself, its index, or its name) its keywords.
+            **shared: keywords for every op that takes them and did not get them by ``op_kwargs``.
+
+        Returns:
+            The output of the last op; with extra outputs that no op reads, a tuple of it and them, in op order.
+
+        Raises:
+            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run.
+            IndexError: an int key of ``op_kwargs`` is out of range.
+            RefusedError: under ``config(strict=True)``, where a fusion is refused.
+        """
+        layout, runtime = self._layout(), Runtime.of(x)
+        call = bind(layout, x, extra_inputs, op_kwargs, shared)
+        plan = self._plan(layout, call, runtime)
+        self._last = _Last(plan, [Shape.of(v) for v in call.values], runtime)
+        return plan(call.values, runtime)
+
+    def explain(self, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
+        """What a call with these arguments runs, and why each fusion and each kernel was or was not taken.
+
+        Takes what :meth:`forward` takes, or nothing, for the last call. Runs nothing.
+
+        Raises:
+            ValueError: no arguments, and no call yet.
+            ArgumentError: as :meth:`forward`.
+        """
+        if not args and not op_kwargs and not shared:
+            if self._last is None:
+                raise ValueError("explain: there was no call yet; give it what you would give forward")
+            return explain_plan(*self._last)
+        x, *extra = args
+        layout, runtime = self._layout(), Runtime.of(x)
+        call = bind(layout, x, tuple(extra), op_kwargs, shared)
+        plan = self._plan(layout, call, runtime)
+        plan.check(call.values, runtime)
+        return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
+
+    def _layout(self) -> Layout:
+        layout = self._current_layout
+        if layout is None or not layout.is_current():
+            self._plans.clear()
+            layout = self._current_layout = Layout(self, Sequential)
+        return layout
+
+    def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
+        """The plan for this signature, compiled at the first call that has it."""
+        switches = settings.current()
+        ops = tuple([(leaf.op.decision_key(), is_hooked(leaf.op)) if leaf.op else None for leaf in layout.leaves])
+        key = (*call.key(), ops, runtime, switches, registry.version)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = compile_plan(OpGraph.of(layout, call), registry, switches)
+        return plan
+
+    def _forget(self) -> None:
+        self._plans, self._current_layout, self._last = {}, None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}, "_current_layout": None, "_last": None}
+
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        if not isinstance(other, nn.Sequential):
+            raise ValueError(f"add operator supports only objects of Sequential class, but {type(other)} is given.")
+        return type(self)(*self, *other)
+
+    def __mul__(self, times: int) -> Sequential:
+        return type(self)(*super().__mul__(times))
+
+
+def explain(module: nn.Module, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
+    """:meth:`Sequential.explain` of a container, or of an op alone.
+
+    Raises:
+        TypeError: neither a container nor an op.
+    """
+    if isinstance(module, Op):
+        module = Sequential(module)
+    if not isinstance(module, Sequential):
+        raise TypeError(f"explain: expected a fusible.Sequential or an Op, got a {type(module).__name__}")
+    return module.explain(*args, op_kwargs=op_kwargs, **shared)

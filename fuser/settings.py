@@ -1,0 +1,75 @@
+"""The switches. ``with config(strict=True): ...`` holds for this thread, and for the backward of what ran in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """What :func:`config` sets; see there."""
+
+    strict: bool = False
+    deterministic: bool = True
+    backend: str = "auto"
+    disable_fusions: frozenset[str] = frozenset()
+    debug: bool = False
+
+
+_current: ContextVar[Config] = ContextVar("fusible_config", default=Config())
+BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
+
+
+def current() -> Config:
+    """The switches in force."""
+    return _current.get()
+
+
+@contextmanager
+def using(switches: Config) -> Iterator[None]:
+    """Puts ``switches`` in force."""
+    token = _current.set(switches)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def config(
+    *,
+    strict: bool | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    disable_fusions: Collection[str] | None = None,
+    debug: bool | None = None,
+) -> Iterator[Config]:
+    """Changes the switches that are given, for the body of the ``with``.
+
+    Args:
+        strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
+        deterministic: results are bitwise the same from run to run. Every kernel of today is, with or without it; the
+            switch keeps that promise once a faster one is not.
+        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
+        disable_fusions: names of fusions that shall not fire, such as ``{"GroupedMLP"}``.
+        debug: also check what needs a device synchronisation, such as the values of split sizes.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    changes: dict[str, Any] = {
+        "strict": strict,
+        "deterministic": deterministic,
+        "backend": backend,
+        "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
+        "debug": debug,
+    }
+    switches = replace(current(), **{name: value for name, value in changes.items() if value is not None})
+    with using(switches):
+        yield switches

@@ -1,0 +1,44 @@
+"""Basic ops, and the fused ops that replace runs of them."""
+
+from .activation import Activation
+from .activations import interleaved
+from .bias import Bias
+from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from .functional import grouped_gemm
+from .fused import GLUScale, GroupedLinearGLU, GroupedMLP
+from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
+from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
+from .grouped_tensor import GroupedTensor
+from .linear import Linear
+from .residual import AddExtraInput, Identity, MakeExtraOutput
+from .scale import ConstantScale, Scale
+
+__all__ = [
+    "GEGLU",
+    "GLU",
+    "GRAD_INPUT_BUFFER_KEY",
+    "OUTPUT_BUFFER_KEY",
+    "QGEGLU",
+    "Activation",
+    "AddExtraInput",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "GLUScale",
+    "GroupedLinear",
+    "GroupedLinearGLU",
+    "GroupedMLP",
+    "GroupedTensor",
+    "Identity",
+    "Linear",
+    "MakeExtraOutput",
+    "ReGLU",
+    "SReGLU",
+    "Scale",
+    "ScaledActivation",
+    "ScaledClampedSwiGLU",
+    "ScaledSwiGLU",
+    "SwiGLU",
+    "grouped_gemm",
+    "interleaved",
+]

@@ -1,0 +1,21 @@
+"""Activations without a gate."""
+
+from __future__ import annotations
+
+from .activations import activation
+from .glu import Activated
+
+
+class Activation(Activated):
+    """silu, gelu (by erf), gelu_tanh, quick_gelu, relu, relu2 or sigmoid of every element.
+
+    Raises:
+        ValueError: another name.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.spec = activation(name)
+
+    def extra_repr(self) -> str:
+        return self.spec.name

@@ -1,0 +1,82 @@
+"""What an activation is, gated or not: a value that ops, patterns and kernels share. Defines no op and no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
+_SLOPED = ("silu",)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """Gate and up columns alternate in blocks: for 1, g0 u0 g1 u1 …; for 32, TransformerEngine's layout."""
+
+    block: int
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not.
+
+    Attributes:
+        name: one of :data:`ACTIVATIONS`.
+        gated: whether the input is a gate and an up half.
+        limit: gate is clamped to at most this, up to within plus and minus this; None for no limit.
+        alpha: the slope inside silu: ``g * sigmoid(alpha * g)``.
+        linear_offset: added to up.
+        block: columns of gate before as many of up; None for one block each ("concat").
+    """
+
+    name: str
+    gated: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    linear_offset: float = 0.0
+    block: int | None = None
+
+    def out_features(self, in_features: int) -> int:
+        """Columns of the output."""
+        return in_features // 2 if self.gated else in_features
+
+
+def activation(name: str) -> ActivationSpec:
+    """The ungated activation of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
+    return ActivationSpec(name)
+
+
+def gated(
+    name: str, limit: float | None, alpha: float, linear_offset: float, layout: str | Interleaved
+) -> ActivationSpec:
+    """The GLU with that activation on its gate.
+
+    Raises:
+        ValueError: an unknown activation or layout, a limit that is not positive, an alpha without a silu.
+    """
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit must be positive or None; got {limit}")
+    if alpha != 1.0 and name not in _SLOPED:
+        raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
+    spec = replace(activation(name), gated=True, limit=limit, alpha=float(alpha), linear_offset=float(linear_offset))
+    if isinstance(layout, Interleaved):
+        return replace(spec, block=layout.block)
+    if layout != "concat":
+        raise ValueError(f"layout must be 'concat' or interleaved(n); got {layout!r}")
+    return spec
+
+
+def interleaved(block: int) -> Interleaved:
+    """The GLU layout in which ``block`` columns of gate and ``block`` columns of up alternate.
+
+    Raises:
+        ValueError: ``block`` is not a positive int.
+    """
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"interleaved: the block must be a positive int, got {block!r}")
+    return Interleaved(block)

@@ -1,0 +1,87 @@
+"""The statement of a grouped GEMM, as the door hands it to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+Matrices = Tensor | Sequence[Tensor]
+"""One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
+
+
+class Layout(Enum):
+    """How the operands of each group are multiplied. T rows are sorted by group; a group's rows are its own."""
+
+    NT = "NT"  # a [T, K], b [E, N, K] -> [T, N]: forward
+    NN = "NN"  # a [T, K], b [E, K, N] -> [T, N]: gradient of the rows
+    TN = "TN"  # a [T, M], b [T, N] -> [E, M, N]: gradient of the weights; the contraction is ragged
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
+
+    Attributes:
+        split_sizes: int32 or int64 [E], on the device of ``a``: rows of each group.
+        out: where the result goes; rows past the last group are not touched. E matrices are allowed for TN.
+        alpha: a factor, or one a group [E]; None for 1.
+        beta: what stands in ``out`` counts this much, by group if [E]; None for nothing, ``out`` is then not read.
+        bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
+    """
+
+    layout: Layout
+    a: Tensor
+    b: Matrices
+    split_sizes: Tensor
+    out: Matrices
+    alpha: float | Tensor | None = None
+    beta: float | Tensor | None = None
+    bias: Matrices | None = None
+    bias_scale: Tensor | None = None
+    row_scale: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """T: rows of the token buffer."""
+        return self.a.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the products, with T for whichever is ragged."""
+        if self.layout is Layout.TN:
+            return self.a.shape[1], self.b.shape[1] if isinstance(self.b, Tensor) else 0, self.rows
+        weight = self.b[0]
+        return self.rows, weight.shape[0 if self.layout is Layout.NT else 1], self.a.shape[1]
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once (and read, if it counts)."""
+        sizes = [_nbytes(t) for t in (self.a, self.b, self.bias, self.row_scale, self.bias_scale) if t is not None]
+        return sum(sizes) + _nbytes(self.out) * (1 if self.beta is None else 2)
+
+
+def first(matrices: Matrices) -> Tensor:
+    """One of the matrices, to ask for dtype and device."""
+    return matrices if isinstance(matrices, Tensor) else matrices[0]
+
+
+def stacked(matrices: Matrices) -> Tensor:
+    """The matrices as one tensor; a copy where they do not lie as one already."""
+    return matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
+
+
+def _nbytes(matrices: Matrices) -> int:
+    return sum(m.numel() * m.element_size() for m in ([matrices] if isinstance(matrices, Tensor) else matrices))

@@ -1,0 +1,47 @@
+"""A bias for every column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Grads, Op, Spec
+from .checks import check_features
+
+
+class Bias(Op):
+    """``y = x + bias``, for an input of ``features`` columns; the parameter starts at zero.
+
+    Raises:
+        ValueError: ``features`` below 1.
+    """
+
+    def __init__(
+        self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if features < 1:
+            raise ValueError(f"Bias: features must be at least 1, got {features}")
+        self.features = features
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the bias to zero."""
+        nn.init.zeros_(self.bias)
+
+    def check(self, x: Spec) -> Spec:
+        check_features(x, self.features)
+        return x
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, None]:
+        return (x + self.bias).to(x.dtype), None
+
+    def bwd(self, saved: Any, dy: Tensor) -> Grads:
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        return {"x": dy, "bias": lambda: dy.reshape(-1, self.features).sum(0, dtype=wide).to(self.bias.dtype)}
+
+    def extra_repr(self) -> str:
+        return f"{self.features}"

@@ -1,0 +1,108 @@
+"""Checks of arguments, shared by ops: what was expected, what came, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..fuser import ArgumentError, Spec
+from ..fuser.settings import current
+
+_INDEX_TYPES = (torch.int32, torch.int64)
+
+
+def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
+    """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync."""
+    if isinstance(split_sizes, Tensor):
+        _check_split_tensor(split_sizes, groups, x)
+        if split_sizes.is_meta or isinstance(split_sizes, FakeTensor):
+            return
+        if split_sizes.device.type == "cpu" or current().debug:
+            _check_values(split_sizes.tolist(), x)
+    elif isinstance(split_sizes, Sequence) and all(type(size) is int for size in split_sizes):
+        if len(split_sizes) != groups:
+            raise ArgumentError(f"split_sizes: expected {groups} sizes, one a group, got {len(split_sizes)}")
+        _check_values(split_sizes, x)
+    else:
+        raise ArgumentError(
+            f"split_sizes: expected an int32 or int64 tensor or a list of ints, got {_kind(split_sizes)}"
+        )
+
+
+def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """A tensor of the caller to write into: exactly the shape, dtype and device, contiguous, without grad."""
+    if not isinstance(buffer, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
+    if tuple(buffer.shape) != shape:
+        raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(buffer.shape)}")
+    if buffer.dtype != dtype:
+        raise ArgumentError(f"{name}: expected dtype {dtype}, got {buffer.dtype}")
+    if buffer.device != device:
+        raise ArgumentError(f"{name}: expected a buffer on {device}, got one on {buffer.device}")
+    if not buffer.is_contiguous():
+        raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
+    if buffer.requires_grad:
+        raise ArgumentError(f"{name}: requires grad; give buffer.detach(), which is the same memory")
+
+
+def check_rows(name: str, column: Any, x: Spec) -> None:
+    """A floating-point number for every row of ``x``."""
+    if not isinstance(column, Tensor) or not column.is_floating_point():
+        raise ArgumentError(
+            f"{name}: expected a floating-point tensor of shape {list(x.shape[:-1])}, got {_kind(column)}"
+        )
+    if tuple(column.shape) != x.shape[:-1]:
+        raise ArgumentError(f"{name}: expected shape {list(x.shape[:-1])}, one number a row, got {list(column.shape)}")
+    if column.device != x.device:
+        raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
+
+
+def check_features(x: Spec, features: int) -> None:
+    """``x`` has that many columns."""
+    if not x.shape or x.shape[-1] != features:
+        raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
+
+
+def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    """``x`` fits the weight; returns the dtype in which they are multiplied."""
+    if len(x.shape) < 2:
+        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
+    check_features(x, features)
+    if x.device != weight.device:
+        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
+    if autocast_dtype is not None and x.dtype.is_floating_point and x.dtype != torch.float64:
+        return autocast_dtype
+    if x.dtype != weight.dtype:
+        raise ArgumentError(
+            f"x: expected {weight.dtype}, the dtype of the weight, got {x.dtype}; cast one, or use autocast"
+        )
+    return x.dtype
+
+
+def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:
+    if split_sizes.dtype not in _INDEX_TYPES:
+        raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
+    if tuple(split_sizes.shape) != (groups,):
+        raise ArgumentError(f"split_sizes: expected shape [{groups}], one size a group, got {list(split_sizes.shape)}")
+    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
+        raise ArgumentError(
+            f"split_sizes: expected a tensor on {x.device}, where x is, got one on {split_sizes.device}"
+        )
+
+
+def _check_values(sizes: Sequence[int], x: Spec) -> None:
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    if sizes and min(sizes) < 0:
+        raise ArgumentError(f"split_sizes: sizes must not be negative, got {min(sizes)}")
+    if sum(sizes) > rows:
+        raise ArgumentError(f"split_sizes: they sum to {sum(sizes)}, but x has only {rows} rows")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

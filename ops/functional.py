@@ -1,0 +1,237 @@
+"""``grouped_gemm``: E matrix products in one call, ragged wherever they like."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import ArgumentError, Gradient, Grads, Op
+from ..fuser.autograd import Runtime, run
+from . import kernels
+from .grouped_tensor import GroupedTensor
+from .kernels import Layout
+
+Factor = float | Tensor | None
+
+
+class _How(NamedTuple):
+    """What of a call is no differentiable tensor: the operands' groups, and how to multiply them."""
+
+    a: GroupedTensor
+    b: GroupedTensor
+    layout: Layout
+    alpha: Factor
+
+
+def grouped_gemm(
+    a: Tensor | GroupedTensor,
+    b: Tensor | GroupedTensor,
+    split_sizes: Tensor | None = None,
+    *,
+    offsets: Tensor | None = None,
+    layout: str = "NT",
+    out: Tensor | GroupedTensor | None = None,
+    accumulate: bool = False,
+    alpha: Factor = None,
+    beta: Factor = None,
+    bias: Tensor | None = None,
+) -> Tensor | GroupedTensor:
+    """``out_g = alpha_g * A_g B_g + bias_g + beta_g * out_g`` for every group g.
+
+    ======  ==================  ==================  ==============  =====================================
+    layout  ``A_g`` from a      ``B_g`` from b      ``out_g``       with plain tensors
+    ======  ==================  ==================  ==============  =====================================
+    "NT"    [M_g, K_g]          [N_g, K_g], as B^T  [M_g, N_g]      a [T, K], b [E, N, K] -> [T, N]
+    "NN"    [M_g, K_g]          [K_g, N_g]          [M_g, N_g]      a [T, K], b [E, K, N] -> [T, N]
+    "TN"    [K_g, M_g], as A^T  [K_g, N_g]          [M_g, N_g]      a [T, M], b [T, N] -> [E, M, N]
+    ======  ==================  ==================  ==============  =====================================
+
+    Plain tensors have T rows sorted by group, ``split_sizes`` of each (or ``offsets``, where each group ends); rows
+    past the last group take no part, and are zero in what is allocated here. The dims of a :class:`GroupedTensor` are
+    its own, and those of the output follow from the operands'. Differentiable in a, b and bias where ``out`` is not given.
+
+    Args:
+        a, b: operands, of one dtype, on one device.
+        split_sizes: int32 or int64 [E].
+        offsets: int32 or int64 [E], instead of ``split_sizes``.
+        layout: see above.
+        out: where to write; it is returned.
+        accumulate: add to what stands in ``out``: beta = 1.
+        alpha, beta: numbers, or tensors [E]. Not differentiable.
+        bias: [E, N].
+
+    Returns:
+        A tensor if both operands are tensors, else a :class:`GroupedTensor`.
+
+    Raises:
+        ArgumentError: operands that do not fit, ``beta`` or ``accumulate`` without ``out``, ``out`` where a gradient is
+            wanted.
+    """
+    if layout not in Layout.__members__:
+        raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
+    which = Layout[layout]
+    if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
+        which, b = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(which, which), b.mT  # as it lies, without a copy
+    how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
+    _check_output(how, out, accumulate, beta, (how.a.data, how.b.data, bias))
+    plain = isinstance(a, Tensor) and isinstance(b, Tensor)
+    if out is not None:
+        _multiply(how, bias, out if isinstance(out, GroupedTensor) else _output(how, out), 1.0 if accumulate else beta)
+        return out
+    keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
+    data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
+    return data if plain else _output(how, data)
+
+
+class _GroupedGemm(Op):
+    """The differentiable form: an op whose ``x`` and ``b`` are the operands' data."""
+
+    class Saved(NamedTuple):
+        x: Tensor
+        b: Tensor
+        how: _How
+
+    def fwd(self, x: Tensor, *, b: Tensor, how: _How, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+        out = _multiply(how, bias, None, None)
+        return out.data, self.Saved(x, b, how)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        a, b = saved.how.a.with_data(saved.x), saved.how.b.with_data(saved.b)
+        dc, alpha = _output(saved.how, dy.contiguous()), saved.how.alpha
+        by_layout = {
+            Layout.NT: (_How(dc, b, Layout.NN, alpha), _How(dc, a, Layout.TN, alpha)),
+            Layout.NN: (_How(dc, b, Layout.NT, alpha), _How(a, dc, Layout.TN, alpha)),
+            Layout.TN: (_How(b, dc, Layout.NT, alpha), _How(a, dc, Layout.NN, alpha)),
+        }
+        da, db = by_layout[saved.how.layout]
+        grads: dict[str, Gradient] = {
+            "x": lambda: _multiply(da, None, None, None).data.view_as(saved.x),
+            "b": lambda: _multiply(db, None, None, None).data.view_as(saved.b),
+        }
+        if "bias" in needs_grad:
+            rows, sizes = _by_rows(dc)
+            grads["bias"] = kernels.column_sums(rows, sizes, dy.dtype)
+        return grads
+
+
+def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
+    if offsets is None:
+        return split_sizes
+    if split_sizes is not None:
+        raise ArgumentError("grouped_gemm: give split_sizes or offsets, not both")
+    return torch.diff(offsets, prepend=offsets.new_zeros(1))
+
+
+def _how(
+    a: Tensor | GroupedTensor, b: Tensor | GroupedTensor, sizes: Tensor | None, layout: Layout, alpha: Factor
+) -> _How:
+    """Both operands with their groups."""
+    groups_a = a if isinstance(a, GroupedTensor) else _plain("a", a, sizes, ragged=True)
+    groups_b = b if isinstance(b, GroupedTensor) else _plain("b", b, sizes, ragged=layout is Layout.TN)
+    if sizes is not None and isinstance(a, GroupedTensor) and (isinstance(b, GroupedTensor) or layout is not Layout.TN):
+        raise ArgumentError("grouped_gemm: a GroupedTensor has its own dims; split_sizes would be a second opinion")
+    for what in ("dtype", "device", "num_groups"):
+        if getattr(groups_a, what) != getattr(groups_b, what):
+            came = f"a has {getattr(groups_a, what)}, b has {getattr(groups_b, what)}"
+            raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
+    deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
+    deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
+    if isinstance(deep_a, int) and isinstance(deep_b, int) and deep_a != deep_b:
+        raise ArgumentError(
+            f"grouped_gemm: {layout.value} contracts {deep_a} of a with {deep_b} of b; they must be equal"
+        )
+    return _How(groups_a, groups_b, layout, alpha)
+
+
+def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> GroupedTensor:
+    dims = 2 if ragged else 3
+    if tensor.dim() != dims:
+        raise ArgumentError(f"grouped_gemm: {name} must have {dims} dimensions, got shape {list(tensor.shape)}")
+    if not ragged:
+        return GroupedTensor(tensor.contiguous())
+    if sizes is None or sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
+    if sizes.device.type == "cpu" and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
+        raise ArgumentError(
+            f"grouped_gemm: split sizes {sizes.tolist()} do not fit into the {tensor.shape[0]} rows of {name}"
+        )
+    return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
+
+
+def _check_output(
+    how: _How,
+    out: Tensor | GroupedTensor | None,
+    accumulate: bool,
+    beta: Factor,
+    tensors: tuple[Tensor | None, ...],
+) -> None:
+    if accumulate and beta is not None:
+        raise ArgumentError("grouped_gemm: accumulate is beta = 1; give one of them")
+    if out is None and (accumulate or beta is not None):
+        raise ArgumentError("grouped_gemm: accumulate and beta need out=")
+    if any(isinstance(factor, Tensor) and factor.requires_grad for factor in (how.alpha, beta)):
+        raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
+    if out is None:
+        return
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
+    data, shape = (out.data if isinstance(out, GroupedTensor) else out), _output_shape(how)
+    if tuple(data.shape) != shape or not data.is_contiguous() or data.device != how.a.device:
+        raise ArgumentError(
+            f"grouped_gemm: out must be contiguous, of shape {list(shape)}, on {how.a.device}; "
+            f"got shape {list(data.shape)} on {data.device}"
+        )
+
+
+def _rows_of(how: _How) -> Tensor | int:
+    return how.a.columns if how.layout is Layout.TN else how.a.rows
+
+
+def _columns_of(how: _How) -> Tensor | int:
+    return how.b.rows if how.layout is Layout.NT else how.b.columns
+
+
+def _output_shape(how: _How) -> tuple[int, ...]:
+    """The shape of the output's data; known without the device unless both its dims, or its columns, are ragged."""
+    rows, columns = _rows_of(how), _columns_of(how)
+    if isinstance(rows, int) and isinstance(columns, int):
+        return how.a.num_groups, rows, columns
+    if isinstance(columns, int) and how.layout is not Layout.TN and how.a.last_dims is None:
+        return how.a.data.shape[0], columns
+    if isinstance(columns, int):
+        return int(torch.as_tensor(rows).sum()), columns
+    return (int((torch.as_tensor(rows, device=how.a.device) * columns).sum()),)
+
+
+def _output(how: _How, data: Tensor) -> GroupedTensor:
+    """The output's groups around its data."""
+    rows, columns = _rows_of(how), _columns_of(how)
+    first, last = (d if isinstance(d, Tensor) else None for d in (rows, columns))
+    return GroupedTensor(data, first, last, rows=rows if first is None and last is not None else None)  # type: ignore[arg-type]
+
+
+def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
+    """Groups of one width as rows [T, N], and how many each has."""
+    rows = t.rows
+    sizes = rows if isinstance(rows, Tensor) else torch.full((t.num_groups,), rows, device=t.device)
+    return t.data.reshape(-1, t.data.shape[-1]), sizes
+
+
+def _multiply(how: _How, bias: Tensor | None, out: GroupedTensor | None, beta: Factor) -> GroupedTensor:
+    """Through the kernels where only rows are ragged, else one product a group."""
+    a, b, layout, alpha = how
+    one_width = a.last_dims is None and b.last_dims is None
+    if one_width and (layout is Layout.TN or b.first_dims is None):
+        rows, sizes = _by_rows(a)
+        other = _by_rows(b)[0] if layout is Layout.TN else b.data
+        shape = _output_shape(how)
+        into = None if out is None else out.data.view(shape if layout is Layout.TN else (-1, shape[-1]))
+        data = kernels.grouped_gemm(layout, rows, other, sizes, out=into, alpha=alpha, beta=beta, bias=bias)
+        assert isinstance(data, Tensor)
+        return _output(how, data.view(shape)) if out is None else out
+    if out is None:
+        out = _output(how, a.data.new_zeros(_output_shape(how)))
+    kernels.ragged_gemm(layout, a.split(), b.split(), out.split(), alpha=alpha, beta=beta, bias=bias)
+    return out

@@ -1,0 +1,7 @@
+"""Fused ops. Importing this package registers their fusions."""
+
+from .glu_scale import GLUScale
+from .grouped_linear_glu import GroupedLinearGLU
+from .grouped_mlp import GroupedMLP
+
+__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP"]

@@ -1,0 +1,71 @@
+"""The half that two fused ops share: a grouped linear, then an activation, times scales."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Gradient, Grads
+from .. import kernels
+from ..activations import ActivationSpec
+from ..grouped_linear import GroupedLinear, as_rows, input_grad
+
+
+class FirstLinear(NamedTuple):
+    """What the forward of the half gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
+
+    hidden: Tensor
+    pre: Tensor | None
+    saved: GroupedLinear.Saved
+
+
+def forward(
+    fc1: GroupedLinear,
+    activation: ActivationSpec,
+    x: Tensor,
+    split_sizes: Tensor,
+    scales: Tensor | None,
+    grad_input: Tensor | None,
+    bias_scale: Tensor | None,
+    needs_grad: frozenset[str],
+    autocast_dtype: torch.dtype | None,
+    keep_pre: bool,
+) -> FirstLinear:
+    """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
+    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x).to(autocast_dtype or x.dtype)
+    weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
+    pre, hidden = kernels.grouped_linear_activation(
+        rows, weight, sizes, activation, bias=bias, bias_scale=flat(bias_scale), scales=flat(scales), keep_pre=keep_pre
+    )
+    return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad))
+
+
+def backward(fc1: GroupedLinear, saved: GroupedLinear.Saved, dpre: Tensor, needs_grad: frozenset[str]) -> Grads:
+    """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``."""
+    return {name: g for name, g in fc1.bwd(saved, dpre, needs_grad=needs_grad).items() if name in needs_grad}
+
+
+def flat(column: Tensor | None) -> Tensor | None:
+    """A number a row, as [T]."""
+    return None if column is None else column.reshape(-1)
+
+
+def names_of(role: str, needs_grad: frozenset[str], keywords: dict[str, str]) -> frozenset[str]:
+    """What a part must give: its parameters' names without the role, and its keywords by their name in the part.
+
+    ``keywords`` maps the fused op's names to the part's.
+    """
+    prefix = f"{role}."
+    inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
+    return frozenset(inside | {part for own, part in keywords.items() if own in needs_grad})
+
+
+def filed(role: str, grads: Grads, keywords: dict[str, str]) -> dict[str, Gradient]:
+    """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
+    own = {part: name for name, part in keywords.items()}
+    return {own.get(name, f"{role}.{name}"): gradient for name, gradient in grads.items()}
+
+
+__all__ = ["FirstLinear", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

@@ -1,0 +1,34 @@
+"""An activation and the scale that follows it, rounded once; keeps the pre-activation instead of the hidden rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
+from .. import kernels
+from ..glu import Activated
+from ..scale import Scale
+
+
+@register_fusion(Pattern.path(act=Activated, scale=Scale), priority=10)
+class GLUScale(FusedOp):
+    """``act(x) * scales[:, None]``."""
+
+    act: Activated
+
+    class Saved(NamedTuple):
+        pre: Tensor | None
+        scales: Tensor
+
+    def fwd(self, x: Tensor, *, scales: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
+        return kernels.activate(x, self.act.spec, scales), self.Saved(x if needs_grad else None, scales)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        pre, scales = saved
+        if pre is None:
+            return {}
+        grads = kernels.activate_backward(dy, pre, self.act.spec, scales, want_scales="scales" in needs_grad)
+        named: dict[str, Gradient] = {"x": grads.pre, "scales": grads.scales}
+        return {name: gradient for name, gradient in named.items() if name in needs_grad}

@@ -1,0 +1,64 @@
+"""The first half of an expert alone: GroupedLinear -> GLU or Activation -> [Scale]."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, optional, register_fusion
+from .. import kernels
+from ..glu import Activated
+from ..grouped_linear import GroupedLinear, as_rows
+from ..scale import Scale
+from . import first_linear
+from .first_linear import flat, names_of
+
+_FC1 = {"x": "x", "fc1_bias_scale": "bias_scale"}
+
+
+@register_fusion(
+    Pattern.path(fc1=GroupedLinear, act=Activated, scale=optional(Scale)).absent("output", "fc1"), priority=20
+)
+class GroupedLinearGLU(FusedOp):
+    """``act(x W^T + bias) * scales`` as one kernel; keeps x, the pre-activation, the scales and the weight."""
+
+    fc1: GroupedLinear
+    act: Activated
+    scale: Scale | None
+
+    class Saved(NamedTuple):
+        fc1: GroupedLinear.Saved
+        pre: Tensor | None
+        scales: Tensor | None
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor,
+        scales: Tensor | None = None,
+        grad_input: Buffer | None = None,
+        fc1_bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        needs, spec = names_of("fc1", needs_grad, _FC1), self.act.spec
+        half = first_linear.forward(
+            self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype, bool(needs_grad)
+        )
+        return half.hidden.view(*x.shape[:-1], half.hidden.shape[-1]), self.Saved(half.saved, half.pre, scales)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        if saved.pre is None:
+            return {}
+        want_scales = "scales" in needs_grad
+        activated = kernels.activate_backward(
+            as_rows(dy), saved.pre, self.act.spec, flat(saved.scales), want_scales=want_scales
+        )
+        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.pre, names_of("fc1", needs_grad, _FC1))
+        grads: dict[str, Gradient] = first_linear.filed("fc1", fc1, _FC1)
+        if saved.scales is not None and activated.scales is not None:
+            grads["scales"] = activated.scales.view_as(saved.scales)
+        return grads

@@ -1,0 +1,177 @@
+"""The experts of a mixture-of-experts layer: GroupedLinear -> GLU or Activation -> [Scale] -> GroupedLinear -> [Scale].
+
+With s the scales before the second linear and o those after it (1 where there are none), per row:
+``pre = W1 x + b1``, ``a = act(pre)``, ``y = o (W2 (s a) + b2)``. The backward keeps neither ``a`` nor ``y``: with
+``u = W2^T dy`` it is ``da = s o u``, ``ds = o <u, a>``, ``do = s <u, a> + <dy, b2>``, ``dW2 = dy (s o a)^T``: one
+kernel that is given the product ``s o`` serves both places of the scale.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from .. import kernels
+from ..glu import Activated
+from ..grouped_linear import GroupedLinear, as_rows
+from ..kernels import ActivationGrads, Layout
+from ..scale import Scale
+from . import first_linear
+from .first_linear import filed, flat, names_of
+
+_FC1 = {"x": "x", "fc1_bias_scale": "bias_scale"}
+_FC2 = {"fc2_bias_scale": "bias_scale"}
+
+
+def _buffer_holds_y(match: Match) -> bool:
+    """A buffer of the second linear holds what that linear gives, before a scale that follows it."""
+    return match.out_scale is None or not match.given("fc2", "output")
+
+
+@register_fusion(
+    Pattern.path(fc1=GroupedLinear, act=Activated, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale))
+    .shares("split_sizes", "fc1", "fc2")
+    .absent("output", "fc1")
+    .absent("grad_input", "fc2")
+    .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
+    .where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
+    priority=30,
+)
+class GroupedMLP(FusedOp):
+    """Keeps x, the pre-activation, the scales, the split sizes and the weights; computes the activation again."""
+
+    fc1: GroupedLinear
+    act: Activated
+    scale: Scale | None
+    fc2: GroupedLinear
+    out_scale: Scale | None
+
+    class Saved(NamedTuple):
+        fc1: GroupedLinear.Saved
+        fc2: GroupedLinear.Saved
+        pre: Tensor | None
+        scales: Tensor | None
+        out_scales: Tensor | None
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor,
+        scales: Tensor | None = None,
+        out_scale_scales: Tensor | None = None,
+        output: Buffer | None = None,
+        grad_input: Buffer | None = None,
+        fc1_bias_scale: Tensor | None = None,
+        fc2_bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        through = _through(needs_grad)
+        needs, keep = names_of("fc1", needs_grad, _FC1), through or _trains(needs_grad)
+        half = first_linear.forward(
+            self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype, keep
+        )
+        hidden, sizes = half.hidden, half.saved.split_sizes
+        weight, bias = self.fc2.matrices("weight", hidden.dtype), self._bias()
+        out = None if output is None else output.view(-1, self.fc2.out_features)
+        how = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
+        y = kernels.grouped_gemm(Layout.NT, hidden, weight, sizes, out=out, **how)  # type: ignore[arg-type]
+        assert isinstance(y, Tensor)
+        fc2 = self._saved(hidden, sizes, weight, fc2_bias_scale, needs_grad, through)
+        saved = self.Saved(half.saved, fc2, half.pre, scales, out_scale_scales)
+        return y.view(*x.shape[:-1], self.fc2.out_features) if output is None else output.detach(), saved
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        rows = as_rows(dy)
+        activated = self._through_fc2(saved, rows, needs_grad)
+        fc2 = self._fc2_grads(saved, rows, activated.hidden, names_of("fc2", needs_grad, _FC2))
+        grads: dict[str, Gradient] = filed("fc2", fc2, _FC2)
+        needs = names_of("fc1", needs_grad, _FC1)
+        if needs:
+            grads |= filed("fc1", first_linear.backward(self.fc1, saved.fc1, activated.pre, needs), _FC1)
+        if activated.scales is not None:
+            grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
+        return grads
+
+    def _bias(self) -> kernels.Matrices | None:
+        return self.fc2.matrices("bias") if self.fc2.has_bias else None
+
+    def _saved(
+        self,
+        hidden: Tensor,
+        sizes: Tensor,
+        weight: kernels.Matrices,
+        bias_scale: Tensor | None,
+        needs_grad: frozenset[str],
+        through: bool,
+    ) -> GroupedLinear.Saved:
+        """Of the second linear: all but its input, which is computed again."""
+        needs = names_of("fc2", needs_grad, _FC2) | ({"x"} if through else set())
+        needs |= {"bias_scale"} if self.fc2.has_bias and "out_scale_scales" in needs_grad else set()
+        return self.fc2.saved(hidden, hidden, weight, sizes, bias_scale, None, frozenset(needs))._replace(x=None)
+
+    def _through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
+        """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
+        total = _product(flat(saved.scales), flat(saved.out_scales))
+        weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, self.act.spec
+        if saved.pre is None:
+            return ActivationGrads(dy, None, None)
+        if weight is None or not _through(needs_grad):
+            return ActivationGrads(dy, None, kernels.activate(saved.pre, spec, total))
+        return kernels.grouped_linear_activation_backward(
+            dy,
+            weight,
+            saved.pre,
+            sizes,
+            spec,
+            scales=total,
+            want_scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
+            want_hidden=_trains(needs_grad),
+        )
+
+    def _fc2_grads(self, saved: Saved, dy: Tensor, hidden: Tensor | None, needs_grad: frozenset[str]) -> Grads:
+        """Of the parameters and the bias scale of the second linear, by its names."""
+        fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
+        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, hidden, sizes, needs_grad))
+        if self.fc2.has_bias:
+            biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales))
+            grads |= {name: gradient for name, gradient in biases.items() if name in needs_grad}
+        if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:
+            dots = kernels.row_dots(dy, fc2.bias, sizes, fc2.bias_scale.dtype)
+            dots = dots if out_scales is None else (dots * out_scales).to(dots.dtype)
+            grads["bias_scale"] = dots.view_as(fc2.bias_scale)
+        return grads
+
+    def _scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
+        """From ``<u, a>`` by row: ``ds = o <u, a>`` and ``do = s <u, a> + <dy, b2>``."""
+        grads: dict[str, Gradient] = {}
+        scales, out_scales = saved.scales, saved.out_scales
+        if scales is not None and "scales" in needs_grad:
+            ds = dots if out_scales is None else dots * out_scales.reshape(-1)
+            grads["scales"] = ds.to(scales.dtype).view_as(scales)
+        if out_scales is not None and "out_scale_scales" in needs_grad:
+            do = dots if scales is None else dots * scales.reshape(-1)
+            if saved.fc2.bias is not None:
+                bias_dots = kernels.row_dots(dy, saved.fc2.bias, saved.fc2.split_sizes, dots.dtype)
+                bias_scale = flat(saved.fc2.bias_scale)
+                do = do + (bias_dots if bias_scale is None else bias_dots * bias_scale)
+            grads["out_scale_scales"] = do.to(out_scales.dtype).view_as(out_scales)
+        return grads
+
+
+def _through(needs_grad: frozenset[str]) -> bool:
+    """Whether a wanted gradient lies behind the second linear."""
+    return any(not name.startswith("fc2") for name in needs_grad)
+
+
+def _trains(needs_grad: frozenset[str]) -> bool:
+    """Whether the second linear's weights are wanted, which need its input."""
+    return any(name.startswith("fc2.weight") for name in needs_grad)
+
+
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a * b

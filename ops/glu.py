@@ -1,0 +1,127 @@
+"""Gated linear units."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..fuser import ArgumentError, Grads, Op, Spec
+from . import kernels
+from .activations import ActivationSpec, Interleaved, gated
+
+
+class Activated(Op):
+    """An op that is an :class:`ActivationSpec`: what fusions look for."""
+
+    spec: ActivationSpec
+
+    class Saved(NamedTuple):
+        pre: Tensor | None
+
+    def check(self, x: Spec) -> Spec:
+        columns = x.shape[-1] if x.shape else 0
+        if not x.dtype.is_floating_point:
+            raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
+        if self.spec.gated and columns % (2 * (self.spec.block or 1)):
+            blocks = f" blocks of {self.spec.block} columns" if self.spec.block else " halves"
+            raise ArgumentError(f"x: expected gate and up{blocks} in the last dimension, got shape {list(x.shape)}")
+        return x._replace(shape=(*x.shape[:-1], self.spec.out_features(columns)))
+
+    def fwd(self, x: Tensor, *, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
+        return kernels.activate(x, self.spec), self.Saved(x if "x" in needs_grad else None)
+
+    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+        pre = saved.pre
+        return {} if pre is None else {"x": kernels.activate_backward(dy, pre, self.spec).pre}
+
+
+class GLU(Activated):
+    """``act(gate) * (up + linear_offset)`` of an input whose columns are gate and up.
+
+    Gate and up are clamped first, where there is a limit: gate to at most ``limit``, up to within ±``limit``; what was
+    clamped has gradient zero. Computed in float32 for half-precision inputs, and rounded once.
+
+    Args:
+        activation: silu, gelu (by erf), gelu_tanh, quick_gelu, relu, relu2 or sigmoid.
+        limit: None, or a positive number.
+        alpha: the slope inside silu: ``gate * sigmoid(alpha * gate)``.
+        linear_offset: added to up.
+        layout: ``"concat"``, gate in the first half of the columns (as TransformerEngine and Hugging Face have it,
+            unlike ``torch.nn.GLU``), or :func:`interleaved`.
+
+    Raises:
+        ValueError: an argument that is none of these.
+        ArgumentError: at a call, if the columns do not divide into gate and up.
+    """
+
+    def __init__(
+        self,
+        activation: str,
+        *,
+        limit: float | None = None,
+        alpha: float = 1.0,
+        linear_offset: float = 0.0,
+        layout: str | Interleaved = "concat",
+    ) -> None:
+        super().__init__()
+        self.spec = gated(activation, limit, alpha, linear_offset, layout)
+
+    def extra_repr(self) -> str:
+        changed = [f"{k}={v}" for k, v in vars(self.spec).items() if k not in ("name", "gated") and v != _DEFAULTS[k]]
+        return ", ".join([self.spec.name, *changed])
+
+
+_DEFAULTS: dict[str, Any] = vars(gated("silu", None, 1.0, 0.0, "concat"))
+
+
+class SwiGLU(GLU):
+    """``silu(gate) * up``. Arxiv 2002.05202, equation 6."""
+
+    def __init__(self, *, layout: str | Interleaved = "concat") -> None:
+        super().__init__("silu", layout=layout)
+
+
+class GEGLU(GLU):
+    """``gelu(gate) * up``; ``approximate`` is ``"none"`` (by erf) or ``"tanh"``, as in ``torch.nn.GELU``."""
+
+    def __init__(self, approximate: str = "none", *, layout: str | Interleaved = "concat") -> None:
+        names = {"none": "gelu", "tanh": "gelu_tanh"}
+        if approximate not in names:
+            raise ValueError(f"GEGLU: approximate must be 'none' or 'tanh', got {approximate!r}")
+        super().__init__(names[approximate], layout=layout)
+
+
+class QGEGLU(GLU):
+    """``gate * sigmoid(1.702 gate) * up``."""
+
+    def __init__(self, *, layout: str | Interleaved = "concat") -> None:
+        super().__init__("quick_gelu", layout=layout)
+
+
+class ReGLU(GLU):
+    """``relu(gate) * up``."""
+
+    def __init__(self, *, layout: str | Interleaved = "concat") -> None:
+        super().__init__("relu", layout=layout)
+
+
+class SReGLU(GLU):
+    """``relu(gate)**2 * up``."""
+
+    def __init__(self, *, layout: str | Interleaved = "concat") -> None:
+        super().__init__("relu2", layout=layout)
+
+
+class ClampedSwiGLU(GLU):
+    """``gate * sigmoid(alpha gate) * (up + linear_offset)``, clamped: the experts of gpt-oss."""
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        linear_offset: float = 1.0,
+        layout: str | Interleaved = "concat",
+    ) -> None:
+        super().__init__("silu", limit=limit, alpha=alpha, linear_offset=linear_offset, layout=layout)

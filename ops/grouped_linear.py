@@ -1,0 +1,211 @@
+"""One linear layer per group of rows (expert)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
+from ..fuser.buffers import Lent
+from . import kernels
+from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes
+from .kernels import Layout, Matrices
+from .weight_grads import WeightGrads
+
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
+class GroupedLinear(WeightGrads):
+    """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]``; rows are sorted by group.
+
+    Rows past ``sum(split_sizes)``, the tail, take no part: in an ``output`` buffer they are left as they are, in an
+    output that the op allocates they are zero. A group without rows has a weight gradient of zeros.
+
+    Keywords of a call:
+        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``. A list, or a tensor on
+            the host, is copied there.
+        output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
+        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad.
+        bias_scale: with ``scale_bias``, what the bias counts in each row: [...], any floating-point dtype.
+
+    Args:
+        num_groups: E.
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias.
+        single_grouped_weight: one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N, K].
+        single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
+        scale_bias: the bias is multiplied by ``bias_scale``, which is then a required keyword.
+        accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
+            where ``weight.overwrite_main_grad`` is set) and does not go through autograd.
+        delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
+
+    Raises:
+        ValueError: a size below 1.
+        ArgumentError: at a call whose arguments do not fit.
+        RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
+    """
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        weight: Matrices | None
+        split_sizes: Tensor
+        bias: Matrices | None
+        bias_scale: Tensor | None
+        grad_input: Lent | None
+        x_shape: tuple[int, ...]
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
+        scale_bias: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            if size < 1:
+                raise ValueError(f"GroupedLinear: {name} must be at least 1, got {size}")
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.has_bias, self.scale_bias = bias, scale_bias and bias
+        self.per_group = {}
+        shape = (num_groups, out_features, in_features)
+        self.add_expert_parameter("weight", torch.empty(shape, device=device, dtype=dtype), single_grouped_weight)
+        if bias:
+            self.add_expert_parameter("bias", torch.empty(shape[:2], device=device, dtype=dtype), single_grouped_bias)
+        self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
+        required = type(self).keywords["bias_scale"]._replace(required=True)
+        others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}
+        self.keywords = {**others, "bias_scale": required} if self.scale_bias else others
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter uniformly from ±1/sqrt(in_features), as ``torch.nn.Linear`` does."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def decision_key(self) -> tuple[Any, ...]:
+        firsts = [self.expert_parameters(name)[0] for name in self.per_group]
+        return tuple([(p.dtype, p.device, p.requires_grad) for p in firsts])
+
+    def check(
+        self,
+        x: Spec,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> Spec:
+        weight = self.expert_parameters("weight")[0]
+        dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
+        check_split_sizes(split_sizes, self.num_groups, x)
+        y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
+        if output is not None:
+            check_buffer("output", output, *y)
+        if grad_input is not None:
+            check_buffer("grad_input", grad_input, *x)
+        if bias_scale is not None:
+            check_rows("bias_scale", bias_scale, x)
+        return y
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        output: Buffer | None = None,
+        grad_input: Buffer | None = None,
+        bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        sizes = kernels.as_split_sizes(split_sizes, x.device)
+        rows = as_rows(x).to(autocast_dtype or x.dtype)
+        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
+        scale = None if bias_scale is None else bias_scale.reshape(-1)
+        out = None if output is None else output.view(-1, self.out_features)
+        y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, out=out, bias=bias, bias_scale=scale)
+        assert isinstance(y, Tensor)
+        saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad)
+        return y.view(*x.shape[:-1], self.out_features) if output is None else output.detach(), saved
+
+    def saved(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        weight: Matrices,
+        split_sizes: Tensor,
+        bias_scale: Tensor | None,
+        grad_input: Tensor | None,
+        needs_grad: frozenset[str],
+    ) -> Saved:
+        """What the wanted gradients need, and no more."""
+        trains = not needs_grad.isdisjoint(self.parameter_names("weight"))
+        return self.Saved(
+            rows if trains else None,
+            weight if "x" in needs_grad else None,
+            split_sizes,
+            self.matrices("bias") if "bias_scale" in needs_grad else None,
+            bias_scale,
+            None if grad_input is None else Lent(grad_input),
+            tuple(x.shape),
+        )
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        rows = as_rows(dy)
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(rows, saved)}
+        grads |= self.weight_grads(rows, saved.x, saved.split_sizes, needs_grad)
+        if self.has_bias:
+            grads |= self.bias_grads(rows, saved.split_sizes, saved.bias_scale)
+        bias, scale = saved.bias, saved.bias_scale
+        if bias is not None and scale is not None:
+            grads["bias_scale"] = lambda: kernels.row_dots(rows, bias, saved.split_sizes, scale.dtype).view_as(scale)
+        return grads
+
+    def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:
+        """The gradients of the biases by name: sums of the rows of ``dy`` [T, N], scaled by ``row_scale`` if given."""
+
+        def gradient() -> Tensor:
+            rows = dy if row_scale is None else dy * row_scale.reshape(-1, 1)
+            return kernels.column_sums(rows, split_sizes, self.expert_parameters("bias")[0].dtype)
+
+        return self.split_gradient("bias", gradient)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}"
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
+    rows = x.reshape(-1, x.shape[-1])
+    dense = rows.stride(1) == 1 or rows.shape[1] == 1
+    return rows if dense and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]) else rows.contiguous()
+
+
+def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:
+    """``dy W`` by group, into the caller's buffer if there is one."""
+    weight, lent = saved.weight, saved.grad_input
+    if weight is None:
+        raise ArgumentError("the gradient of x was not wanted in the forward")
+    if lent is None:
+        dx = kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes)
+        assert isinstance(dx, Tensor)
+        return dx.view(saved.x_shape)
+    kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, out=lent.tensor.view(-1, saved.x_shape[-1]))
+    return lent.tensor.detach()

@@ -1,0 +1,235 @@
+"""The only door from ops to kernels: allocates, chooses a backend, says why, runs it.
+
+Every function takes split sizes as a tensor on the device of the rows, writes into ``out`` where it is given, and then
+leaves the rows past the last group as they are; in what it allocates they are zero. Arguments have been checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..fuser import ArgumentError, RefusedError, trace
+from ..fuser.settings import current
+from .activations import ActivationSpec
+from .backends import grouped_mm, loop, pointwise
+from .backends.pointwise import ActivationGrads
+from .backends.problem import GroupedGemm, Layout, Matrices, first
+
+__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
+
+
+class Backend(Protocol):
+    """An implementation of the grouped GEMM; a module of ``ops/backends``."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: GroupedGemm, /) -> str | None: ...
+
+    def run(self, problem: GroupedGemm, /) -> None: ...
+
+
+class RowKernels(Protocol):
+    """What else knows groups."""
+
+    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, /) -> None: ...
+
+    def row_dots(self, rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor, /) -> None: ...
+
+    def zero_tail(self, out: Tensor, split_sizes: Tensor, /) -> None: ...
+
+
+_BACKENDS: tuple[Backend, ...] = (grouped_mm, loop)
+
+
+class Choice(NamedTuple):
+    """A backend, and why none before it."""
+
+    backend: Backend
+    reason: str
+
+
+def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """The split sizes on the device of the rows; a list or a tensor elsewhere is copied."""
+    if isinstance(split_sizes, Tensor) and split_sizes.device == device:
+        return split_sizes
+    trace.note(f"split_sizes are copied to {device}")
+    return torch.as_tensor(split_sizes, device=device)
+
+
+def grouped_gemm(
+    layout: Layout,
+    a: Tensor,
+    b: Matrices,
+    split_sizes: Tensor,
+    *,
+    out: Matrices | None = None,
+    out_dtype: torch.dtype | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Matrices:
+    """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
+
+    Args:
+        layout: NT: a [T, K], b [E, N, K] -> [T, N]. NN: a [T, K], b [E, K, N] -> [T, N].
+            TN: a [T, M], b [T, N] -> [E, M, N].
+        split_sizes: int32 or int64 [E].
+        out: where to write; needed for ``beta``.
+        out_dtype: of what is allocated here; that of ``a`` by default.
+    """
+    own = out is None
+    if out is None:
+        out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
+    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale)
+    choice = _choose(problem)
+    if trace.active():
+        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes))
+    elif not problem.rows:
+        _no_rows(problem)
+    elif not a.is_meta:
+        choice.backend.run(problem)
+        if own and isinstance(out, Tensor) and layout is not Layout.TN:
+            _row_kernels(a).zero_tail(out, split_sizes)
+    return out
+
+
+def ragged_gemm(
+    layout: Layout,
+    a: list[Tensor],
+    b: list[Tensor],
+    out: list[Tensor],
+    *,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """Products of matrices of any shapes, one by one; ``layout`` says which operand of each is transposed.
+
+    Raises:
+        ArgumentError: the depths of a group's operands differ.
+    """
+    for g, (left, right, result) in enumerate(zip(a, b, out, strict=True)):
+        left = left.mT if layout is Layout.TN else left
+        right = right.mT if layout is Layout.NT else right
+        if left.shape[1] != right.shape[0]:
+            raise ArgumentError(f"group {g}: the depths {left.shape[1]} and {right.shape[0]} of a and b must be equal")
+        loop.multiply(left, right, result, loop.of(alpha, g), loop.of(beta, g), None if bias is None else bias[g])
+
+
+def grouped_linear_activation(
+    x: Tensor,
+    weight: Matrices,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    *,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+    keep_pre: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept."""
+    pre = grouped_gemm(Layout.NT, x, weight, split_sizes, bias=bias, bias_scale=bias_scale)
+    assert isinstance(pre, Tensor)
+    return pre if keep_pre else None, activate(pre, activation, scales)
+
+
+def grouped_linear_activation_backward(
+    dy: Tensor,
+    weight: Matrices,
+    pre: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    *,
+    scales: Tensor | None = None,
+    want_scales: bool,
+    want_hidden: bool,
+) -> ActivationGrads:
+    """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`."""
+    dhidden = grouped_gemm(Layout.NN, dy, weight, split_sizes, out_dtype=pre.dtype)
+    assert isinstance(dhidden, Tensor)
+    return activate_backward(dhidden, pre, activation, scales, want_scales=want_scales, want_hidden=want_hidden)
+
+
+def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
+    """``act(pre) * scales[:, None]``, rounded once."""
+    return pointwise.forward(pre, activation, scales)
+
+
+def activate_backward(
+    dhidden: Tensor,
+    pre: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None = None,
+    *,
+    want_scales: bool = False,
+    want_hidden: bool = False,
+) -> ActivationGrads:
+    """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
+    return pointwise.backward(dhidden, pre, activation, scales, want_scales, want_hidden)
+
+
+def column_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """[E, N]: the sum of the rows of each group, in a fixed order; the gradient of a bias."""
+    out = rows.new_empty((split_sizes.shape[0], rows.shape[1]), dtype=dtype)
+    if not trace.active() and not rows.is_meta:
+        _row_kernels(rows).column_sums(rows, split_sizes, out)
+    return out
+
+
+def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
+    out = rows.new_empty((rows.shape[0],), dtype=dtype)
+    if not trace.active() and not rows.is_meta:
+        _row_kernels(rows).row_dots(rows, vectors, split_sizes, out)
+    return out
+
+
+def _row_kernels(rows: Tensor) -> RowKernels:
+    """What keeps split sizes on the device on CUDA, and makes no indices on CPU."""
+    return grouped_mm if rows.is_cuda else loop
+
+
+def _no_rows(problem: GroupedGemm) -> None:
+    """Without rows a product is zero: nothing to write for NT and NN, a weight gradient of zeros for TN."""
+    for out in [problem.out] if isinstance(problem.out, Tensor) else problem.out:
+        if problem.beta is None:
+            out.zero_()
+        elif problem.layout is Layout.TN:
+            beta = problem.beta
+            out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
+
+
+def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:
+    if layout is Layout.TN:
+        assert isinstance(b, Tensor)
+        return groups, a.shape[1], b.shape[1]
+    return a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]
+
+
+def _choose(problem: GroupedGemm) -> Choice:
+    """The first backend that can run the problem, or the one that the configuration asks for.
+
+    Raises:
+        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
+    """
+    settings = current()
+    wanted = [b for b in _BACKENDS if settings.backend in ("auto", b.NAME)]
+    refusals: list[str] = []
+    for backend in wanted:
+        why = backend.refusal(problem)
+        if why is None:
+            reason = "; ".join(refusals)
+            if reason and settings.strict and problem.a.is_cuda:
+                raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
+            return Choice(backend, reason)
+        refusals.append(f"{backend.NAME} {why}")
+    raise RefusedError(
+        f"no backend can run this grouped GEMM: {'; '.join(refusals) or settings.backend + ' is not built'}"
+    )

@@ -1,0 +1,82 @@
+"""A linear layer without groups: plain matrix products of torch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..fuser import Gradient, Grads, Op, Spec
+from .checks import check_matrix_input
+
+
+class Linear(Op):
+    """``y = x @ weight.T + bias`` over the last dimension, as ``torch.nn.Linear``.
+
+    Args:
+        in_features: K; ``x`` is [..., K] with at least two dimensions.
+        out_features: N; ``weight`` is [N, K].
+        bias: whether there is a ``bias`` [N].
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    bias: nn.Parameter | None
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if in_features < 1 or out_features < 1:
+            raise ValueError(f"Linear: sizes must be at least 1, got {in_features} and {out_features}")
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        empty_bias = torch.empty(out_features, device=device, dtype=dtype)
+        self.bias = nn.Parameter(empty_bias) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter uniformly from ±1/sqrt(in_features)."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
+        dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
+        return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
+
+    def fwd(self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None) -> tuple[Tensor, Saved]:
+        dtype = autocast_dtype or x.dtype
+        rows, weight = x.to(dtype), self.weight.to(dtype)
+        y = F.linear(rows, weight, None if self.bias is None else self.bias.to(dtype))
+        return y, self.Saved(rows if "weight" in needs_grad else None, weight if "x" in needs_grad else None)
+
+    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+        x, weight = saved
+        rows = dy.reshape(-1, self.out_features)
+        grads: dict[str, Gradient] = {}
+        if weight is not None:
+            grads["x"] = lambda: dy @ weight
+        if x is not None:
+            grads["weight"] = lambda: (rows.mT @ x.reshape(-1, self.in_features)).to(self.weight.dtype)
+        if self.bias is not None:
+            dtype = self.bias.dtype
+            grads["bias"] = lambda: rows.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dtype)
+        return grads
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"

@@ -1,0 +1,81 @@
+"""Branches: an extra output that a later op reads, and the op that adds it; and the op that does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
+
+
+class Identity(Op):
+    """``y = x``."""
+
+    def check(self, x: Spec) -> Spec:
+        return x
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+    def bwd(self, saved: Any, dy: Tensor) -> Grads:
+        return {"x": dy}
+
+
+class MakeExtraOutput(Op):
+    """Passes ``x`` on and also gives it out under a name: a later op's keyword of that name reads it.
+
+    An extra output that no op reads is returned to the caller, after the main output.
+    """
+
+    def __init__(self, name: str = "extra") -> None:
+        super().__init__()
+        _check_name("MakeExtraOutput", name)
+        self.extra_outputs = (name,)
+
+    def check(self, x: Spec) -> Spec:
+        return x
+
+    def fwd(self, x: Tensor) -> tuple[Outputs, None]:
+        return {"y": x, self.extra_outputs[0]: x.detach()}, None
+
+    def bwd(self, saved: Any, dy: Tensor, **extra: Tensor) -> Grads:
+        return {"x": lambda: dy + extra[self.extra_outputs[0]]}
+
+    def extra_repr(self) -> str:
+        return repr(self.extra_outputs[0])
+
+
+class AddExtraInput(Op):
+    """``y = x + extra``: the keyword, of the name given, is a tensor like ``x``, from the caller or an earlier op."""
+
+    def __init__(self, name: str = "extra") -> None:
+        super().__init__()
+        _check_name("AddExtraInput", name)
+        self.keywords = {name: Keyword(required=True, tensor=True)}
+
+    @property
+    def name(self) -> str:
+        """The keyword's name."""
+        return next(iter(self.keywords))
+
+    def check(self, x: Spec, **extra: Tensor) -> Spec:
+        for name, tensor in extra.items():
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != x.shape:
+                came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ArgumentError(f"{name}: expected a tensor of shape {list(x.shape)}, like x, got {came}")
+        return x
+
+    def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Tensor, None]:
+        return (x + extra[self.name]).to(x.dtype), None
+
+    def bwd(self, saved: Any, dy: Tensor) -> Grads:
+        return {"x": dy, self.name: dy}
+
+    def extra_repr(self) -> str:
+        return repr(self.name)
+
+
+def _check_name(op: str, name: str) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{op}: the name must be an identifier, got {name!r}")

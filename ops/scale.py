@@ -1,0 +1,62 @@
+"""Row scales, which router probabilities come in by, and constant ones."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import Gradient, Grads, Op, Spec
+from .checks import check_rows
+
+
+class Scale(Op):
+    """``y = x * scales[:, None]``, computed in the wider of the two dtypes and rounded once to that of ``x``.
+
+    Where it stands says what it means: before the second linear of an expert (TransformerEngine, Megatron) or after it
+    (Hugging Face, torchtitan).
+
+    Keywords of a call:
+        scales: a number for every row of ``x``, shape ``x.shape[:-1]``, any floating-point dtype. Its gradient is
+            ``sum(dy * x)`` over the columns.
+    """
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        scales: Tensor
+
+    def check(self, x: Spec, *, scales: Tensor) -> Spec:
+        check_rows("scales", scales, x)
+        return x
+
+    def fwd(self, x: Tensor, *, scales: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
+        return (x * scales.unsqueeze(-1)).to(x.dtype), self.Saved(x if "scales" in needs_grad else None, scales)
+
+    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+        x, scales = saved
+        grads: dict[str, Gradient] = {"x": lambda: (dy * scales.unsqueeze(-1)).to(dy.dtype)}
+        if x is not None:
+            wide = torch.promote_types(dy.dtype, torch.float32)
+            grads["scales"] = lambda: (dy.to(wide) * x).sum(-1).to(scales.dtype)
+        return grads
+
+
+class ConstantScale(Op):
+    """``y = x * scale`` for a number that stays."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = float(scale)
+
+    def check(self, x: Spec) -> Spec:
+        return x
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, None]:
+        return x * self.scale, None
+
+    def bwd(self, saved: Any, dy: Tensor) -> Grads:
+        return {"x": lambda: dy * self.scale}
+
+    def extra_repr(self) -> str:
+        return f"{self.scale}"

@@ -1,0 +1,201 @@
+"""Builds `fusible.ops._C` with nvcc and ninja; everything else about the package stands in pyproject.toml.
+
+FUSIBLE_BUILD_CUDA=auto (default) builds the extension where nvcc is found, 0 never builds it, 1 fails without nvcc.
+`python setup.py build_ext --inplace` rebuilds what changed (objects are kept in build/); `python setup.py kernels` does the
+same and prints every kernel's registers, shared memory, code size and compile time. Both fail on a register spill and on
+any advice of ptxas against a kernel (C75xx, C76xx: wgmma made serial, setmaxnreg ignored), which cost a multiple in speed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from setuptools import Command, Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+BUILD = Path(
+    "build", "cuda"
+)  # ninja runs at the root with relative names, so no path of this machine enters the binary
+ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+FLAGS = f"-O3 -std=c++20 {ARCHITECTURE} -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v -Icsrc"
+OLDEST_NVCC = (12, 4)
+
+
+class BuildError(Exception):
+    """The extension cannot be built; the message says why and what to do."""
+
+
+def find_nvcc() -> str:
+    """Path of nvcc, from CUDA_HOME or PATH; raises BuildError where there is none that is new enough."""
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+    if nvcc is None:
+        raise BuildError("no nvcc in " + (f"CUDA_HOME={home}" if home else "PATH (and CUDA_HOME is not set)"))
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    if found is None or (int(found[1]), int(found[2])) < OLDEST_NVCC:
+        raise BuildError(
+            f"{nvcc} is {found[0] if found else 'of unknown release'}; {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or newer is needed"
+        )
+    return nvcc
+
+
+def find_ninja() -> str:
+    """Path of ninja: the Python package's (a build requirement), else the one on PATH."""
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        path = shutil.which("ninja")
+        if path is None:
+            raise BuildError("ninja is not installed (pip install ninja)") from None
+        return path
+
+
+def wants_cuda() -> bool:
+    """What FUSIBLE_BUILD_CUDA asks for, given whether nvcc is here."""
+    choice = os.environ.get("FUSIBLE_BUILD_CUDA", "auto")
+    if choice not in ("auto", "0", "1"):
+        raise SystemExit(f"FUSIBLE_BUILD_CUDA must be auto, 0 or 1, got {choice!r}")
+    if choice == "0":
+        return False
+    try:
+        find_nvcc()
+    except BuildError as error:
+        if choice == "1":
+            raise SystemExit(f"FUSIBLE_BUILD_CUDA=1, but {error}") from None
+        print(f"fusible: CUDA kernels are not built: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def sources() -> list[Path]:
+    """All C++ and CUDA sources, relative to the root."""
+    return sorted(
+        path.relative_to(ROOT) for pattern in ("csrc/**/*.cpp", "csrc/**/*.cu") for path in ROOT.glob(pattern)
+    )
+
+
+def object_of(source: Path) -> Path:
+    """Where the object of a source lies; its log stands beside it."""
+    return BUILD / source.relative_to("csrc").with_suffix(source.suffix + ".o")
+
+
+def write_ninja_file(nvcc: str, target: Path) -> None:
+    """One object per source and the shared library. The log of each compilation is kept: `check_kernels` reads it."""
+    import pybind11
+
+    python = f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
+    lines = [
+        f"builddir = {BUILD}",
+        "rule compile",
+        f"  command = {nvcc} {FLAGS} $python -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; rm -f $out; exit 1)",
+        "  description = nvcc $in",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = {nvcc} -shared -cudart static {ARCHITECTURE} -Xlinker --exclude-libs,ALL $in -o $out",
+        "  description = link $out",
+    ]
+    objects = []
+    for source in sources():
+        lines.append(f"build {object_of(source)}: compile {source}")
+        if source.name == "bindings.cpp":  # the only one that sees Python: a new environment rebuilds this object alone
+            lines.append(f"  python = {python}")
+        objects.append(str(object_of(source)))
+    lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
+    (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
+    (ROOT / BUILD / "build.ninja").write_text("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says about one kernel."""
+
+    source: str
+    name: str
+    registers: int
+    spilled: int  # bytes stored and loaded
+
+
+def read_kernels() -> tuple[list[Kernel], list[str]]:
+    """All kernels of the last build, and every line of advice of ptxas (C75xx, C76xx) about them."""
+    kernels, advice = [], []
+    for source in sources():
+        name, spilled = "", 0
+        for line in Path(f"{ROOT / object_of(source)}.log").read_text().splitlines():
+            if found := re.search(r"Compiling entry function '(\S+)'", line):
+                name, spilled = found[1], 0
+            elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+                spilled = int(found[1]) + int(found[2])
+            elif found := re.search(r"Used (\d+) registers", line):
+                kernels.append(Kernel(str(source), name, int(found[1]), spilled))
+            elif re.search(r"\bC7[56]\d\d\b", line):
+                advice.append(f"{source}: {line.strip()}")
+    return kernels, advice
+
+
+def check_kernels() -> None:
+    """Fails the build on a spill or on advice of ptxas."""
+    kernels, advice = read_kernels()
+    advice += [f"{k.source}: {k.name} spills {k.spilled} bytes" for k in kernels if k.spilled]
+    if advice:
+        raise SystemExit("ptxas is not content with the kernels:\n  " + "\n  ".join(advice))
+
+
+class BuildKernels(build_ext):
+    """`build_ext` through nvcc and ninja."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).absolute()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_ninja_file(find_nvcc(), target)
+        jobs = str(len(os.sched_getaffinity(0)))
+        if subprocess.run(
+            [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", jobs], cwd=ROOT, check=False
+        ).returncode:
+            raise SystemExit("the CUDA kernels do not compile (see above); FUSIBLE_BUILD_CUDA=0 installs without them")
+        check_kernels()
+
+
+class ListKernels(Command):
+    """`python setup.py kernels`: builds in place and prints a Markdown table of all kernels."""
+
+    description = "build in place and print registers, code size and compile time of every kernel"
+    user_options: list[tuple[str, str | None, str]] = []
+
+    def initialize_options(self) -> None: ...
+    def finalize_options(self) -> None: ...
+
+    def run(self) -> None:
+        self.run_command("build_ext")
+        kernels, _ = read_kernels()
+        seconds = {}
+        for line in (ROOT / BUILD / ".ninja_log").read_text().splitlines()[1:]:
+            start, end, _, name, _ = line.split("\t")
+            seconds[name] = (int(end) - int(start)) / 1000
+        print("| source | kernels | registers | spills | object, KB | compile, s |\n|---|---|---|---|---|---|")
+        for source in sources():
+            mine = [k for k in kernels if k.source == str(source)]
+            if mine:
+                size = (ROOT / object_of(source)).stat().st_size // 1024
+                registers = ", ".join(map(str, sorted({k.registers for k in mine})))
+                time = seconds[str(object_of(source))]
+                print(f"| {source} | {len(mine)} | {registers} | {sum(k.spilled for k in mine)} | {size} | {time} |")
+
+
+setup(
+    packages=find_packages(include=["fusible", "fusible.*"]),
+    package_data={"fusible": ["py.typed"], "fusible.ops": ["*.pyi"]},
+    ext_modules=[Extension("fusible.ops._C", sources=[])] if wants_cuda() else [],
+    cmdclass={"build_ext": BuildKernels, "kernels": ListKernels},
+)
