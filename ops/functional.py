@@ -50,7 +50,7 @@ def grouped_gemm(
 
     Plain tensors have T rows sorted by group, ``split_sizes`` of each (or ``offsets``, where each group ends); rows
     past the last group take no part, and are zero in what is allocated here. The dims of a :class:`GroupedTensor` are
-    its own, and those of the output follow from the operands'. Differentiable in a, b and bias where ``out`` is not given.
+    its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not with ``out``.
 
     Args:
         a, b: operands, of one dtype, on one device.
