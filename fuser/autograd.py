@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import settings
+from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .op import Gradient, Grads, Op, Spec
 from .saved import pack, unpack
@@ -25,8 +26,14 @@ class Runtime(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Runtime:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"x: expected a tensor, got a {type(x).__name__}")
         kind = x.device.type
-        return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(kind) if _autocasts(kind) else None)
+
+
+def _autocasts(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def run(op: Op, x: Tensor, keywords: Mapping[str, Any], runtime: Runtime) -> tuple[Tensor, ...]:
@@ -55,8 +62,16 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     runtime = Runtime.of(x)
     with locating(type(op).__name__):
         check(op, Spec.of(x), given, runtime)
+        _check_buffers(op, x, given)
     outputs = run(op, x, given, runtime)
     return outputs if op.extra_outputs else outputs[0]
+
+
+def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
+    lent = tuple(NamedBuffer(repr(k), i) for i, k in enumerate(keywords, 1) if op.keywords[k].buffer)
+    if lent:
+        inputs = [0, *(i for i, k in enumerate(keywords, 1) if not op.keywords[k].buffer)]
+        check_overlaps(lent, inputs, [x, *keywords.values()], (p for _, p in op.inputs()))
 
 
 @contextmanager
@@ -79,10 +94,13 @@ def call_fwd(
     """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
     reserved = _reserved(op, "fwd", needs_grad, autocast_dtype)
     if autocast_dtype is None:
-        result, saved = op.fwd(x, **keywords, **reserved)
+        returned = op.fwd(x, **keywords, **reserved)
     else:  # the op casts what it wants cast; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
-            result, saved = op.fwd(x, **keywords, **reserved)
+            returned = op.fwd(x, **keywords, **reserved)
+    if not isinstance(returned, tuple):
+        raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
+    result, saved = returned
     return (result,) if isinstance(result, Tensor) else _in_order(op, result), saved
 
 
@@ -156,7 +174,7 @@ class _BackwardScope(ExitStack):
         super().__init__()
         if torch.is_grad_enabled():
             self.enter_context(torch.no_grad())
-        if torch.is_autocast_enabled(device_type):
+        if _autocasts(device_type):
             self.enter_context(torch.autocast(device_type, enabled=False))
         if call.config is not settings.current():
             self.enter_context(settings.using(call.config))

@@ -40,7 +40,7 @@ def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs 
         IndexError: an int key out of range.
     """
     given: Given = [{} for _ in layout.leaves]
-    if op_kwargs:
+    if op_kwargs is not None:
         _bind_addressed(layout, given, op_kwargs)
     for name, value in shared.items():
         _bind_shared(layout, given, name, value)

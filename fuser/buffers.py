@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +25,11 @@ class NamedBuffer(NamedTuple):
     slot: int
 
 
-def check_overlaps(buffers: tuple[NamedBuffer, ...], values: list[Any], parameters: Iterable[Tensor]) -> None:
+def check_overlaps(
+    buffers: tuple[NamedBuffer, ...], inputs: Sequence[int], values: list[Any], parameters: Iterable[Tensor]
+) -> None:
     """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
-    slots = {buffer.slot for buffer in buffers}
-    read = [(f"input {i}" if i else "x", v) for i, v in enumerate(values) if i not in slots and isinstance(v, Tensor)]
+    read = [(f"input {i}" if i else "x", values[i]) for i in inputs if isinstance(values[i], Tensor)]
     read += [("a parameter", p) for p in parameters]
     for i, buffer in enumerate(buffers):
         others = [(other.name, values[other.slot]) for other in buffers[:i]] + read

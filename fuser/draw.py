@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from html import escape
 
-from .graph import OpGraph
+from .graph import OpGraph, X
 
 Boxes = Mapping[str, tuple[str, ...]]  # what a fused step is called -> the nodes that it stands for
 
@@ -23,7 +23,7 @@ def name(graph: OpGraph, node: str) -> str:
     if leaf is not None:
         return f"{leaf.label}: {type(leaf.module).__name__}"
     ports = sorted({port for _, port, _ in graph.readers(node)})
-    return node if node == "x" else ", ".join(ports)
+    return "x" if node == X else ", ".join(ports)
 
 
 def edges(graph: OpGraph) -> Iterator[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from . import draw, trace
 from .autograd import Runtime, call_fwd, differentiable
@@ -181,7 +181,11 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
             if values is None:
                 yield replace(plain, reason="its input is not known without data")
             elif isinstance(step.module, Op):
-                yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
+                try:
+                    yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
+                except DataDependentOutputException:
+                    values = None
+                    yield replace(plain, kernel="?", reason="it reads values, so it cannot run without data")
             else:
                 values = _run_module(step.module, step.x, values)
                 shape = None if values is None else tuple(values[-1].shape)
@@ -223,7 +227,7 @@ def _run_module(module: nn.Module, x: int, values: list[Any]) -> list[Any] | Non
     """The values with the module's output, or None if it cannot run without data."""
     try:
         with torch.no_grad():
-            y = module(values[x])
+            y = module.forward(values[x])  # hooks are code of the user's that a call would run
     except Exception:  # whatever a module of the user's does with tensors that hold no data
         return None
     trains = values[x].requires_grad or any(p.requires_grad for p in module.parameters())

@@ -14,6 +14,9 @@ from .layout import Layout, Leaf
 from .op import Op
 
 
+X = ".x"  # the node of the input of the first op
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """What a fusion may ask about an input: never its shape or its values, since plans are kept for other ones."""
@@ -27,7 +30,7 @@ class TensorInfo:
 class OpGraph:
     """One call's ops and inputs.
 
-    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs ("x", "%1") with ``info=`` (a :class:`TensorInfo`, or
+    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1", which no label can be) with ``info=`` (a :class:`TensorInfo`, or
     None for what is no tensor). A tensor that several ops read is one node. Edges carry ``ports=``: for each port of
     the reader ("x" or a keyword) the output of the source ("y" or an extra output); and ``port=``, the first of them.
     """
@@ -38,7 +41,7 @@ class OpGraph:
     def of(cls, layout: Layout, call: Call) -> OpGraph:
         graph: networkx.DiGraph[str] = networkx.DiGraph()
         sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
-        previous = "x"
+        previous = X
         for i, leaf in enumerate(layout.leaves):
             graph.add_node(leaf.label, leaf=leaf, position=i)
             _connect(graph, previous, leaf.label, "x", "y")
@@ -77,12 +80,12 @@ class OpGraph:
         return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])
 
     def __str__(self) -> str:
-        names = {n: f"{n} {type(leaf.module).__name__}" if (leaf := self.leaf(n)) else n for n in self.nx}
+        names = {n: f"{n} {type(leaf.module).__name__}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
         return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
 
 
 def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
-    name = f"%{slot}" if slot else "x"
+    name = f".%{slot}" if slot else X
     info = TensorInfo(value.dtype, value.device, value.requires_grad) if isinstance(value, Tensor) else None
     graph.add_node(name, info=info)
     return name

@@ -103,7 +103,8 @@ class Layout:
             )
         if len(found) > 1:
             places = " and ".join(t.label for t in found)
-            raise ArgumentError(f"op_kwargs: this {type(key).__name__} occurs at {places}: use an index")
+            way = "a name" if any("." in t.label for t in found) else "an index"
+            raise ArgumentError(f"op_kwargs: this {type(key).__name__} occurs at {places}: use {way}")
         return found[0]
 
     def _of_name(self, key: str) -> Target:
@@ -148,9 +149,12 @@ class Layout:
             op = leaf.op
             if op is None:
                 continue
+            twice = sorted(op.keywords.keys() & {name for name, _ in op.inputs()})
+            if twice:
+                raise ArgumentError(f"{leaf}: {twice[0]!r} is both a keyword and a parameter; rename one")
             for name, keyword in op.keywords.items():
                 self.takers.setdefault(name, []).append(i)
-                if name in made:
+                if name in made and not keyword.buffer:
                     self.channels[i, name] = made[name]
                 elif keyword.required:
                     self.required.append((i, name))

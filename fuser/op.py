@@ -75,8 +75,7 @@ class Op(nn.Module, ABC):
             cls.keywords = _declared_keywords(cls)
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
-            takes = {name: RESERVED & inspect.signature(f).parameters.keys() for name, f in defined.items()}
-            cls.reserved = {**cls.reserved, **takes}
+            cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
 
     @abstractmethod
     def fwd(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Outputs, Any]:
@@ -119,9 +118,10 @@ class Op(nn.Module, ABC):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether the module has hooks, which run only where the module itself is called."""
+    """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
     m = module
-    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+    return bool(hooks or "forward" in m.__dict__)
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
@@ -131,7 +131,15 @@ def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
         raise TypeError(f"{cls.__name__}.fwd must be fwd(self, x, *, ...): an op has one input, the rest are keywords")
     hints = _hints(cls.fwd)
     named = [p for p in parameters[1:] if p.kind is p.KEYWORD_ONLY and p.name not in RESERVED]
-    return {p.name: _keyword(p, hints.get(p.name, Tensor)) for p in named}
+    passed_on = cls.keywords if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD else {}
+    return {**passed_on, **{p.name: _keyword(p, hints.get(p.name, Tensor)) for p in named}}
+
+
+def _declared_reserved(cls: type[Op], name: str, function: Callable[..., Any]) -> frozenset[str]:
+    """Those that the function declares; one with ``**keywords`` also takes what it overrides declares."""
+    parameters = inspect.signature(function).parameters
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return (RESERVED & parameters.keys()) | (cls.reserved.get(name, frozenset()) if passes_on else frozenset())
 
 
 def _keyword(parameter: inspect.Parameter, hint: Any) -> Keyword:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
@@ -110,7 +111,15 @@ class Pattern:
 
     def refusal(self, match: Match) -> str | None:
         """The reason of the first condition that does not hold."""
-        return next((reason for reason, holds in self.conditions if not holds(match)), None)
+        overrides = next(filter(None, (self._override(match, role) for role in match.nodes)), None)
+        return overrides or next((reason for reason, holds in self.conditions if not holds(match)), None)
+
+    def _override(self, match: Match, role: str) -> str | None:
+        """A subclass that computes something else than its base is not what the pattern means."""
+        op, types = getattr(match, role), self.roles[role]
+        base = next(t for t in (types if isinstance(types, tuple) else (types,)) if isinstance(op, t))
+        same = inspect.isabstract(base) or (type(op).fwd is base.fwd and type(op).bwd is base.bwd)
+        return None if same else f"{role} is a {type(op).__name__}, which overrides {base.__name__}"
 
     def _check(self, *roles: str) -> None:
         for role in roles:
@@ -127,7 +136,8 @@ class Pattern:
         """The shape with every choice of optional roles."""
         choices = [(True, False) if role in self.optional_roles else (True,) for role in self.roles]
         for chosen in product(*choices):
-            yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there})
+            if any(chosen):
+                yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there})
 
     def _shape(self, there: set[str]) -> nx.DiGraph[str]:
         shape: nx.DiGraph[str] = nx.DiGraph()

@@ -8,16 +8,16 @@ from typing import Any
 
 import networkx as nx
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import legality
 from .autograd import Runtime, check, locating, run
 from .buffers import NamedBuffer, check_overlaps
-from .errors import RefusedError
+from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
-from .graph import OpGraph
+from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Op, Spec, is_hooked
+from .op import Keyword, Op, Spec, is_hooked
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -49,6 +49,14 @@ class Step:
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
         return x
 
+    def check_late(self, values: list[Any], runtime: Runtime) -> None:
+        """:meth:`check`, once its input has been computed."""
+        if isinstance(self.module, Op):
+            x = values[self.x]
+            if not isinstance(x, Tensor):
+                raise ArgumentError(f"{self.leaves[0]}: x: expected a tensor, got a {type(x).__name__}")
+            self.check(Spec.of(x), values, runtime)
+
     def run(self, values: list[Any], runtime: Runtime) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         x, keywords = values[self.x], {name: values[slot] for name, slot in self.reads}
@@ -72,6 +80,7 @@ class Plan:
 
     steps: tuple[Step, ...]
     results: tuple[int, ...]
+    inputs: tuple[int, ...]
     buffers: tuple[NamedBuffer, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
@@ -79,13 +88,10 @@ class Plan:
     def __call__(self, values: list[Any], runtime: Runtime) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         checked = self.check(values, runtime)
-        if self.buffers:
-            parameters = (p for step in self.steps if isinstance(step.module, Op) for _, p in step.module.inputs())
-            check_overlaps(self.buffers, values, parameters)
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
-                step.check(Spec.of(values[step.x]), values, runtime)
+                step.check_late(values, runtime)
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
                     step.run(values, runtime)
@@ -95,12 +101,19 @@ class Plan:
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
         """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
+        if self.buffers:
+            check_overlaps(self.buffers, self.inputs, values, self._parameters())
         spec: Spec | None = Spec.of(values[0])
         for i, step in enumerate(self.steps):
             spec = step.check(spec, values, runtime)
             if spec is None:
                 return i + 1
         return len(self.steps)
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for step in self.steps:
+            module = step.module
+            yield from (p for _, p in (module.inputs() if isinstance(module, Op) else module.named_parameters()))
 
 
 def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
@@ -117,7 +130,9 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     builder = _Builder(graph, [d for d in decisions if d.taken])
     steps = tuple(builder.steps())
     results = builder.results()
-    return Plan(_with_dead(steps, results), results, tuple(_buffers(steps)), decisions, graph)
+    inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
+    buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
+    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph)
 
 
 def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
@@ -127,11 +142,13 @@ def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step,
     return tuple(replace(step, dead=tuple(s for s in made if last[s] == i)) for i, step in enumerate(steps))
 
 
-def _buffers(steps: tuple[Step, ...]) -> Iterator[NamedBuffer]:
+def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
+    """What errors call it, the slot, and the declaration of everything that a call gives."""
+    made = {slot for step in steps for slot in step.outputs}
     for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
         for name, slot in reads or ():
-            if leaf.op and leaf.op.keywords[name].buffer:
-                yield NamedBuffer(f"{leaf}: {name!r}", slot)
+            if leaf.op and slot not in made:
+                yield f"{leaf}: {name!r}", slot, leaf.op.keywords[name]
 
 
 class _Builder:
@@ -152,7 +169,7 @@ class _Builder:
     def results(self) -> tuple[int, ...]:
         """The slots of the main output and of the extra outputs that no op reads."""
         leaves = self.graph.leaves()
-        results = [self.slots[leaves[-1] if leaves else "x", "y"]]
+        results = [self.slots[leaves[-1] if leaves else X, "y"]]
         for node in leaves:
             op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
             results += [self.slots[node, name] for name in (op.extra_outputs if op else ()) if name not in read]

@@ -71,7 +71,9 @@ class Sequential(nn.Sequential):
         self._last = _Last(plan, [Shape.of(v) for v in call.values], runtime)
         return plan(call.values, runtime)
 
-    def explain(self, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
+    def explain(
+        self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+    ) -> Explanation:
         """What a call with these arguments runs, and why each fusion and each kernel was or was not taken.
 
         Takes what :meth:`forward` takes, or nothing, for the last call. Runs nothing.
@@ -80,13 +82,12 @@ class Sequential(nn.Sequential):
             ValueError: no arguments, and no call yet.
             ArgumentError: as :meth:`forward`.
         """
-        if not args and not op_kwargs and not shared:
+        if x is None and not extra_inputs and not op_kwargs and not shared:
             if self._last is None:
                 raise ValueError("explain: there was no call yet; give it what you would give forward")
             return explain_plan(*self._last)
-        x, *extra = args
         layout, runtime = self._layout(), Runtime.of(x)
-        call = bind(layout, x, tuple(extra), op_kwargs, shared)
+        call = bind(layout, x, extra_inputs, op_kwargs, shared)
         plan = self._plan(layout, call, runtime)
         plan.check(call.values, runtime)
         return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)

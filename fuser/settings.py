@@ -59,10 +59,12 @@ def config(
         debug: also check what needs a device synchronisation, such as the values of split sizes.
 
     Raises:
-        ValueError: no such backend.
+        ValueError: no such backend; one string for ``disable_fusions``.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if isinstance(disable_fusions, str):
+        raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{disable_fusions!r}}}")
     changes: dict[str, Any] = {
         "strict": strict,
         "deterministic": deterministic,

@@ -57,10 +57,12 @@ def gated(
     """The GLU with that activation on its gate.
 
     Raises:
-        ValueError: an unknown activation or layout, a limit that is not positive, an alpha without a silu.
+        ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without a silu.
     """
     if limit is not None and not limit > 0:
         raise ValueError(f"limit must be positive or None; got {limit}")
+    if not alpha:
+        raise ValueError("alpha must not be 0, with which silu is half of its argument")
     if alpha != 1.0 and name not in _SLOPED:
         raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
     spec = replace(activation(name), gated=True, limit=limit, alpha=float(alpha), linear_offset=float(linear_offset))

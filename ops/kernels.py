@@ -7,7 +7,7 @@ leaves the rows past the last group as they are; in what it allocates they are z
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,41 +16,13 @@ from ..fuser import ArgumentError, RefusedError, trace
 from ..fuser.settings import current
 from .activations import ActivationSpec
 from .backends import grouped_mm, loop, pointwise
+from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
 
-
-class Backend(Protocol):
-    """An implementation of the grouped GEMM; a module of ``ops/backends``."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: GroupedGemm, /) -> str | None: ...
-
-    def run(self, problem: GroupedGemm, /) -> None: ...
-
-
-class RowKernels(Protocol):
-    """What else knows groups."""
-
-    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, /) -> None: ...
-
-    def row_dots(self, rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor, /) -> None: ...
-
-    def zero_tail(self, out: Tensor, split_sizes: Tensor, /) -> None: ...
-
-
 _BACKENDS: tuple[Backend, ...] = (grouped_mm, loop)
-
-
-class Choice(NamedTuple):
-    """A backend, and why none before it."""
-
-    backend: Backend
-    reason: str
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -88,15 +60,13 @@ def grouped_gemm(
     if out is None:
         out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale)
-    choice = _choose(problem)
-    if trace.active():
-        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes))
-    elif not problem.rows:
-        _no_rows(problem)
-    elif not a.is_meta:
-        choice.backend.run(problem)
+    backend = _ready(problem)
+    if backend is not None:
+        backend.run(problem)
         if own and isinstance(out, Tensor) and layout is not Layout.TN:
             _row_kernels(a).zero_tail(out, split_sizes)
+    elif not problem.rows:
+        _no_rows(problem)
     return out
 
 
@@ -135,9 +105,15 @@ def grouped_linear_activation(
     keep_pre: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept."""
-    pre = grouped_gemm(Layout.NT, x, weight, split_sizes, bias=bias, bias_scale=bias_scale)
-    assert isinstance(pre, Tensor)
-    return pre if keep_pre else None, activate(pre, activation, scales)
+    columns = first(weight).shape[-2]
+    pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
+    hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
+    problem = GroupedGemm(Layout.NT, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
+    backend = _ready(problem)
+    if backend is not None:
+        backend.linear_activation(problem, activation, scales, pre, hidden)
+        _zero_tails(split_sizes, pre, hidden)
+    return pre, hidden
 
 
 def grouped_linear_activation_backward(
@@ -152,14 +128,20 @@ def grouped_linear_activation_backward(
     want_hidden: bool,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`."""
-    dhidden = grouped_gemm(Layout.NN, dy, weight, split_sizes, out_dtype=pre.dtype)
-    assert isinstance(dhidden, Tensor)
-    return activate_backward(dhidden, pre, activation, scales, want_scales=want_scales, want_hidden=want_hidden)
+    out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
+    problem = GroupedGemm(Layout.NN, dy, weight, split_sizes, out.pre)
+    backend = _ready(problem)
+    if backend is not None:
+        backend.linear_activation_backward(problem, pre, activation, scales, out)
+        _zero_tails(split_sizes, *out)
+    return out
 
 
 def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """``act(pre) * scales[:, None]``, rounded once."""
-    return pointwise.forward(pre, activation, scales)
+    hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
+    pointwise.forward(pre, activation, scales, hidden)
+    return hidden
 
 
 def activate_backward(
@@ -172,7 +154,9 @@ def activate_backward(
     want_hidden: bool = False,
 ) -> ActivationGrads:
     """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    return pointwise.backward(dhidden, pre, activation, scales, want_scales, want_hidden)
+    out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
+    pointwise.backward(dhidden, pre, activation, scales, out)
+    return out
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -196,6 +180,28 @@ def _row_kernels(rows: Tensor) -> RowKernels:
     return grouped_mm if rows.is_cuda else loop
 
 
+def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is not None:
+            _row_kernels(tensor).zero_tail(tensor if tensor.dim() == 2 else tensor.unsqueeze(-1), split_sizes)
+
+
+def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:
+    if layout is Layout.TN:
+        assert isinstance(b, Tensor)
+        return groups, a.shape[1], b.shape[1]
+    return a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]
+
+
+def _activation_grads(
+    pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
+) -> ActivationGrads:
+    """Room for the gradients that are wanted."""
+    dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
+    hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1]))) if want_hidden else None
+    return ActivationGrads(torch.empty_like(pre), dscales, hidden)
+
+
 def _no_rows(problem: GroupedGemm) -> None:
     """Without rows a product is zero: nothing to write for NT and NN, a weight gradient of zeros for TN."""
     for out in [problem.out] if isinstance(problem.out, Tensor) else problem.out:
@@ -206,30 +212,38 @@ def _no_rows(problem: GroupedGemm) -> None:
             out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
 
 
-def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:
-    if layout is Layout.TN:
-        assert isinstance(b, Tensor)
-        return groups, a.shape[1], b.shape[1]
-    return a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]
+def _ready(problem: GroupedGemm) -> Backend | None:
+    """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead."""
+    choice = _choose(problem)
+    if trace.active():
+        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes))
+        return None
+    return choice.backend if problem.rows and not problem.a.is_meta else None
 
 
-def _choose(problem: GroupedGemm) -> Choice:
+class _Choice(NamedTuple):
+    """A backend, and why none before it."""
+
+    backend: Backend
+    reason: str
+
+
+def _choose(problem: GroupedGemm) -> _Choice:
     """The first backend that can run the problem, or the one that the configuration asks for.
 
     Raises:
         RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
     """
     settings = current()
-    wanted = [b for b in _BACKENDS if settings.backend in ("auto", b.NAME)]
     refusals: list[str] = []
-    for backend in wanted:
+    for backend in _BACKENDS:
+        if settings.backend not in ("auto", backend.NAME):
+            continue
         why = backend.refusal(problem)
         if why is None:
             reason = "; ".join(refusals)
             if reason and settings.strict and problem.a.is_cuda:
                 raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
-            return Choice(backend, reason)
+            return _Choice(backend, reason)
         refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(
-        f"no backend can run this grouped GEMM: {'; '.join(refusals) or settings.backend + ' is not built'}"
-    )
+    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{settings.backend} is not built'}")

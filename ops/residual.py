@@ -7,6 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
+from ..fuser.op import RESERVED
+
+_TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 
 
 class Identity(Op):
@@ -77,5 +80,5 @@ class AddExtraInput(Op):
 
 
 def _check_name(op: str, name: str) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{op}: the name must be an identifier, got {name!r}")
+    if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+        raise ValueError(f"{op}: the name must be an identifier other than {', '.join(_TAKEN)}; got {name!r}")

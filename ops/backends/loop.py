@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..activations import ActivationSpec
+from . import pointwise
+from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices
 
 NAME = "loop"
+_SPAN = 512
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -19,18 +23,32 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
-    p = problem
-    bounds = list(row_bounds(p.split_sizes, p.rows))
-    for g, (start, end) in enumerate(bounds):
+    for g, (start, end) in enumerate(row_bounds(problem.split_sizes, problem.rows)):
         rows = slice(start, end)
-        if p.layout is Layout.TN:
-            assert isinstance(p.b, Tensor)
-            a, b, out = p.a[rows].mT, p.b[rows], p.out[g]
-        else:
-            assert isinstance(p.out, Tensor)
-            a, b, out = p.a[rows], p.b[g].mT if p.layout is Layout.NT else p.b[g], p.out[rows]
-        bias = None if p.bias is None else p.bias[g]
-        multiply(a, b, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, rows), _rows(p.row_scale, rows))
+        out = problem.out[g] if problem.layout is Layout.TN else problem.out[rows]
+        _product(problem, g, rows, out)  # type: ignore[arg-type]
+
+
+def linear_activation(
+    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
+) -> None:
+    """Some groups at a time, so that what the activation reads is still in the cache."""
+    for groups, rows in _spans(problem):
+        part = hidden.new_empty((rows.stop - rows.start, problem.mnk[1])) if pre is None else pre[rows]
+        for g, own in groups:
+            _product(problem, g, own, part[own.start - rows.start : own.stop - rows.start])
+        pointwise.forward(part, spec, _rows(scales, rows), hidden[rows])
+
+
+def linear_activation_backward(
+    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> None:
+    """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
+    for groups, rows in _spans(problem):
+        dhidden = pre.new_empty((rows.stop - rows.start, problem.mnk[1]))
+        for g, own in groups:
+            _product(problem, g, own, dhidden[own.start - rows.start : own.stop - rows.start])
+        pointwise.backward(dhidden, pre[rows], spec, _rows(scales, rows), out.rows(rows))
 
 
 def multiply(
@@ -89,6 +107,29 @@ def row_bounds(split_sizes: Tensor, rows: int) -> Iterator[tuple[int, int]]:
         end = min(start + max(size, 0), rows)
         yield start, end
         start = end
+
+
+def _product(p: GroupedGemm, g: int, rows: slice, out: Tensor) -> None:
+    """The product of group ``g``, which has these rows."""
+    if p.layout is Layout.TN:
+        assert isinstance(p.b, Tensor)
+        a, b = p.a[rows].mT, p.b[rows]
+    else:
+        a, b = p.a[rows], p.b[g].mT if p.layout is Layout.NT else p.b[g]
+    bias = None if p.bias is None else p.bias[g]
+    multiply(a, b, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, rows), _rows(p.row_scale, rows))
+
+
+def _spans(problem: GroupedGemm) -> Iterator[tuple[list[tuple[int, slice]], slice]]:
+    """Neighbouring groups and all their rows: at least ``_SPAN`` rows but for the last."""
+    groups: list[tuple[int, slice]] = []
+    for g, (start, end) in enumerate(row_bounds(problem.split_sizes, problem.rows)):
+        groups.append((g, slice(start, end)))
+        if end - groups[0][1].start >= _SPAN:
+            yield groups, slice(groups[0][1].start, end)
+            groups = []
+    if groups:
+        yield groups, slice(groups[0][1].start, groups[-1][1].stop)
 
 
 def _on_host(split_sizes: Tensor) -> Sequence[int]:

@@ -20,33 +20,51 @@ _QUICK = 1.702
 
 
 class Curve(NamedTuple):
-    """``value(x)``, and ``slope(grad, x)``: the gradient passed back through it."""
+    """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``."""
 
     value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor, Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _silu(alpha: float) -> Curve:
     """x * sigmoid(alpha x) = silu(alpha x) / alpha, whose slope is silu'(alpha x)."""
+    backward = _aten.silu_backward.grad_input
     if alpha == 1.0:
-        return Curve(F.silu, _aten.silu_backward)
-    return Curve(lambda x: F.silu(x * alpha) / alpha, lambda grad, x: _aten.silu_backward(grad, x * alpha))
+        return Curve(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
+    return Curve(
+        lambda x: F.silu(x * alpha).div_(alpha), lambda grad, x, out: backward(grad, x * alpha, grad_input=out)
+    )
 
 
 def _gelu(approximate: str) -> Curve:
+    backward = _aten.gelu_backward.grad_input
     return Curve(
         lambda x: F.gelu(x, approximate=approximate),
-        lambda grad, x: _aten.gelu_backward(grad, x, approximate=approximate),
+        lambda grad, x, out: backward(grad, x, approximate=approximate, grad_input=out),
     )
+
+
+def _relu_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    backward: Callable[..., Tensor] = _aten.threshold_backward.grad_input
+    return backward(grad, x, 0, grad_input=out)
+
+
+def _relu2_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(grad, F.relu(x).mul_(2), out=out)
+
+
+def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    backward: Callable[..., Tensor] = _aten.sigmoid_backward.grad_input
+    return backward(grad, torch.sigmoid(x), grad_input=out)
 
 
 _CURVES: dict[str, Curve] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
     "quick_gelu": _silu(_QUICK),
-    "relu": Curve(F.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
-    "relu2": Curve(lambda x: F.relu(x).square(), lambda grad, x: grad * (2 * F.relu(x))),
-    "sigmoid": Curve(torch.sigmoid, lambda grad, x: _aten.sigmoid_backward(grad, torch.sigmoid(x))),
+    "relu": Curve(F.relu, _relu_slope),
+    "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
+    "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),
 }
 
 
@@ -61,35 +79,66 @@ class ActivationGrads(NamedTuple):
     scales: Tensor | None
     hidden: Tensor | None
 
+    def rows(self, rows: slice) -> ActivationGrads:
+        """Views of some rows."""
+        return ActivationGrads(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
 
-def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None) -> Tensor:
-    """[rows, C] -> [rows, F], times ``scales`` [rows] before the one rounding."""
+
+def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [rows, F] = activation of ``pre`` [rows, C], times ``scales`` [rows] before the one rounding."""
     gate, up = _inputs(pre, spec)
-    hidden = _times(_curve(spec).value(gate), up)
-    hidden = hidden.reshape(*pre.shape[:-1], spec.out_features(pre.shape[-1]))
-    return _scaled(hidden, scales).to(pre.dtype)
+    hidden = _times(_curve(spec).value(gate), up).view(out.shape)
+    _multiply_into(out, hidden, None if scales is None else scales.unsqueeze(-1))
 
 
-def backward(
-    dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
-) -> ActivationGrads:
-    """Gradients from ``dhidden`` [rows, F]: the activation is computed again from ``pre``."""
+def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
+    """From ``dhidden`` [rows, F] what ``out`` has room for; the activation is computed again from ``pre``.
+
+    With v the curve's value: ``hidden = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
+    Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
+    """
     curve, (gate, up) = _curve(spec), _inputs(pre, spec)
-    value, grad = curve.value(gate), dhidden.to(gate.dtype)
-    plain = _times(value, up).reshape(grad.shape) if want_scales or want_hidden else None
-    dscales = (
-        (grad * plain).sum(-1).to(scales.dtype) if want_scales and plain is not None and scales is not None else None
-    )
-    hidden = _scaled(plain, scales).to(pre.dtype) if want_hidden and plain is not None else None
-    grad = _scaled(grad, scales).to(gate.dtype).view(gate.shape)
-    if up is None:
-        return ActivationGrads(curve.slope(grad, gate).to(pre.dtype), dscales, hidden)
-    dpre = torch.empty_like(pre)
-    dgate, dup = _halves(dpre, spec)
-    dgate.copy_(curve.slope(grad * up, gate))
-    torch.mul(grad, value, out=dup) if dup.dtype == grad.dtype else dup.copy_(grad * value)
-    _mask_clamped(dgate, dup, pre, spec)
-    return ActivationGrads(dpre, dscales, hidden)
+    value, grad = curve.value(gate), dhidden.to(gate.dtype).view(gate.shape)
+    column = None if scales is None else _column(scales, gate)
+    factor = _product(up, column)
+    if out.hidden is not None:
+        _multiply_into(out.hidden.view(gate.shape), value, factor)
+    dgate, dup = _halves(out.pre, spec) if spec.gated else (out.pre, None)
+    _slope(curve, grad if factor is None else (grad * factor).to(gate.dtype), gate, dgate)
+    value.mul_(grad)
+    if dup is not None:
+        _multiply_into(dup, value, column)
+        _mask_clamped(dgate, dup, pre, spec)
+    if out.scales is not None:
+        torch.sum(_times(value, up).view(dhidden.shape), -1, out=out.scales)
+
+
+def _slope(curve: Curve, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
+    """The gradient of the gate, in whatever dtype it is stored."""
+    if gate.dtype == dgate.dtype:
+        curve.slope(grad, gate, dgate)
+    else:
+        dgate.copy_(curve.slope(grad, gate, torch.empty_like(gate)))
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
+    """``out = a * b``, rounded once; b None counts as 1."""
+    if b is None:
+        out.copy_(a)
+    else:
+        torch.mul(a, b, out=out)
+
+
+def _column(scales: Tensor, gate: Tensor) -> Tensor:
+    """Scales [rows] as a factor of the gate, [rows, 1] or [rows, 1, 1]."""
+    return scales.view(*scales.shape, *[1] * (gate.dim() - scales.dim()))
+
+
+def _product(up: Tensor | None, column: Tensor | None) -> Tensor | None:
+    """What the curve's value is multiplied by; in the dtype of ``up``."""
+    if up is None or column is None:
+        return column if up is None else up
+    return (up * column).to(up.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -117,14 +166,11 @@ def _inputs(pre: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
 def _mask_clamped(dgate: Tensor, dup: Tensor, pre: Tensor, spec: ActivationSpec) -> None:
     """What was clamped has gradient zero."""
     if spec.limit is not None:
-        gate, up = _halves(pre, spec)
+        gate, up = (half.to(_wide(pre.dtype)) for half in _halves(pre, spec))  # the limit is not rounded to half
         dgate.masked_fill_(gate > spec.limit, 0)
         dup.masked_fill_(up.abs() > spec.limit, 0)
 
 
 def _times(value: Tensor, up: Tensor | None) -> Tensor:
-    return value if up is None else value * up
-
-
-def _scaled(rows: Tensor, scales: Tensor | None) -> Tensor:
-    return rows if scales is None else rows * scales.unsqueeze(-1)
+    """``value * up``, in the memory of ``value``."""
+    return value if up is None else value.mul_(up)

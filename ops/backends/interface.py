@@ -1,0 +1,53 @@
+"""What a backend offers: each is a module of this package that fits these protocols."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..activations import ActivationSpec
+from .pointwise import ActivationGrads
+from .problem import GroupedGemm, Matrices
+
+
+class Backend(Protocol):
+    """An implementation of the grouped GEMM, alone and with an activation."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: GroupedGemm, /) -> str | None:
+        """Why the problem cannot be run here; None: it can."""
+
+    def run(self, problem: GroupedGemm, /) -> None:
+        """Computes ``problem.out``."""
+
+    def linear_activation(
+        self,
+        problem: GroupedGemm,
+        spec: ActivationSpec,
+        scales: Tensor | None,
+        pre: Tensor | None,
+        hidden: Tensor,
+        /,
+    ) -> None:
+        """``hidden`` = activation of the product, times ``scales``; the product into ``pre``, if there is one."""
+
+    def linear_activation_backward(
+        self, problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
+    ) -> None:
+        """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
+
+
+class RowKernels(Protocol):
+    """What else knows groups."""
+
+    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, /) -> None:
+        """``out[g]`` = the sum of the rows of group g."""
+
+    def row_dots(self, rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor, /) -> None:
+        """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
+
+    def zero_tail(self, out: Tensor, split_sizes: Tensor, /) -> None:
+        """Zeros the rows past the last group."""
