@@ -109,7 +109,7 @@ def grouped_linear_activation(
     pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
     hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
     problem = GroupedGemm(Layout.NT, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
-    backend = _ready(problem)
+    backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
         _zero_tails(split_sizes, pre, hidden)
@@ -130,7 +130,7 @@ def grouped_linear_activation_backward(
     """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`."""
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
     problem = GroupedGemm(Layout.NN, dy, weight, split_sizes, out.pre)
-    backend = _ready(problem)
+    backend = _ready(problem, pre, *out[1:])
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         _zero_tails(split_sizes, *out)
@@ -212,11 +212,15 @@ def _no_rows(problem: GroupedGemm) -> None:
             out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
 
 
-def _ready(problem: GroupedGemm) -> Backend | None:
-    """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead."""
+def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
+    """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead.
+
+    ``also`` are the tensors that the kernel reads or writes besides those of the problem.
+    """
     choice = _choose(problem)
     if trace.active():
-        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes))
+        more = sum(t.numel() * t.element_size() for t in also if t is not None)
+        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes + more))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
 

@@ -37,7 +37,7 @@ class Scale(Op):
         x, scales = saved
         grads: dict[str, Gradient] = {"x": lambda: (dy * scales.unsqueeze(-1)).to(dy.dtype)}
         if x is not None:
-            wide = torch.promote_types(dy.dtype, torch.float32)
+            wide = torch.promote_types(torch.promote_types(dy.dtype, scales.dtype), torch.float32)
             grads["scales"] = lambda: (dy.to(wide) * x).sum(-1).to(scales.dtype)
         return grads
 
