@@ -107,7 +107,13 @@ def call_fwd(
 def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
     """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
     extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
-    return op.bwd(saved, douts[0], **extras, **_reserved(op, "bwd", needs_grad, None))
+    grads = op.bwd(saved, douts[0], **extras, **_reserved(op, "bwd", needs_grad, None))
+    missing = needs_grad - grads.keys()
+    if missing:
+        raise RuntimeError(
+            f"{type(op).__name__}.bwd returned no gradient for {sorted(missing)}; it returned {sorted(grads)}"
+        )
+    return grads
 
 
 def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -190,14 +196,12 @@ def _gradients(
     call: _Call, tensors: tuple[Tensor, ...], douts: tuple[Tensor, ...], wanted: frozenset[str]
 ) -> dict[str, Tensor | None]:
     grads = call_bwd(call.op, unpack(call.rest, tensors), douts, wanted)
-    missing, unknown = wanted - grads.keys(), grads.keys() - set(call.names)
-    if missing or unknown:
-        what = (
-            f"no gradient for {sorted(missing)}"
-            if missing
-            else f"gradients for {sorted(unknown)}, which it does not read"
+    unknown = grads.keys() - set(call.names)
+    if unknown:
+        raise RuntimeError(
+            f"{type(call.op).__name__}.bwd returned gradients for {sorted(unknown)}, which it does not read; "
+            f"it returned {sorted(grads)}"
         )
-        raise RuntimeError(f"{type(call.op).__name__}.bwd returned {what}; it returned {sorted(grads)}")
     return {name: evaluate(grads[name]) for name in call.names if name in wanted}
 
 

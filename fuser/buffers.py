@@ -38,8 +38,10 @@ def check_overlaps(
                 raise ArgumentError(f"{buffer.name} overlaps {name} in memory; give a buffer of its own")
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Any, b: Any) -> bool:
     """Whether two tensors have a byte in common, judged by the first and last that each can reach."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False  # the op's own check says what is wrong with it
     if a.device != b.device or not a.numel() or not b.numel() or a.device.type == "meta":
         return False
     (a_first, a_last), (b_first, b_last) = _extent(a), _extent(b)

@@ -187,7 +187,7 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
                     values = None
                     yield replace(plain, kernel="?", reason="it reads values, so it cannot run without data")
             else:
-                values = _run_module(step.module, step.x, values)
+                values = _run_module(step.module, step.x, values, mode)
                 shape = None if values is None else tuple(values[-1].shape)
                 yield replace(plain, kernel="module", reason="not an Op: runs as it is", shape=shape)
 
@@ -223,15 +223,29 @@ def _explain_op(
     )
 
 
-def _run_module(module: nn.Module, x: int, values: list[Any]) -> list[Any] | None:
+def _run_module(module: nn.Module, x: int, values: list[Any], mode: FakeTensorMode) -> list[Any] | None:
     """The values with the module's output, or None if it cannot run without data."""
     try:
+        whole = _WithoutHooks(module)
+        tensors: list[tuple[str, Tensor]] = [*whole.named_parameters(), *whole.named_buffers()]
+        state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
         with torch.no_grad():
-            y = module.forward(values[x])  # hooks are code of the user's that a call would run
+            y = torch.func.functional_call(whole, state, (values[x],))
     except Exception:  # whatever a module of the user's does with tensors that hold no data
         return None
     trains = values[x].requires_grad or any(p.requires_grad for p in module.parameters())
     return [*values, y.detach().requires_grad_(trains)] if isinstance(y, Tensor) else None
+
+
+class _WithoutHooks(nn.Module):
+    """Runs a module, but none of its hooks, which are the user's code and meant for calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return self.module.forward(x)
 
 
 def _storage(tensor: Tensor) -> int:

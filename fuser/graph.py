@@ -13,7 +13,6 @@ from .binding import Call
 from .layout import Layout, Leaf
 from .op import Op
 
-
 X = ".x"  # the node of the input of the first op
 
 
@@ -30,9 +29,10 @@ class TensorInfo:
 class OpGraph:
     """One call's ops and inputs.
 
-    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1", which no label can be) with ``info=`` (a :class:`TensorInfo`, or
-    None for what is no tensor). A tensor that several ops read is one node. Edges carry ``ports=``: for each port of
-    the reader ("x" or a keyword) the output of the source ("y" or an extra output); and ``port=``, the first of them.
+    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``info=`` (a
+    :class:`TensorInfo`, or None for what is no tensor). A tensor that several ops read is one node. Edges carry
+    ``ports=``: for each port of the reader ("x" or a keyword) the output of the source ("y" or an extra output); and
+    ``port=``, the first of them.
     """
 
     nx: networkx.DiGraph[str]

@@ -138,10 +138,21 @@ class Layout:
                     self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
         if not self._opens(module) or is_hooked(module):
             self.leaves.append(Leaf(label, index, module))
+            self._check_whole(self.leaves[-1])
         target = Target(label, module, tuple(range(first, len(self.leaves))))
         self._by_name[label] = target
         self._by_id.setdefault(id(module), []).append(target)
         return target
+
+    def _check_whole(self, leaf: Leaf) -> None:
+        """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
+        if isinstance(leaf.module, self._container_type) and self._opens(leaf.module):
+            inner = Layout(leaf.module, self._container_type)
+            for i, name in inner.required:
+                raise ArgumentError(
+                    f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "
+                    "hook its ops instead"
+                )
 
     def _connect(self) -> None:
         made: dict[str, tuple[int, str]] = {}

@@ -34,6 +34,7 @@ class Step:
     x: int
     outputs: tuple[int, ...]
     hooked: bool
+    late: bool  # reads what an earlier step computes, besides x
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
 
     @property
@@ -43,7 +44,7 @@ class Step:
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
         for leaf, reads in zip(self.leaves, self.leaf_reads, strict=True):
-            if leaf.op is None or x is None or reads is None or any([slot >= len(values) for _, slot in reads]):
+            if leaf.op is None or x is None or reads is None:
                 return None
             with locating(str(leaf)):
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
@@ -105,6 +106,8 @@ class Plan:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
         spec: Spec | None = Spec.of(values[0])
         for i, step in enumerate(self.steps):
+            if step.late:
+                return i
             spec = step.check(spec, values, runtime)
             if spec is None:
                 return i + 1
@@ -159,7 +162,7 @@ class _Builder:
         self.decision_of = {node: d for d in taken for node in d.match.nodes.values()}
         inputs = [n for n in graph.nx if graph.leaf(n) is None]
         self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
-        self.next = len(inputs)
+        self.given = self.next = len(inputs)
 
     def steps(self) -> Iterator[Step]:
         for nodes in self._order():
@@ -198,7 +201,7 @@ class _Builder:
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, is_hooked(leaf.module))
+        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, is_hooked(leaf.module), self._late(reads))
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -209,7 +212,10 @@ class _Builder:
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, False)
+        return Step(fused, leaves, leaf_reads, reads, x, outputs, False, self._late(reads))
+
+    def _late(self, reads: Reads) -> bool:
+        return any(slot >= self.given for _, slot in reads)
 
     def _leaf_reads(self, node: str) -> Reads | None:
         """What an op inside a fused one reads; None if some of it is made inside."""

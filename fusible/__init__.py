@@ -52,6 +52,8 @@ from .ops import (
     interleaved,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "GEGLU",
     "GLU",
@@ -93,6 +95,7 @@ __all__ = [
     "Sequential",
     "Spec",
     "SwiGLU",
+    "__version__",
     "config",
     "explain",
     "grouped_gemm",

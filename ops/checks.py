@@ -19,9 +19,7 @@ def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
     """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync."""
     if isinstance(split_sizes, Tensor):
         _check_split_tensor(split_sizes, groups, x)
-        if split_sizes.is_meta or isinstance(split_sizes, FakeTensor):
-            return
-        if split_sizes.device.type == "cpu" or current().debug:
+        if is_free_to_read(split_sizes):
             _check_values(split_sizes.tolist(), x)
     elif isinstance(split_sizes, Sequence) and all(type(size) is int for size in split_sizes):
         if len(split_sizes) != groups:
@@ -74,13 +72,28 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
     check_features(x, features)
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
-    if autocast_dtype is not None and x.dtype.is_floating_point and x.dtype != torch.float64:
-        return autocast_dtype
+    dtype = product_dtype(x.dtype, autocast_dtype)
+    if dtype == autocast_dtype:
+        return dtype
     if x.dtype != weight.dtype:
         raise ArgumentError(
             f"x: expected {weight.dtype}, the dtype of the weight, got {x.dtype}; cast one, or use autocast"
         )
     return x.dtype
+
+
+def is_free_to_read(tensor: Tensor) -> bool:
+    """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.device.type == "cpu" or current().debug
+
+
+def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which an ``x`` of ``dtype`` is multiplied. Autocast leaves float64 alone, as torch's does."""
+    if autocast_dtype is None or not dtype.is_floating_point or dtype == torch.float64:
+        return dtype
+    return autocast_dtype
 
 
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:

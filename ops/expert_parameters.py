@@ -62,17 +62,25 @@ class ExpertParameters(Op):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to()`` and its kin: what they scatter is put into one storage again."""
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._gather()
+        return result
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """So are the parts of a copy or a pickle."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._gather()
+
+    def _gather(self) -> None:
         for name in (name for name, split in self.per_group.items() if split):
             parameters = self.expert_parameters(name)
             if not parameters[0].is_meta and _as_one(parameters) is None:
                 for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):
                     parameter.data = part
-        return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for name, split in self.per_group.items():
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
-            if split and one in state_dict:
+            if split and one in state_dict and len(state_dict[one]) == self.num_groups:
                 state_dict.update(zip(many, state_dict.pop(one), strict=True))
             elif not split and one not in state_dict and all(key in state_dict for key in many):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])

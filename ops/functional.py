@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
+from ..fuser.buffers import overlap
 from . import kernels
+from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
 
@@ -75,7 +77,8 @@ def grouped_gemm(
     if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
         which, b = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(which, which), b.mT  # as it lies, without a copy
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
-    _check_output(how, out, accumulate, beta, (how.a.data, how.b.data, bias))
+    _check_factors(how, bias, beta)
+    _check_output(how, out, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
     plain = isinstance(a, Tensor) and isinstance(b, Tensor)
     if out is not None:
         _multiply(how, bias, out if isinstance(out, GroupedTensor) else _output(how, out), 1.0 if accumulate else beta)
@@ -138,11 +141,25 @@ def _how(
             raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
     deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
     deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
-    if isinstance(deep_a, int) and isinstance(deep_b, int) and deep_a != deep_b:
-        raise ArgumentError(
-            f"grouped_gemm: {layout.value} contracts {deep_a} of a with {deep_b} of b; they must be equal"
-        )
+    _check_depths(layout, deep_a, deep_b, groups_a.num_groups)
     return _How(groups_a, groups_b, layout, alpha)
+
+
+def _check_depths(layout: Layout, deep_a: Tensor | int, deep_b: Tensor | int, groups: int) -> None:
+    """The contracted dims are equal; ragged ones are checked where that costs no sync."""
+    if isinstance(deep_a, int) and isinstance(deep_b, int):
+        if deep_a != deep_b:
+            raise ArgumentError(
+                f"grouped_gemm: {layout.value} contracts {deep_a} of a with {deep_b} of b; they must be equal"
+            )
+        return
+    depths = [d.tolist() if is_free_to_read(d) else None for d in map(torch.as_tensor, (deep_a, deep_b))]
+    if None in depths:
+        return
+    by_group = (d if isinstance(d, list) else [d] * groups for d in depths)
+    for g, (left, right) in enumerate(zip(*by_group, strict=True)):
+        if left != right:
+            raise ArgumentError(f"grouped_gemm: group {g}: the depths {left} and {right} of a and b must be equal")
 
 
 def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> GroupedTensor:
@@ -160,22 +177,35 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
     return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
 
 
+def _check_factors(how: _How, bias: Tensor | None, beta: Factor) -> None:
+    groups, columns = how.a.num_groups, _columns_of(how)
+    for name, factor in (("alpha", how.alpha), ("beta", beta)):
+        if isinstance(factor, Tensor) and factor.requires_grad:
+            raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
+        if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):
+            raise ArgumentError(
+                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got shape {list(factor.shape)}"
+            )
+    if bias is not None and isinstance(columns, Tensor):
+        raise ArgumentError("grouped_gemm: a bias needs an output whose groups have the same number of columns")
+    if bias is not None and tuple(bias.shape) != (groups, columns):
+        raise ArgumentError(f"grouped_gemm: bias must be [{groups}, {columns}], got shape {list(bias.shape)}")
+
+
 def _check_output(
     how: _How,
     out: Tensor | GroupedTensor | None,
     accumulate: bool,
     beta: Factor,
-    tensors: tuple[Tensor | None, ...],
+    tensors: dict[str, Tensor | None],
 ) -> None:
     if accumulate and beta is not None:
         raise ArgumentError("grouped_gemm: accumulate is beta = 1; give one of them")
     if out is None and (accumulate or beta is not None):
         raise ArgumentError("grouped_gemm: accumulate and beta need out=")
-    if any(isinstance(factor, Tensor) and factor.requires_grad for factor in (how.alpha, beta)):
-        raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
     if out is None:
         return
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
         raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
     data, shape = (out.data if isinstance(out, GroupedTensor) else out), _output_shape(how)
     if tuple(data.shape) != shape or not data.is_contiguous() or data.device != how.a.device:
@@ -183,6 +213,9 @@ def _check_output(
             f"grouped_gemm: out must be contiguous, of shape {list(shape)}, on {how.a.device}; "
             f"got shape {list(data.shape)} on {data.device}"
         )
+    for name, tensor in tensors.items():
+        if overlap(data, tensor):
+            raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
 
 
 def _rows_of(how: _How) -> Tensor | int:

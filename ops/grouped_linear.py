@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
 from ..fuser.buffers import Lent
 from . import kernels
-from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes
+from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes, product_dtype
 from .kernels import Layout, Matrices
 from .weight_grads import WeightGrads
 
@@ -136,7 +136,7 @@ class GroupedLinear(WeightGrads):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
-        rows = as_rows(x).to(autocast_dtype or x.dtype)
+        rows = as_rows(x).to(product_dtype(x.dtype, autocast_dtype))
         weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
         scale = None if bias_scale is None else bias_scale.reshape(-1)
         out = None if output is None else output.view(-1, self.out_features)
@@ -193,7 +193,7 @@ class GroupedLinear(WeightGrads):
 
 def as_rows(x: Tensor) -> Tensor:
     """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
     dense = rows.stride(1) == 1 or rows.shape[1] == 1
     return rows if dense and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]) else rows.contiguous()
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .checks import is_free_to_read
+
 
 class GroupedTensor:
     """E matrices, each contiguous by rows, one after the other in ``data``.
@@ -132,3 +134,20 @@ def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, ro
             raise ValueError(f"GroupedTensor: {name} must be int32 or int64 [E] on {data.device}, got {sizes!r}")
     if first_dims is not None and last_dims is not None and first_dims.shape != last_dims.shape:
         raise ValueError(f"GroupedTensor: {first_dims.shape[0]} first_dims, but {last_dims.shape[0]} last_dims")
+    _check_values(data, first_dims, last_dims, rows)
+
+
+def _check_values(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, rows: int | None) -> None:
+    """The groups fit into the data; checked where that costs no sync."""
+    named = {"first_dims": first_dims, "last_dims": last_dims}
+    ragged = {name: sizes for name, sizes in named.items() if sizes is not None}
+    if not ragged or not all(is_free_to_read(sizes) for sizes in ragged.values()):
+        return
+    counts = torch.ones_like(next(iter(ragged.values()))) * (1 if rows is None else rows)
+    for name, sizes in ragged.items():
+        if (sizes < 0).any():
+            raise ValueError(f"GroupedTensor: {name} must not be negative, got {int(sizes.min())}")
+        counts = counts * sizes
+    if counts.sum() > data.shape[0]:
+        what = "rows" if last_dims is None else "elements"
+        raise ValueError(f"GroupedTensor: groups of {int(counts.sum())} {what} do not fit into {data.shape[0]}")

@@ -18,7 +18,7 @@ from .activations import ActivationSpec
 from .backends import grouped_mm, loop, pointwise
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
-from .backends.problem import GroupedGemm, Layout, Matrices, first
+from .backends.problem import GroupedGemm, Layout, Matrices, first, stacked
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
 
@@ -204,12 +204,14 @@ def _activation_grads(
 
 def _no_rows(problem: GroupedGemm) -> None:
     """Without rows a product is zero: nothing to write for NT and NN, a weight gradient of zeros for TN."""
-    for out in [problem.out] if isinstance(problem.out, Tensor) else problem.out:
+    for g, out in enumerate([problem.out] if isinstance(problem.out, Tensor) else problem.out):
         if problem.beta is None:
             out.zero_()
         elif problem.layout is Layout.TN:
             beta = problem.beta
             out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
+        if problem.bias is not None and problem.layout is Layout.TN:
+            out.add_(problem.bias[g] if out.dim() == 2 else stacked(problem.bias).unsqueeze(1))
 
 
 def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Op, Spec
-from .checks import check_matrix_input
+from .checks import check_matrix_input, product_dtype
 
 
 class Linear(Op):
@@ -60,7 +60,7 @@ class Linear(Op):
         return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None) -> tuple[Tensor, Saved]:
-        dtype = autocast_dtype or x.dtype
+        dtype = product_dtype(x.dtype, autocast_dtype)
         rows, weight = x.to(dtype), self.weight.to(dtype)
         y = F.linear(rows, weight, None if self.bias is None else self.bias.to(dtype))
         return y, self.Saved(rows if "weight" in needs_grad else None, weight if "x" in needs_grad else None)

@@ -125,6 +125,8 @@ def _write_weights(p: GroupedGemm, result: Tensor) -> None:
         part = result if isinstance(p.out, Tensor) else result[g]
         if p.alpha is not None:
             part = part * _by_group(p.alpha, g, part)
+        if p.bias is not None:
+            part = part + (p.bias[g] if part.dim() == 2 else stacked(p.bias).unsqueeze(1))
         out.copy_(part if p.beta is None else part + _by_group(p.beta, g, part) * out)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...fuser import Gradient, Grads
 from .. import kernels
 from ..activations import ActivationSpec
+from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
 
 
@@ -34,7 +35,7 @@ def forward(
     keep_pre: bool,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
-    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x).to(autocast_dtype or x.dtype)
+    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x).to(product_dtype(x.dtype, autocast_dtype))
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     pre, hidden = kernels.grouped_linear_activation(
         rows, weight, sizes, activation, bias=bias, bias_scale=flat(bias_scale), scales=flat(scales), keep_pre=keep_pre

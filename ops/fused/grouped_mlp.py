@@ -141,9 +141,9 @@ class GroupedMLP(FusedOp):
             biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales))
             grads |= {name: gradient for name, gradient in biases.items() if name in needs_grad}
         if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:
-            dots = kernels.row_dots(dy, fc2.bias, sizes, fc2.bias_scale.dtype)
-            dots = dots if out_scales is None else (dots * out_scales).to(dots.dtype)
-            grads["bias_scale"] = dots.view_as(fc2.bias_scale)
+            dots = kernels.row_dots(dy, fc2.bias, sizes, _wide(fc2.bias_scale.dtype))
+            dots = dots if out_scales is None else dots * out_scales
+            grads["bias_scale"] = dots.to(fc2.bias_scale.dtype).view_as(fc2.bias_scale)
         return grads
 
     def _scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
@@ -174,4 +174,12 @@ def _trains(needs_grad: frozenset[str]) -> bool:
 
 
 def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a * b
+    """In float32 at least: what is multiplied or summed further is rounded at the end, once."""
+    if a is None or b is None:
+        one = b if a is None else a
+        return None if one is None else one.to(_wide(one.dtype))
+    return a.to(_wide(torch.promote_types(a.dtype, b.dtype))) * b
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
