@@ -1,0 +1,164 @@
+"""Every op in plain torch, for autograd to differentiate, and what "as good as plain torch" means.
+
+The plain functions run in any dtype. In float64 they are the truth; in the dtype of a test they are the yardstick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x) ** 2,
+    "sigmoid": torch.sigmoid,
+}
+
+Act = Callable[[Tensor], Tensor]
+
+
+def split_glu(x: Tensor, block: int | None) -> tuple[Tensor, Tensor]:
+    """Gate and up columns; ``block`` None is one block each."""
+    pieces = x.split(block or x.shape[-1] // 2, dim=-1)
+    return torch.cat(pieces[::2], -1), torch.cat(pieces[1::2], -1)
+
+
+def glu(
+    name: str,
+    *,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    block: int | None = None,
+) -> Act:
+    """The gated unit with these parameters."""
+
+    def act(x: Tensor) -> Tensor:
+        gate, up = split_glu(x, block)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        value = gate * torch.sigmoid(alpha * gate) if name == "silu" else ACTIVATIONS[name](gate)
+        return value * (up + linear_offset)
+
+    return act
+
+
+def scale(x: Tensor, scales: Tensor | None) -> Tensor:
+    """Row scales, never rounded to the dtype of ``x`` first."""
+    return x if scales is None else (x * scales[..., None]).to(x.dtype)
+
+
+def grouped_linear(
+    x: Tensor,
+    sizes: Sequence[int],
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
+    bias_scale: Tensor | None = None,
+) -> Tensor:
+    """One linear a group of rows; the tail is zero."""
+    rows, starts = x.reshape(-1, x.shape[-1]), [sum(sizes[:g]) for g in range(len(sizes) + 1)]
+    parts = []
+    for g, start in enumerate(starts[:-1]):
+        at = slice(start, starts[g + 1])
+        part = rows[at] @ weight[g].T
+        if bias is not None:
+            added = bias[g] if bias_scale is None else bias_scale.reshape(-1)[at, None] * bias[g]
+            part = (part + added).to(part.dtype)
+        parts.append(part)
+    parts.append(parts[0].new_zeros(rows.shape[0] - starts[-1], parts[0].shape[1]))
+    return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[1])
+
+
+def mlp(x: Tensor, sizes: Sequence[int], act: Act, **t: Tensor | None) -> Tensor:
+    """Linear, activation, scales, linear, out_scales; ``t`` names w1, b1, s1 (bias scale), scales, w2, b2, s2, out."""
+    hidden = act(grouped_linear(x, sizes, t["w1"], t.get("b1"), t.get("s1")))  # type: ignore[arg-type]
+    hidden = scale(hidden, t.get("scales"))
+    y = grouped_linear(hidden, sizes, t["w2"], t.get("b2"), t.get("s2"))  # type: ignore[arg-type]
+    return scale(y, t.get("out"))
+
+
+def run(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
+    """``y``, and the gradients of those tensors that require one, by name."""
+    y = function(**tensors)
+    wanted = {k: t for k, t in tensors.items() if t.requires_grad}
+    return {"y": y.detach(), **dict(zip(wanted, torch.autograd.grad(y, [*wanted.values()], dy.detach()), strict=True))}
+
+
+def leaves(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Copies that require grad where the originals do, in ``dtype`` if given."""
+    copied = {k: t.detach().to("cpu", dtype or t.dtype, copy=True) for k, t in tensors.items()}
+    return {k: t.requires_grad_(tensors[k].requires_grad) for k, t in copied.items()}
+
+
+def assert_as_good(
+    ours: Mapping[str, Tensor], plain: Callable[..., Tensor], tensors: Mapping[str, Tensor], dy: Tensor, rows: int = -1
+) -> None:
+    """Every result is at most twice as far from the truth as that of ``plain`` in the dtype of ``tensors``.
+
+    ``rows`` bounds the rows of row-shaped results that count: those before the tail.
+    """
+    truth = run(plain, leaves(tensors, torch.float64), dy.to("cpu", torch.float64))
+    yardstick = run(plain, leaves(tensors), dy.cpu())
+    assert ours.keys() == truth.keys()
+    for name, exact in truth.items():
+        mine, theirs = ours[name].cpu(), yardstick[name]
+        assert mine.dtype == theirs.dtype, name
+        if rows >= 0 and exact.shape[:1] == dy.shape[:1]:
+            mine, theirs, exact = mine[:rows], theirs[:rows], exact[:rows]
+        assert_close_to(mine, theirs, exact, name)
+
+
+def assert_close_to(ours: Tensor, yardstick: Tensor, truth: Tensor, name: str = "") -> None:
+    """Relative Frobenius error, of the whole and of the worst row, against twice the yardstick's."""
+    assert ours.shape == truth.shape, name
+    tiny = torch.finfo(ours.dtype).eps * (64 if ours.dtype == torch.float64 else 0.5)
+    for kind, error in {"whole": _error, "worst row": _worst_row}.items():
+        got, allowed = error(ours, truth), 2 * error(yardstick, truth) + tiny
+        assert got <= allowed, f"{name}: error of the {kind} is {got:.3e}, allowed {allowed:.3e}"
+
+
+def unit(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> Tensor:
+    """Unit-variance data."""
+    return torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_(grad)
+
+
+def named_grads(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """What stands in ``.grad``."""
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Bit for bit, for tensors and mappings of them."""
+    if isinstance(a, Mapping):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    elif isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert a == b
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    difference, norm = (a.double() - b.double()).norm(), b.double().norm()
+    return float(difference / norm if norm else difference)
+
+
+def _worst_row(a: Tensor, b: Tensor) -> float:
+    if not b.numel():
+        return 0.0
+    a, b = (t.double().reshape(-1, t.shape[-1] if t.dim() > 1 else t.numel()) for t in (a, b))
+    scale_of_all = b.norm() / b.shape[0] ** 0.5
+    return float(((a - b).norm(dim=1) / scale_of_all.clamp(min=1e-300)).max())

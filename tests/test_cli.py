@@ -1,0 +1,73 @@
+"""``python -m fusible``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import fusible
+from fusible.__main__ import main
+
+
+def printed_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_by(capsys, "info")
+
+    assert f"fusible   {fusible.__version__}" in printed
+    assert torch.__version__ in printed
+    assert "GroupedMLP, GroupedLinearGLU, GLUScale" in printed
+    assert "loop takes bfloat16, float16, float32" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_info_tells_why_a_backend_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "grouped_mm needs a CUDA device, got cpu" in printed_by(capsys, "info")
+
+
+def test_explain_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_by(capsys, "explain", "--tokens", "64")
+
+    assert "GroupedMLP        0 1 2 3  taken" in printed
+    assert "128x256" in printed  # two rows a token
+
+
+def test_explain_takes_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_by(capsys, "explain", "--preset", "mixtral", "--features", "48", "--tokens", "16")
+
+    assert "32x48" in printed
+
+
+@pytest.mark.parametrize(
+    ("drawing", "start"), [("text", "╙── "), ("mermaid", "flowchart"), ("dot", "digraph"), ("svg", "<svg")]
+)
+def test_explain_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path, drawing: str, start: str) -> None:
+    printed = printed_by(capsys, "explain", "--tokens", "16", "--draw", drawing)
+    assert start in printed
+
+    out = tmp_path / "drawing"
+    assert printed_by(capsys, "explain", "--tokens", "16", "--draw", drawing, "--out", str(out)) == ""
+    assert out.read_text() == printed
+
+
+def test_svg_is_well_formed(capsys: pytest.CaptureFixture[str]) -> None:
+    ElementTree.fromstring(printed_by(capsys, "explain", "--tokens", "16", "--draw", "svg"))
+
+
+def test_bench_and_demo_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("bench", "demo"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert f"usage: fusible {command}" in capsys.readouterr().out
+
+
+def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["fly"])
+    assert "invalid choice: 'fly'" in capsys.readouterr().err

@@ -1,0 +1,133 @@
+"""What the documentation shows, runs: code blocks, drawings, examples, docstrings, and links."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import pkgutil
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fusible
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+EXAMPLES = ["moe_layer", "custom_fusion"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_page(page: str) -> dict[str, Any]:
+    """Runs the Python blocks of a page, one after the other, in one namespace."""
+    names: dict[str, Any] = {"__name__": page}
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_page(page)
+
+
+def test_quickstart_prints_the_fused_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("README.md")
+    printed = capsys.readouterr().out
+
+    assert re.search(r"GroupedMLP +0 1 2 3 +taken", printed)
+    assert names["x"].grad is not None
+    assert names["probabilities"].grad is not None
+
+
+def test_drawing_in_readme_is_what_explain_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("README.md")
+    call = {"split_sizes": names["split_sizes"], "scales": names["probabilities"]}
+
+    assert blocks("README.md", "mermaid") == [names["model"].explain(names["x"], **call).to_mermaid() + "\n"]
+
+
+def test_readme_shows_the_two_commands() -> None:
+    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+
+    for target in ("demo", "test"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_plugin_of_the_docs_is_short_and_changes_nothing() -> None:
+    block = blocks("docs/plugins.md", "python")[0]
+    names = run_page("docs/plugins.md")
+    x = names["torch"].randn(4, 8)
+    fused = names["model"](x)
+
+    assert len([line for line in block.splitlines() if line.strip()]) <= 35
+    with fusible.config(disable_fusions={"LinearReLU"}):
+        assert names["torch"].equal(names["model"](x), fused)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text())
+    broken = [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()]
+
+    assert broken == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+
+    assert "taken" in capsys.readouterr().out
+
+
+def test_own_op_pattern_and_fused_op_take_under_40_lines() -> None:
+    tree = ast.parse((ROOT / "examples" / "custom_fusion.py").read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    assert (classes["BiasSoftcap"].end_lineno or 0) - classes["Softcap"].lineno < 40
+
+
+@pytest.mark.parametrize("grad", ["x", "weight"])
+def test_own_fusions_change_nothing(grad: str) -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "custom_fusion.py"))
+    torch, model = (
+        names["torch"],
+        fusible.Sequential(
+            names["MakeExtraOutput"]("residual"),
+            names["Linear"](8, 8, bias=False),
+            names["AddExtraInput"]("residual"),
+            names["Bias"](8),
+            names["Softcap"](2.0),
+        ).double(),
+    )
+    x = torch.randn(3, 4, 8, dtype=torch.float64, requires_grad=True)
+    wanted = x if grad == "x" else model[1].weight
+    fused, fused_grad = model(x), torch.autograd.grad(model(x).square().sum(), wanted)[0]
+
+    assert [step.name for step in model.explain().steps] == ["ResidualLinear", "BiasSoftcap"]
+    with fusible.config(disable_fusions={"ResidualLinear", "BiasSoftcap"}):
+        assert len(model.explain(x).steps) == 5
+        torch.testing.assert_close(fused, model(x))
+        torch.testing.assert_close(fused_grad, torch.autograd.grad(model(x).square().sum(), wanted)[0])
+
+
+def modules() -> list[str]:
+    found = (
+        m.name for p in ("fuser", "ops") for m in pkgutil.walk_packages(getattr(fusible, p).__path__, f"fusible.{p}.")
+    )
+    return ["fusible", *(name for name in found if not name.endswith("_C"))]
+
+
+def test_docstrings_run() -> None:
+    results = [doctest.testmod(importlib.import_module(name)) for name in modules()]
+
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0

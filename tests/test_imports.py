@@ -1,0 +1,55 @@
+"""Who may import whom: the compiler knows no op, only one file knows the kernels, packages import relatively."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VALUES = "problem"  # the statement of a grouped GEMM: a value that ops may share with the backends
+
+
+def imports(path):
+    """The dotted names that a file imports, relative ones resolved from the root: "ops.backends.loop"."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = (
+                ".".join([*package[: len(package) - node.level + 1], *filter(None, [node.module])])
+                if node.level
+                else node.module
+            )
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def files(*folders):
+    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", files("fuser"), ids=lambda p: p.name)
+def test_the_compiler_imports_no_op(path):
+    assert not [name for name in imports(path) if name.split(".")[0] in ("ops", "fusible", "csrc", "tests")]
+
+
+@pytest.mark.parametrize("path", [p for p in files("ops") if p.parent.name != "backends"], ids=lambda p: p.name)
+def test_only_the_door_imports_backends(path):
+    found = [name for name in imports(path) if name.startswith("ops.backends")]
+
+    assert path.name == "kernels.py" or all(name.split(".")[2] == VALUES for name in found)
+
+
+@pytest.mark.parametrize("path", files("fuser", "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_packages_import_relatively(path):
+    assert not [name for name in imports(path) if name.split(".")[0] == "fusible"]
+
+
+def test_backends_import_no_op():
+    allowed = ("ops.backends", "ops.activations")
+    found = [name for path in files("ops/backends") for name in imports(path) if name.startswith("ops.")]
+
+    assert found
+    assert all(name.startswith(allowed) for name in found)

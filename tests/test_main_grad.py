@@ -1,0 +1,409 @@
+"""Weight gradients that go to ``main_grad``, and those that wait for ``backward_dw()``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from reference import assert_same, named_grads, unit
+from torch.utils.checkpoint import checkpoint
+
+from fusible import GroupedLinear, Sequential, SwiGLU, config
+
+E, K, F, T = 3, 4, 6, 10
+SIZES = torch.tensor([3, 0, 5])
+FIRST = 0.5
+FUSED = [True, False]
+
+
+def mlp(single=True, **how):
+    how = {"single_grouped_weight": single, "dtype": torch.float64, **how}
+    return Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), GroupedLinear(E, F, K, **how))
+
+
+def weights(model):
+    return {name: p for name, p in model.named_parameters() if "weight" in name}
+
+
+def with_main_grad(model, fill=FIRST, dtype=None):
+    for p in weights(model).values():
+        p.main_grad = torch.full_like(p, fill, dtype=dtype)
+    return model
+
+
+def main_grads(model):
+    return {name: p.main_grad for name, p in weights(model).items()}
+
+
+def step(model, x, fused=True):
+    with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU"}):
+        y = model(x, split_sizes=SIZES)
+    y[:8].square().sum().backward()
+    return y
+
+
+def expected_grads(model, x):
+    """The weight gradients of plain autograd, by name."""
+    plain = mlp(single=hasattr(model[0], "weight"), dtype=next(model.parameters()).dtype)
+    plain.load_state_dict(model.state_dict())
+    step(plain, x.detach().clone(), fused=False)
+    return {name: p.grad for name, p in weights(plain).items()}
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("single", [True, False])
+def test_main_grad_accumulates(single, fused):
+    model, x = with_main_grad(mlp(single, accumulate_into_main_grad=True)), unit(T, K)
+    step(model, x, fused)
+    expected = {name: g + FIRST for name, g in expected_grads(model, x).items()}
+
+    torch.testing.assert_close(main_grads(model), expected)
+    assert {p.grad for p in weights(model).values()} == {None}
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_main_grad_accumulates_over_micro_batches(single):
+    model, xs = with_main_grad(mlp(single, accumulate_into_main_grad=True)), [unit(T, K), unit(T, K)]
+    for x in xs:
+        step(model, x)
+    one, two = (expected_grads(model, x) for x in xs)
+
+    torch.testing.assert_close(main_grads(model), {name: FIRST + one[name] + two[name] for name in one})
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("single", [True, False])
+def test_overwrite_main_grad_overwrites_nan(single, fused):
+    model, x = with_main_grad(mlp(single, accumulate_into_main_grad=True), fill=float("nan")), unit(T, K)
+    for p in weights(model).values():
+        p.overwrite_main_grad = True
+    step(model, x, fused)
+
+    torch.testing.assert_close(main_grads(model), expected_grads(model, x))
+
+
+def test_some_overwrite_and_some_accumulate():
+    model, x = with_main_grad(mlp(False, accumulate_into_main_grad=True)), unit(T, K)
+    model[0].weight0.overwrite_main_grad = True
+    model[0].weight0.main_grad.fill_(float("nan"))
+    step(model, x)
+    expected = {name: g + (0 if name == "0.weight0" else FIRST) for name, g in expected_grads(model, x).items()}
+
+    torch.testing.assert_close(main_grads(model), expected)
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("single", [True, False])
+def test_main_grad_of_another_dtype(single, main_dtype):
+    model = with_main_grad(mlp(single, accumulate_into_main_grad=True, dtype=torch.bfloat16), dtype=main_dtype)
+    wide = mlp(single).to(torch.float64)
+    wide.load_state_dict(model.state_dict())
+    x = unit(T, K, dtype=torch.bfloat16)
+    step(model, x)
+    expected = {name: (g + FIRST).to(main_dtype) for name, g in expected_grads(wide, x.double()).items()}
+
+    torch.testing.assert_close(main_grads(model), expected, rtol=0.03, atol=0.1)
+
+
+def test_float32_main_grad_is_not_rounded_to_the_weight():
+    op = GroupedLinear(1, 1, 1, bias=False, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    op.weight.main_grad = torch.zeros(1, 1, 1)
+    x = torch.tensor([[1.0], [2.0**-10]], dtype=torch.bfloat16)
+    op(x, split_sizes=[2]).sum().backward()
+
+    assert op.weight.main_grad.item() == 1 + 2.0**-10
+
+
+@pytest.mark.parametrize("shape", [(E * 2 * F, K), (E * 2 * F * K,), (E, 2 * F, K)])
+def test_main_grad_of_a_viewable_shape(shape):
+    model, x = with_main_grad(mlp(accumulate_into_main_grad=True)), unit(T, K)
+    model[0].weight.main_grad = torch.zeros(shape, dtype=torch.float64)
+    step(model, x)
+
+    torch.testing.assert_close(model[0].weight.main_grad.view(E, 2 * F, K), expected_grads(model, x)["0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "message"),
+    [
+        (torch.zeros(12, 12).mT, r"of shape \[12, 12\] and strides \[1, 12\], cannot be viewed as \[3, 12, 4\]"),
+        (
+            torch.zeros(E, K),
+            r"must be floating-point, on cpu, of shape \[3, 12, 4\]; got torch.float32 on cpu, shape \[3, 4\]",
+        ),
+        (torch.zeros(E, 2 * F, K, dtype=torch.int32), "must be floating-point.* got torch.int32 on cpu"),
+        (torch.zeros(E, 2 * F, K, device="meta"), "must be floating-point, on cpu.* got torch.float32 on meta"),
+        (None, "which is not set; set it to a tensor of the parameter's shape before the backward"),
+    ],
+)
+def test_unfit_main_grad_is_an_error_in_the_backward(main_grad, message):
+    model = with_main_grad(mlp(accumulate_into_main_grad=True))
+    model[0].weight.main_grad = main_grad
+
+    with pytest.raises(RuntimeError, match="GroupedLinear: .*weight.main_grad.*" + message):
+        step(model, unit(T, K))
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_missing_main_grad_is_no_error_in_the_forward(fused):
+    model = mlp(accumulate_into_main_grad=True)
+    with torch.no_grad():
+        model(unit(T, K), split_sizes=SIZES)
+    y = model.eval()(unit(T, K), split_sizes=SIZES)
+
+    assert y.requires_grad
+
+
+def test_missing_main_grad_of_a_frozen_weight_is_no_error():
+    model, x = mlp(accumulate_into_main_grad=True), unit(T, K)
+    for p in weights(model).values():
+        p.requires_grad_(False)
+    step(model, x)
+
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+def test_grad_added_to_main_grad_is_set_and_a_dummy_returned(single, zero):
+    model = with_main_grad(mlp(single, accumulate_into_main_grad=True))
+    for p in weights(model).values():
+        p.grad_added_to_main_grad, p.zero_out_wgrad = False, zero
+    step(model, unit(T, K))
+
+    for p in weights(model).values():
+        assert p.grad_added_to_main_grad is True
+        assert p.grad.shape == p.shape
+        assert not zero or p.grad.eq(0).all()
+
+
+def test_get_main_grad_is_asked_at_every_backward():
+    model, x, asked = mlp(accumulate_into_main_grad=True), unit(T, K), []
+    for name, p in weights(model).items():
+        p.main_grad = torch.zeros_like(p)
+        p.get_main_grad = lambda p=p, name=name: asked.append(name) or p.main_grad
+    step(model, x)
+    step(model, x)
+
+    assert sorted(asked) == ["0.weight"] * 2 + ["2.weight"] * 2
+
+
+def test_some_frozen_experts_get_nothing():
+    model, x = with_main_grad(mlp(False, accumulate_into_main_grad=True)), unit(T, K)
+    model[0].weight0.requires_grad_(False)
+    model[2].weight2.requires_grad_(False)
+    step(model, x)
+    expected = {name: g + FIRST for name, g in expected_grads(model, x).items()}
+    for name in ("0.weight0", "2.weight2"):
+        expected[name].fill_(FIRST)
+
+    torch.testing.assert_close(main_grads(model), expected)
+
+
+def test_empty_group_leaves_main_grad_unchanged():
+    model = with_main_grad(mlp(accumulate_into_main_grad=True))
+    step(model, unit(T, K))
+
+    assert model[0].weight.main_grad[1].eq(FIRST).all()
+
+
+def test_without_rows_main_grad_stays_or_is_zeroed():
+    model = with_main_grad(mlp(accumulate_into_main_grad=True))
+    model[2].weight.overwrite_main_grad = True
+    model(unit(0, K), split_sizes=[0, 0, 0]).sum().backward()
+
+    assert model[0].weight.main_grad.eq(FIRST).all()
+    assert model[2].weight.main_grad.eq(0).all()
+
+
+def test_main_grad_under_autocast():
+    model = with_main_grad(mlp(dtype=torch.float32, accumulate_into_main_grad=True))
+    with torch.autocast("cpu", torch.bfloat16):
+        step(model, x := unit(T, K, dtype=torch.float32))
+    expected = {name: g + FIRST for name, g in expected_grads(model, x).items()}
+
+    torch.testing.assert_close(main_grads(model), expected, rtol=0.1, atol=0.1)
+
+
+def test_main_grad_under_checkpointing():
+    model, x = with_main_grad(mlp(accumulate_into_main_grad=True)), unit(T, K)
+    checkpoint(lambda x: model(x, split_sizes=SIZES), x, use_reentrant=False)[:8].square().sum().backward()
+    expected = {name: g + FIRST for name, g in expected_grads(model, x).items()}
+
+    torch.testing.assert_close(main_grads(model), expected)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("single", [True, False])
+def test_delayed_weight_gradients_come_with_backward_dw(single, fused):
+    model, x = mlp(single, delay_wgrad_compute=True), unit(T, K)
+    step(model, x, fused)
+    before = {p.grad for p in weights(model).values()}
+    model[0].backward_dw()
+    model[2].backward_dw()
+
+    assert before == {None}
+    torch.testing.assert_close({n: p.grad for n, p in weights(model).items()}, expected_grads(model, x))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_backward_dw_adds_to_what_is_there(single):
+    model, xs = mlp(single, delay_wgrad_compute=True), [unit(T, K), unit(T, K)]
+    for x in xs:
+        step(model, x)
+    for _ in range(2):
+        model[0].backward_dw()
+        model[2].backward_dw()
+    one, two = (expected_grads(model, x) for x in xs)
+
+    torch.testing.assert_close(
+        {n: p.grad for n, p in weights(model).items()}, {name: one[name] + two[name] for name in one}
+    )
+
+
+def test_backward_dw_after_each_backward_accumulates():
+    model, xs = mlp(delay_wgrad_compute=True), [unit(T, K), unit(T, K)]
+    for x in xs:
+        step(model, x)
+        model[0].backward_dw()
+    one, two = (expected_grads(model, x)["0.weight"] for x in xs)
+
+    torch.testing.assert_close(model[0].weight.grad, one + two)
+
+
+def test_delayed_gradients_are_computed_first_in_first_out(monkeypatch):
+    op, seen = GroupedLinear(1, K, F, bias=False, delay_wgrad_compute=True), []
+    xs = [torch.full((1, K), float(i)) for i in range(3)]
+    for x in xs:
+        op(x, split_sizes=[1]).sum().backward()
+    monkeypatch.setattr(op, "_write", lambda wgrad, *_: seen.append(wgrad()[0, 0, 0].item()))
+    op.backward_dw()
+
+    assert seen == [0.0, 1.0, 2.0]
+
+
+def test_backward_dw_without_anything_delayed_does_nothing():
+    op, ran = GroupedLinear(E, K, F, delay_wgrad_compute=True), []
+    op.register_wgrad_accumulation_and_reduce_hooks(lambda: ran.append(1))
+    op.backward_dw()
+
+    assert op.weight.grad is None
+    assert ran == []
+
+
+def test_need_backward_dw():
+    model = mlp(delay_wgrad_compute=True)
+    states = [model[0].need_backward_dw()]
+    step(model, unit(T, K))
+    states.append(model[0].need_backward_dw())
+    model[0].backward_dw()
+
+    assert [*states, model[0].need_backward_dw()] == [False, True, False]
+
+
+def test_hooks_run_after_the_gradients_are_there():
+    model, seen = mlp(delay_wgrad_compute=True), []
+    for i in range(2):
+        model[0].register_wgrad_accumulation_and_reduce_hooks(
+            lambda i=i: seen.append((i, model[0].weight.grad is None))
+        )
+    step(model, unit(T, K))
+    model[0].backward_dw()
+
+    assert seen == [(0, False), (1, False)]
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_delayed_into_main_grad(single):
+    how = {"delay_wgrad_compute": True, "accumulate_into_main_grad": True}
+    model, x = with_main_grad(mlp(single, **how)), unit(T, K)
+    for p in weights(model).values():
+        p.grad_added_to_main_grad = False
+    step(model, x)
+    untouched = all(g.eq(FIRST).all() for g in main_grads(model).values())
+    model[0].backward_dw()
+    model[2].backward_dw()
+
+    assert untouched
+    torch.testing.assert_close(main_grads(model), {n: g + FIRST for n, g in expected_grads(model, x).items()})
+    assert all(p.grad_added_to_main_grad and p.grad is None for p in weights(model).values())
+
+
+def test_delayed_without_main_grad_is_an_error_in_backward_dw():
+    model = mlp(delay_wgrad_compute=True, accumulate_into_main_grad=True)
+    step(model, unit(T, K))
+
+    with pytest.raises(RuntimeError, match=r"weight.main_grad, which is not set"):
+        model[0].backward_dw()
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_bias_gradients_come_in_the_backward(fused):
+    model, plain, x = mlp(delay_wgrad_compute=True), mlp(), unit(T, K)
+    plain.load_state_dict(model.state_dict())
+    step(model, x, fused)
+    step(plain, x, fused)
+
+    for name in ("0.bias", "2.bias"):
+        torch.testing.assert_close(named_grads(model)[name], named_grads(plain)[name])
+
+
+def test_delayed_under_checkpointing_and_retain_graph():
+    model, x = mlp(delay_wgrad_compute=True), unit(T, K)
+    y = checkpoint(lambda x: model(x, split_sizes=SIZES), x, use_reentrant=False)
+    y[:8].square().sum().backward(retain_graph=True)
+    model[0].backward_dw()
+
+    torch.testing.assert_close(model[0].weight.grad, expected_grads(model, x)["0.weight"])
+
+
+def test_delayed_with_some_frozen_experts():
+    model, x = mlp(False, delay_wgrad_compute=True), unit(T, K)
+    model[0].weight0.requires_grad_(False)
+    step(model, x)
+    model[0].backward_dw()
+
+    assert model[0].weight0.grad is None
+    torch.testing.assert_close(model[0].weight2.grad, expected_grads(model, x)["0.weight2"])
+
+
+def test_frozen_weight_delays_nothing():
+    model = mlp(delay_wgrad_compute=True)
+    model[0].weight.requires_grad_(False)
+    step(model, unit(T, K))
+
+    assert not model[0].need_backward_dw()
+
+
+def test_a_copy_has_no_delayed_gradients():
+    model, x = mlp(delay_wgrad_compute=True), unit(T, K)
+    step(model, x)
+    other = copy.deepcopy(model)
+    model[0].backward_dw()
+
+    assert not other[0].need_backward_dw()
+    assert other[0].weight.grad is None
+
+
+def test_delayed_weights_ask_for_no_post_hook():
+    model = mlp(delay_wgrad_compute=True)
+
+    assert all(p.skip_backward_post_hook for p in weights(model).values())
+
+
+@pytest.mark.parametrize("how", [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}])
+@pytest.mark.parametrize("single", [True, False])
+def test_fused_and_unfused_write_the_same(single, how):
+    x, results = unit(T, K), []
+    model = mlp(single, **how)
+    for fused in FUSED:
+        with_main_grad(model, 0.0)
+        model.zero_grad()
+        step(model, x, fused)
+        model[0].backward_dw()
+        model[2].backward_dw()
+        results.append({n: p.main_grad if p.grad is None else p.grad.clone() for n, p in weights(model).items()})
+
+    torch.testing.assert_close(*results)
+    assert_same(*results)
