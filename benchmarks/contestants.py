@@ -1,0 +1,171 @@
+"""Several ways to compute a :class:`Problem`: ours, with and without fusions, and those that people write by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusible
+from fusible.fuser import registry
+
+from .problem import Problem, Result
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A forward, and the leaves whose gradients its backward gives: x, scales, then W1 and W2, whole or by expert."""
+
+    forward: Callable[[], Tensor]
+    leaves: tuple[Tensor, ...]
+    dy: Tensor
+
+    def step(self) -> tuple[Tensor, ...]:
+        """A forward and a backward."""
+        y = self.forward()
+        return y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)
+
+    def infer(self) -> Tensor:
+        """A forward alone."""
+        with torch.no_grad():
+            return self.forward()
+
+    def result(self) -> Result:
+        """What a step gives, the gradients of the experts' weights in one tensor each."""
+        y, x, scales, *weights = self.step()
+        half = len(weights) // 2
+        w1, w2 = (torch.stack(w) if half > 1 else w[0] for w in (weights[:half], weights[half:]))
+        return Result(y, x, scales, w1.view(-1, *w1.shape[-2:]), w2.view(-1, *w2.shape[-2:]))
+
+
+def experts(problem: Problem) -> fusible.Sequential:
+    """Our layer with the problem's weights; it shares their memory."""
+    groups, columns, features = problem.w1.shape
+    fc1 = fusible.GroupedLinear(groups, features, columns, bias=False, device="meta")
+    fc2 = fusible.GroupedLinear(groups, columns // 2, features, bias=False, device="meta")
+    fc1.weight, fc2.weight = nn.Parameter(problem.w1), nn.Parameter(problem.w2)
+    return fusible.Sequential(fc1, fusible.SwiGLU(), fusible.Scale(), fc2)
+
+
+def fused(problem: Problem) -> Contestant:
+    """The plan that the compiler chooses."""
+    model, x, scales = experts(problem), _leaf(problem.x), _leaf(problem.scales)
+    leaves = (x, scales, *model.parameters())
+    return Contestant(lambda: model(x, split_sizes=problem.split_sizes, scales=scales), leaves, problem.dy)
+
+
+def unfused(problem: Problem) -> Contestant:
+    """The same layer, every op by itself."""
+    whole, names = fused(problem), [fusion.name for fusion in registry]
+
+    def forward() -> Tensor:
+        with fusible.config(disable_fusions=names):
+            return whole.forward()
+
+    return Contestant(forward, whole.leaves, problem.dy)
+
+
+def loop(problem: Problem) -> Contestant:
+    """An ``nn.Linear`` pair for each expert, called on its rows; the outputs are put together."""
+    sizes = problem.split_sizes.tolist()  # waits for the device, as such code does
+    ups = [_linear(w) for w in problem.w1]
+    downs = [_linear(w) for w in problem.w2]
+    x, scales = _leaf(problem.x), _leaf(problem.scales)
+
+    def forward() -> Tensor:
+        parts = []
+        for up, down, rows, scale in zip(ups, downs, torch.split(x, sizes), torch.split(scales, sizes), strict=True):
+            parts.append(down(_swiglu(up(rows), scale)))
+        return torch.cat(parts)
+
+    return Contestant(forward, (x, scales, *(m.weight for m in (*ups, *downs))), problem.dy)
+
+
+def grouped_mm(problem: Problem) -> Contestant:
+    """``torch.nn.functional.grouped_mm`` and torch's own autograd."""
+    return _by_grouped_mm(problem, _swiglu)
+
+
+def grouped_mm_compiled(problem: Problem) -> Contestant:
+    """The same, with the activation compiled into one kernel."""
+    return _by_grouped_mm(problem, torch.compile(_swiglu, dynamic=True))
+
+
+@dataclass(frozen=True)
+class Dense(Contestant):
+    """The matrix products alone, as if one expert took all rows."""
+
+    w1: Tensor
+    w2: Tensor
+    x: Tensor
+    pre: Tensor
+    hidden: Tensor
+
+    def step(self) -> tuple[Tensor, ...]:
+        self.infer()
+        dhidden, dw2 = self.dy @ self.w2, self.dy.mT @ self.hidden
+        return dhidden, dw2, self.pre @ self.w1, self.pre.mT @ self.x
+
+    def infer(self) -> Tensor:
+        self.x @ self.w1.mT
+        return self.hidden @ self.w2.mT
+
+
+def dense(problem: Problem) -> Contestant:
+    """A yardstick, not a peer: it computes no activation."""
+    x, w1, w2 = problem.x, problem.w1[0], problem.w2[0]
+    pre = x @ w1.mT
+    return Dense(lambda: x, (), problem.dy, w1, w2, x, pre, pre[:, : w2.shape[1]].contiguous())
+
+
+CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
+    "fused": fused,
+    "unfused": unfused,
+    "loop": loop,
+    "grouped_mm": grouped_mm,
+    "grouped_mm+compile": grouped_mm_compiled,
+    "dense": dense,
+}
+
+
+def refusal(name: str, problem: Problem) -> str | None:
+    """Why a contestant cannot take part; None: it can."""
+    if not name.startswith("grouped_mm"):
+        return None
+    if not problem.x.is_cuda or problem.x.dtype != torch.bfloat16:
+        return "needs bfloat16 on a CUDA device"
+    return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no grouped_mm"
+
+
+def _by_grouped_mm(problem: Problem, activation: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+    x, scales, w1, w2 = map(_leaf, (problem.x, problem.scales, problem.w1, problem.w2))
+    ends = problem.split_sizes.cumsum(0).to(torch.int32)
+
+    def forward() -> Tensor:
+        hidden = activation(F.grouped_mm(x, w1.mT, offs=ends), scales)
+        return F.grouped_mm(hidden, w2.mT, offs=ends)
+
+    return Contestant(forward, (x, scales, w1, w2), problem.dy)
+
+
+def _swiglu(pre: Tensor, scales: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return (F.silu(gate) * up * scales.unsqueeze(-1)).to(pre.dtype)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+def race(problem: Problem, names: Sequence[str]) -> dict[str, Contestant]:
+    """Those of the named contestants that can take part."""
+    return {name: CONTESTANTS[name](problem) for name in names if refusal(name, problem) is None}

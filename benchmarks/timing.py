@@ -1,0 +1,115 @@
+"""Times and peak memory of functions, on CPU and CUDA; and tables in Markdown."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+Function = Callable[[], Any]
+_FLUSH_BYTES = 256 * 2**20  # more than the second-level cache of any GPU that we know
+
+
+def interleaved(
+    functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu", calls: int = 1
+) -> dict[str, float]:
+    """Median seconds of one call of each function.
+
+    In every round each function has its turn, so that a slow moment of the machine meets all of them.
+
+    Args:
+        functions: by name.
+        rounds: how many measurements of each; one more goes before, uncounted.
+        device: where they run; on CUDA the second-level cache is flushed before each call, which is timed by events.
+        calls: how many calls make one measurement; more than one for what takes microseconds.
+    """
+    clock = _CudaClock() if torch.device(device).type == "cuda" else _host_seconds
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(rounds + 1):
+        for name, function in functions.items():
+            measured = clock(function, calls)
+            if turn:
+                seconds[name].append(measured)
+    return {name: median(times) for name, times in seconds.items()}
+
+
+def _host_seconds(function: Function, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls
+
+
+class _CudaClock:
+    """Times on the device. The buffer whose filling flushes the cache also keeps the device busy during the launch."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+
+    def __call__(self, function: Function, calls: int) -> float:
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._flush.zero_()
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds / 1000 / calls
+
+
+def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
+    """The most memory that tensors take during a call, above what they took before it."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    return _peak(_cpu_changes(function)[1])
+
+
+def kept_bytes(function: Function) -> int:
+    """The memory of tensors that a call allocates and that its result keeps alive, on the CPU."""
+    result, changes = _cpu_changes(function)
+    del result
+    return sum(changes)
+
+
+def _cpu_changes(function: Function) -> tuple[Any, list[int]]:
+    """What a call returns, and each change of the memory of tensors; the CPU's allocator keeps no peak itself."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = function()
+    kineto = profile.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    return result, [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def _peak(changes: Iterable[int]) -> int:
+    peak = now = 0
+    for change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown, with columns as wide as their widest cell: names to the left, numbers to the right."""
+    table = [list(heading), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [_padded(row, widths) for row in table]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    return [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
