@@ -102,7 +102,7 @@ def _bind_shared(layout: Layout, given: Given, name: str, value: Any) -> None:
 
 def _bind_positional(layout: Layout, given: Given, missing: list[tuple[int, str]], extra: tuple[Any, ...]) -> None:
     slots = [(leaf, name) for leaf, name in missing if layout.leaves[leaf].op.keywords[name].tensor]  # type: ignore[union-attr]
-    if not extra or len(extra) != len(slots):
+    if len(extra) != len(slots):
         raise ArgumentError(_misfit(layout, missing, slots, extra))
     for (leaf, name), value in zip(slots, extra, strict=True):
         given[leaf][name] = value

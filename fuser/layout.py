@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ class Leaf:
     index: int  # position in the outermost container, which int keys count in
     module: nn.Module
 
-    @property
+    @cached_property  # asked many times in every call
     def op(self) -> Op | None:
         return self.module if isinstance(self.module, Op) else None
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import networkx as nx
 import torch
 from torch import Tensor, nn
 
@@ -179,20 +178,11 @@ class _Builder:
         return tuple(results)
 
     def _order(self) -> list[list[str]]:
-        """The nodes of each step, steps in an order in which they can run."""
-        leaves = self.graph.leaves()
-        group = {n: id(self.decision_of[n]) if n in self.decision_of else n for n in leaves}
-        first: dict[Any, int] = {}
-        for i, node in enumerate(leaves):
-            first.setdefault(group[node], i)
-        contracted: nx.DiGraph[int] = nx.DiGraph()
-        contracted.add_nodes_from(first.values())
-        edges = ((first[group[a]], first[group[b]]) for a, b in self.graph.nx.edges if a in group and b in group)
-        contracted.add_edges_from((a, b) for a, b in edges if a != b)
-        members: dict[int, list[str]] = {i: [] for i in first.values()}
-        for node in leaves:
-            members[first[group[node]]].append(node)
-        return [members[i] for i in nx.lexicographical_topological_sort(contracted)]
+        """The nodes of each step, in execution order: what a fusion took is one run of ops, as its legality says."""
+        steps: dict[Any, list[str]] = {}
+        for node in self.graph.leaves():
+            steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
+        return list(steps.values())
 
     def _single(self, node: str) -> Step:
         leaf = self.graph.leaf(node)

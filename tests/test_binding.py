@@ -414,8 +414,15 @@ def test_buffer_beside_the_others_is_fine():
     assert y.data_ptr() == both.data_ptr()
 
 
-def test_buffer_that_is_no_tensor_raises_as_such():
-    message = refusal(Sequential(MustNotRun(), GroupedLinear(2, 4, 4)), split_sizes=SIZES, output=3)
+def test_buffer_beside_a_channel_is_fine():
+    model, buffer = Sequential(MakeExtraOutput("r"), GroupedLinear(2, 4, 4), AddExtraInput("r")), torch.empty(3, 4)
+
+    assert torch.equal(model(X, split_sizes=SIZES, output=buffer), X + buffer)
+
+
+@pytest.mark.parametrize("others", [{}, {"grad_input": torch.empty(3, 4)}])
+def test_buffer_that_is_no_tensor_raises_as_such(others):
+    message = refusal(Sequential(MustNotRun(), GroupedLinear(2, 4, 4)), split_sizes=SIZES, output=3, **others)
 
     assert message == "op 1 (GroupedLinear): output: expected a tensor to write into, got a int"
 

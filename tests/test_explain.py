@@ -54,6 +54,15 @@ def test_explain_before_a_call_raises():
         mlp().explain()
 
 
+@pytest.mark.parametrize("given", [{"split_sizes": SIZES}, {"op_kwargs": {0: {"split_sizes": SIZES}}}])
+def test_explain_with_arguments_but_without_x_raises(given):
+    model = mlp()
+    model(*arguments())
+
+    with pytest.raises(ArgumentError, match="x: expected a tensor, got a NoneType"):
+        model.explain(**given)
+
+
 def test_explain_after_a_call_explains_that_call():
     model, args = mlp(), arguments()
     model(*args)
@@ -382,10 +391,39 @@ def test_svg_is_well_formed(explanation):
     assert root[-1].text in ("split_sizes", "x")
 
 
+def test_svg_has_a_frame_for_every_op_and_fusion_and_a_line_for_every_edge():
+    tags = [element.tag.rpartition("}")[2] for element in ElementTree.fromstring(residual().to_svg())]
+
+    assert tags.count("rect") == 5 + 1
+    assert tags.count("line") == 5 + 1 + 1
+
+
 def test_svg_shows_ops_channels_and_fusions():
     words = [e.text for e in ElementTree.fromstring(residual().to_svg()) if e.text]
 
-    assert {"0: MakeExtraOutput", "r", "split_sizes", "GroupedLinearGLU 3 4"} <= set(words)
+    assert {"0: MakeExtraOutput", "r", "GroupedLinearGLU 3 4"} <= set(words)
+    assert words.count("split_sizes") == 1
+
+
+def boxes(root, colour):
+    """(left, top, right, bottom) of the rectangles with that outline."""
+    found = [
+        [float(e.get(k)) for k in ("x", "y", "width", "height")]
+        for e in root
+        if e.get("stroke") == colour and e.get("x")
+    ]
+    return [(x, y, x + width, y + height) for x, y, width, height in found]
+
+
+def test_svg_places_lines_on_ops_and_frames_around_them():
+    root = ElementTree.fromstring(residual().to_svg())
+    ops, ((left, top, right, bottom),) = boxes(root, "black"), boxes(root, "teal")
+    ends = [[float(e.get(k)) for k in ("x1", "y1", "x2", "y2")] for e in root if e.get("x1")]
+
+    assert all(any(x2 in (a, (a + c) / 2) and b <= y2 <= d for a, b, c, d in ops) for _, _, x2, y2 in ends)
+    assert all(any(x1 == (a + c) / 2 and y1 == d for a, b, c, d in ops) for x1, y1, x2, y2 in ends if x1 > 300)
+    assert [left < a and top < b and c < right and d < bottom for a, b, c, d in ops] == [False] * 3 + [True] * 2
+    assert bottom <= float(root.get("height"))
 
 
 def test_text_drawing_shows_every_op():

@@ -137,9 +137,10 @@ def _two_inputs(self, x, other): ...
 def _no_x(self, *, other): ...
 def _other_name(self, y): ...
 def _positional(self, x, *rest): ...
+def _nothing(self): ...
 
 
-@pytest.mark.parametrize("fwd", [_two_inputs, _no_x, _other_name, _positional])
+@pytest.mark.parametrize("fwd", [_two_inputs, _no_x, _other_name, _positional, _nothing])
 def test_bad_signature_raises_at_definition(fwd):
     with pytest.raises(TypeError, match=r"Bad\.fwd must be fwd\(self, x, \*, \.\.\.\)"):
         type("Bad", (Op,), {"fwd": fwd, "bwd": lambda self, saved, dy: {}})
@@ -172,6 +173,11 @@ def test_op_runs_alone_as_in_a_container(model):
 def test_op_alone_refuses_other_keywords(keywords, message):
     with pytest.raises(ArgumentError, match=message):
         Affine()(torch.ones(3, 4), **keywords)
+
+
+def test_op_alone_without_keywords_says_so():
+    with pytest.raises(ArgumentError, match="Identity takes no scales; its keywords are: none"):
+        Identity()(torch.ones(2), scales=torch.ones(2))
 
 
 def test_op_alone_refuses_what_is_no_tensor():

@@ -315,6 +315,11 @@ def hand_made(edges, nodes):
             "another op reads the output of op a",
         ),
         ([("in", "a", "x", "y"), ("in", "b", "x", "y")], "ab", "the ops have more than one output"),
+        (
+            [("in", "a", "x", "y"), ("in", "c", "x", "y"), ("a", "c", "r", "r")],
+            "ac",
+            "the ops have more than one output",
+        ),
         ([("in", "a", "x", "y"), ("a", "b", "x", "y"), ("b", "c", "x", "y")], "ac", "the ops read more than one x"),
         (
             [

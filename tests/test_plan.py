@@ -94,7 +94,13 @@ def test_train_eval_and_no_grad_alternate_without_recompilation(compiled):
     assert len(compiled) == 2  # with and without grad
 
 
+def on_meta(model):
+    x, sizes, ones = (t.to("meta") for t in (X, SIZES, ONES))
+    model.to("meta")(x, sizes, ones, sizes)
+
+
 CHANGES = {
+    "device": on_meta,
     "aliasing": lambda m: m(X, SIZES, ONES, SIZES.clone()),
     "dtype of x": lambda m: m.double()(X.double(), SIZES, ONES, SIZES),
     "dtype of a keyword": lambda m: m(X, SIZES, ONES.double(), SIZES),

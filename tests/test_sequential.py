@@ -487,6 +487,15 @@ def test_extra_output_of_one_name_made_twice_raises():
         Sequential(MakeExtraOutput("r"), MakeExtraOutput("r"))(torch.ones(2))
 
 
+@pytest.mark.parametrize("op", [MakeExtraOutput, AddExtraInput])
+@pytest.mark.parametrize(
+    "name", ["x", "y", "dy", "self", "saved", "op_kwargs", "needs_grad", "autocast_dtype", "a b", 3]
+)
+def test_channel_names_that_the_contract_uses_are_refused(op, name):
+    with pytest.raises(ValueError, match=f"{op.__name__}: the name must be an identifier other than x, y"):
+        op(name)
+
+
 def test_buffer_is_never_fed_by_an_extra_output():
     x, (y, output) = x_and_y(Sequential(MakeExtraOutput("output"), GroupedLinear(2, 4, 4)), split_sizes=SIZES)
 
