@@ -30,7 +30,8 @@ class GroupedLinear(WeightGrads):
         split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``. A list, or a tensor on
             the host, is copied there.
         output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
-        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad.
+        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. A leaf
+            ``x`` keeps that memory as its ``.grad``: to accumulate over backwards, give each another buffer.
         bias_scale: with ``scale_bias``, what the bias counts in each row: [...], any floating-point dtype.
 
     Args:

@@ -49,7 +49,7 @@ class WeightGrads(ExpertParameters):
             return kernels.grouped_gemm(Layout.TN, dy, rows, split_sizes, **how)
 
         if self.delay_wgrad_compute:
-            self._delayed.append(lambda: self._finish(wgrad, wanted))
+            self._delay(wgrad, wanted, (rows, dy))
             return dict.fromkeys(wanted)
         if self.accumulate_into_main_grad:
             self._into_main_grad(wgrad, wanted)
@@ -68,7 +68,8 @@ class WeightGrads(ExpertParameters):
         With nothing delayed it does nothing. Then :meth:`register_wgrad_accumulation_and_reduce_hooks`' hooks run.
 
         Raises:
-            RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``.
+            RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; or an ``x`` or a gradient of
+                ``y`` that was modified in place meanwhile.
         """
         if not self._delayed:
             return
@@ -84,6 +85,18 @@ class WeightGrads(ExpertParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_delayed": deque()}
+
+    def _delay(self, wgrad: Wgrad, names: list[str], reads: tuple[Tensor, ...]) -> None:
+        """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
+        versions = [t._version for t in reads]
+
+        def later() -> None:
+            if [t._version for t in reads] != versions:
+                op = type(self).__name__
+                raise RuntimeError(f"{op}.backward_dw: x or the gradient of y was modified in place since the backward")
+            self._finish(wgrad, names)
+
+        self._delayed.append(later)
 
     def _finish(self, wgrad: Wgrad, names: list[str]) -> None:
         if self.accumulate_into_main_grad:

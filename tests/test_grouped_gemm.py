@@ -355,6 +355,13 @@ def test_ragged_depths_that_differ_are_an_error():
         grouped_gemm(a, b)
 
 
+def test_bias_of_ragged_columns_is_an_error():
+    a, b = (GroupedTensor.from_tensors(t) for t in matrices("NT", ROWS, COLS, DEEP))
+
+    with pytest.raises(ArgumentError, match="a bias needs an output whose groups have the same number of columns"):
+        grouped_gemm(a, b, bias=torch.ones(E, 4))
+
+
 def test_out_is_allowed_under_no_grad():
     a, b = operands("NT", grad=True)
     with torch.no_grad():

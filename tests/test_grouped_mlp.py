@@ -128,16 +128,38 @@ def test_scales(place, dtype, scales_dtype):
     Case(place=place, dtype=dtype, scales_dtype=scales_dtype, scaled=(True, True)).check()
 
 
-@pytest.mark.parametrize("single", [True, False])
+def test_wide_scales_are_not_rounded_first():
+    how = {"bias": False, "dtype": torch.bfloat16}
+    model = Sequential(GroupedLinear(1, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(1, F, F, **how))
+    model[3].weight.data.copy_(torch.eye(F))
+    x, p = unit(T, K, dtype=torch.bfloat16, grad=False), unit(T, dtype=torch.float32, grad=False)
+    y = model(x, split_sizes=[T], scales=p)
+    pre = model[0](x, split_sizes=[T])
+
+    assert torch.equal(y, (SwiGLU()(pre.float()) * p[:, None]).bfloat16())
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("bias", list(product([True, False], repeat=2)))
-def test_biases(bias, place, single):
-    case = Case(bias=bias, place=place, single=single)
-    if single:
-        case.check()
-    else:
-        assert_same(case.run(), case.run())
-        torch.testing.assert_close(case.run(), case.run(fused=False))
+def test_biases(bias, place):
+    Case(bias=bias, place=place).check()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("frozen", [[], ["0.weight0", "3.weight2", "0.bias1", "3.bias2"]])
+def test_discrete_parameters_get_the_gradients_of_stacked_ones(frozen, fused):
+    one, many = Case(), Case(single=False)
+    many.model.load_state_dict(one.model.state_dict())
+    many.tensors, many.dy = one.tensors, one.dy
+    for name in frozen:
+        many.model.get_parameter(name).requires_grad_(False)
+    with nullcontext() if fused else config(disable_fusions=FUSIONS):
+        for case in (one, many):
+            case.call(**case.tensors).backward(case.dy)
+
+    for name, p in many.model.named_parameters():
+        expected = one.model.get_parameter(name[:-1]).grad[int(name[-1])]
+        assert_same(p.grad, None if name in frozen else expected)
 
 
 @pytest.mark.parametrize("scaled", list(product([True, False], repeat=2)))
@@ -170,6 +192,12 @@ def test_frozen_parts(place, frozen):
 @pytest.mark.parametrize("sizes", [[80, 0, 0], [0, 0, 80], [1, 1, 1], [0, 0, 0], [40, 20, 20], [80], [1] * 10])
 def test_splits(sizes):
     Case(sizes=sizes).check()
+
+
+@pytest.mark.parametrize("span", [1, 32, 40, 1000])
+def test_activations_by_spans_of_rows(span, monkeypatch):
+    monkeypatch.setattr("fusible.ops.backends.loop._SPAN", span)
+    Case(place="both", scaled=(True, True), sizes=[20, 0, 15, 30, 1, 9]).check()
 
 
 def test_many_groups():

@@ -292,6 +292,16 @@ def test_backward_dw_without_anything_delayed_does_nothing():
     assert ran == []
 
 
+@pytest.mark.parametrize("fused", FUSED)
+def test_overwriting_x_before_backward_dw_is_detected(fused):
+    model, x = mlp(delay_wgrad_compute=True), unit(T, K)
+    step(model, x, fused)
+    x.detach().zero_()
+
+    with pytest.raises(RuntimeError, match="x or the gradient of y was modified in place since the backward"):
+        model[0].backward_dw()
+
+
 def test_need_backward_dw():
     model = mlp(delay_wgrad_compute=True)
     states = [model[0].need_backward_dw()]
