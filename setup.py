@@ -1,9 +1,10 @@
 """Builds `fusible.ops._C` with nvcc and ninja; everything else about the package stands in pyproject.toml.
 
 FUSIBLE_BUILD_CUDA=auto (default) builds the extension where nvcc is found, 0 never builds it, 1 fails without nvcc.
-`python setup.py build_ext --inplace` rebuilds what changed (objects are kept in build/); `python setup.py kernels` does the
-same and prints every kernel's registers, shared memory, code size and compile time. Both fail on a register spill and on
-any advice of ptxas against a kernel (C75xx, C76xx: wgmma made serial, setmaxnreg ignored), which cost a multiple in speed.
+`python setup.py build_ext --inplace` rebuilds what changed (objects are kept in build/); `python setup.py kernels`
+does the same and prints each source's kernels, registers, code size and compile time. Both fail on a register spill
+and on any advice of ptxas against a kernel (C75xx, C76xx: wgmma made serial, setmaxnreg ignored), which cost a
+multiple in speed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def find_nvcc() -> str:
     found = re.search(r"release (\d+)\.(\d+)", text)
     if found is None or (int(found[1]), int(found[2])) < OLDEST_NVCC:
         raise BuildError(
-            f"{nvcc} is {found[0] if found else 'of unknown release'}; {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]} or newer is needed"
+            f"{nvcc} is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}, the oldest release that can build them"
         )
     return nvcc
 
@@ -98,7 +99,7 @@ def write_ninja_file(nvcc: str, target: Path) -> None:
     lines = [
         f"builddir = {BUILD}",
         "rule compile",
-        f"  command = {nvcc} {FLAGS} $python -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; rm -f $out; exit 1)",
+        f"  command = {nvcc} {FLAGS} $python -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
         "  description = nvcc $in",
         "  depfile = $out.d",
         "  deps = gcc",

@@ -1,21 +1,82 @@
 // fusible.ops._C: converts Python's integers and calls the C++ core, nothing else.
 #include <pybind11/pybind11.h>
 
+#include <sstream>
+
+#include "fusible/activation.h"
 #include "fusible/device.h"
+#include "fusible/grouped_gemm.h"
+#include "fusible/zero_tail.h"
 
 namespace py = pybind11;
+using namespace py::literals;
+using Address = uintptr_t;
 
 namespace {
 
 py::dict device_properties(int device) {
   const fusible::DeviceProperties& properties = fusible::device_properties(device);
-  py::dict result;
-  result["name"] = properties.name;
-  result["capability"] = py::make_tuple(properties.major, properties.minor);
-  result["multiprocessors"] = properties.multiprocessors;
-  result["shared_memory_per_block"] = properties.shared_memory_per_block;
-  result["l2_bytes"] = properties.l2_bytes;
-  return result;
+  return py::dict("name"_a = properties.name, "capability"_a = py::make_tuple(properties.major, properties.minor),
+                  "multiprocessors"_a = properties.multiprocessors, "shared_memory_per_block"_a = properties.shared_memory_per_block,
+                  "l2_bytes"_a = properties.l2_bytes);
+}
+
+template <class T>
+const T* pointer(Address address) { return reinterpret_cast<const T*>(address); }
+
+void grouped_gemm(int layout, int operand, int output, int device, Address stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
+                  Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out, int64_t out_pitch, int64_t out_group,
+                  Address sizes, Address starts, bool wide, bool accumulate, Address bias, int bias_type, int64_t bias_pitch, Address row_scale,
+                  Address bias_scale, Address alphas, float alpha, Address workspace, int variant) {
+  using fusible::DType;
+  const DType type = static_cast<DType>(operand);
+  fusible::GroupedGemm call{
+      .problem = {static_cast<fusible::Layout>(layout), type, static_cast<DType>(output), bias || row_scale || bias_scale || alphas || alpha != 1, groups, tokens, m, n, k},
+      .a = {pointer<void>(a), type, a_pitch, 0},
+      .b = {pointer<void>(b), type, b_pitch, b_group},
+      .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group},
+      .groups = {pointer<void>(sizes), pointer<void>(starts), wide},
+      .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0}, pointer<float>(row_scale), pointer<float>(bias_scale),
+                 pointer<float>(alphas), alpha},
+      .accumulate = accumulate,
+      .workspace = reinterpret_cast<void*>(workspace),
+      .variant = variant,
+  };
+  fusible::grouped_gemm(call, device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
+                                bool affine) {
+  const fusible::GemmProblem problem{
+      static_cast<fusible::Layout>(layout), static_cast<fusible::DType>(operand), static_cast<fusible::DType>(output), affine, groups, tokens, m, n, k};
+  std::ostringstream text;
+  text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors);
+  return text.str();
+}
+
+fusible::Activation activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
+  return {static_cast<fusible::Curve>(curve), gated, alpha, limit, linear_offset, block};
+}
+
+void activate(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int type, int64_t rows,
+              int64_t columns, Address pre, Address scales, int scales_type, Address hidden) {
+  fusible::activate({activation(curve, gated, alpha, limit, linear_offset, block), static_cast<fusible::DType>(type), rows, columns, pointer<void>(pre),
+                     {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, reinterpret_cast<void*>(hidden)},
+                    device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+void activate_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int type,
+                       int64_t rows, int64_t columns, Address dhidden, Address pre, Address scales, int scales_type, Address dpre, Address dscales,
+                       Address hidden) {
+  fusible::activate_backward({activation(curve, gated, alpha, limit, linear_offset, block), static_cast<fusible::DType>(type), rows, columns,
+                              pointer<void>(dhidden), pointer<void>(pre), {pointer<void>(scales), static_cast<fusible::DType>(scales_type)},
+                              reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
+                             device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+void zero_tail(int device, Address stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes, Address sizes, int groups, bool wide) {
+  fusible::zero_tail({reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}, device,
+                     reinterpret_cast<cudaStream_t>(stream));
 }
 
 }  // namespace
@@ -23,5 +84,21 @@ py::dict device_properties(int device) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA kernels of fusible. Takes pointers and sizes as integers; importing it does not initialise CUDA.";
   module.def("cuda_version", &fusible::cuda_version, "Version of the CUDA runtime that is linked in, e.g. 13000.");
-  module.def("device_properties", &device_properties, py::arg("device"));
+  module.def("device_properties", &device_properties, "device"_a);
+  module.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
+             "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a, "out_pitch"_a, "out_group"_a, "sizes"_a, "starts"_a, "wide"_a,
+             "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1,
+             "workspace"_a = 0, "variant"_a = -1,
+             "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
+  module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
+             "k"_a, "affine"_a = false, "The configuration that grouped_gemm chooses, in words.");
+  module.attr("WORKSPACE_BYTES") = fusible::kWorkspaceBytes;
+  module.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "type"_a, "rows"_a,
+             "columns"_a, "pre"_a, "scales"_a, "scales_type"_a, "hidden"_a, "An activation times row scales. Curves: see fusible/activation.h.");
+  module.def("activate_backward", &activate_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
+             "type"_a, "rows"_a, "columns"_a, "dhidden"_a, "pre"_a, "scales"_a, "scales_type"_a, "dpre"_a, "dscales"_a, "hidden"_a,
+             "The backward of `activate`; 0 for what is not wanted.");
+  module.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a, "sizes"_a, "groups"_a, "wide"_a,
+             "Zeroes the rows past the last group.");
+  module.attr("TILE_VARIANTS") = fusible::kTileVariantCount;
 }

@@ -2,6 +2,9 @@
 
 from typing import TypedDict
 
+TILE_VARIANTS: int
+WORKSPACE_BYTES: int
+
 class DeviceProperties(TypedDict):
     name: str
     capability: tuple[int, int]
@@ -11,3 +14,96 @@ class DeviceProperties(TypedDict):
 
 def cuda_version() -> int: ...
 def device_properties(device: int) -> DeviceProperties: ...
+def grouped_gemm(
+    layout: int,
+    operand: int,
+    output: int,
+    device: int,
+    stream: int,
+    groups: int,
+    tokens: int,
+    m: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    b_group: int,
+    out: int,
+    out_pitch: int,
+    out_group: int,
+    sizes: int,
+    starts: int,
+    wide: bool,
+    accumulate: bool,
+    bias: int = 0,
+    bias_type: int = 0,
+    bias_pitch: int = 0,
+    row_scale: int = 0,
+    bias_scale: int = 0,
+    alphas: int = 0,
+    alpha: float = 1.0,
+    workspace: int = 0,
+    variant: int = -1,
+) -> None: ...
+def grouped_gemm_config(
+    layout: int,
+    operand: int,
+    output: int,
+    device: int,
+    groups: int,
+    tokens: int,
+    m: int,
+    n: int,
+    k: int,
+    affine: bool = False,
+) -> str: ...
+def activate(
+    curve: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    linear_offset: float,
+    block: int,
+    device: int,
+    stream: int,
+    type: int,
+    rows: int,
+    columns: int,
+    pre: int,
+    scales: int,
+    scales_type: int,
+    hidden: int,
+) -> None: ...
+def activate_backward(
+    curve: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    linear_offset: float,
+    block: int,
+    device: int,
+    stream: int,
+    type: int,
+    rows: int,
+    columns: int,
+    dhidden: int,
+    pre: int,
+    scales: int,
+    scales_type: int,
+    dpre: int,
+    dscales: int,
+    hidden: int,
+) -> None: ...
+def zero_tail(
+    device: int,
+    stream: int,
+    data: int,
+    tokens: int,
+    row_bytes: int,
+    pitch_bytes: int,
+    sizes: int,
+    groups: int,
+    wide: bool,
+) -> None: ...

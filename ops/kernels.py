@@ -15,14 +15,14 @@ from torch import Tensor
 from ..fuser import ArgumentError, RefusedError, trace
 from ..fuser.settings import current
 from .activations import ActivationSpec
-from .backends import grouped_mm, loop, pointwise
+from .backends import elementwise, grouped_mm, hopper, loop, rows
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first, stacked
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
 
-_BACKENDS: tuple[Backend, ...] = (grouped_mm, loop)
+_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -64,7 +64,7 @@ def grouped_gemm(
     if backend is not None:
         backend.run(problem)
         if own and isinstance(out, Tensor) and layout is not Layout.TN:
-            _row_kernels(a).zero_tail(out, split_sizes)
+            _zero_tail(out, split_sizes)
     elif not problem.rows:
         _no_rows(problem)
     return out
@@ -140,7 +140,8 @@ def grouped_linear_activation_backward(
 def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """``act(pre) * scales[:, None]``, rounded once."""
     hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
-    pointwise.forward(pre, activation, scales, hidden)
+    if _activation_ready(pre, scales, hidden):
+        elementwise.forward(pre, activation, scales, hidden)
     return hidden
 
 
@@ -155,7 +156,8 @@ def activate_backward(
 ) -> ActivationGrads:
     """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
-    pointwise.backward(dhidden, pre, activation, scales, out)
+    if _activation_ready(pre, scales, dhidden, *out):
+        elementwise.backward(dhidden, pre, activation, scales, out)
     return out
 
 
@@ -183,7 +185,13 @@ def _row_kernels(rows: Tensor) -> RowKernels:
 def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None:
-            _row_kernels(tensor).zero_tail(tensor if tensor.dim() == 2 else tensor.unsqueeze(-1), split_sizes)
+            _zero_tail(tensor if tensor.dim() == 2 else tensor.unsqueeze(-1), split_sizes)
+
+
+def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Of rows that are allocated here; by a kernel that touches nothing else where it is built for the device."""
+    kernels = rows if rows.usable(None, out) else _row_kernels(out)
+    kernels.zero_tail(out, split_sizes)
 
 
 def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:
@@ -200,6 +208,14 @@ def _activation_grads(
     dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
     hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1]))) if want_hidden else None
     return ActivationGrads(torch.empty_like(pre), dscales, hidden)
+
+
+def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) -> bool:
+    """Whether to run an activation; a trace is told instead."""
+    if trace.active():
+        moved = sum(t.numel() * t.element_size() for t in (pre, scales, *also) if t is not None)
+        trace.record(trace.KernelCall(elementwise.name(pre, scales), "", 0, moved))
+    return not (trace.active() or pre.is_meta)
 
 
 def _no_rows(problem: GroupedGemm) -> None:

@@ -153,7 +153,7 @@ def test_kernel_and_the_reason_for_it_are_named():
     (step,) = mlp().explain(*arguments()).steps
 
     assert step.kernel == "loop"
-    assert step.reason == "grouped_mm needs a CUDA device, got cpu"
+    assert step.reason == "hopper needs a CUDA device, got cpu; grouped_mm needs a CUDA device, got cpu"
 
 
 def test_backend_that_was_asked_for_needs_no_reason():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
-from . import pointwise
+from . import separate
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices, first, stacked
 
@@ -50,18 +48,14 @@ def linear_activation(
     problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
 ) -> None:
     """The product, then the activation."""
-    product = replace(problem, out=hidden.new_empty(problem.rows, problem.mnk[1]) if pre is None else pre)
-    run(product)
-    pointwise.forward(first(product.out), spec, scales, hidden)
+    separate.forward(run, problem, spec, scales, pre, hidden)
 
 
 def linear_activation_backward(
     problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
     """The product, then the activation's backward."""
-    dhidden = pre.new_empty(problem.rows, problem.mnk[1])
-    run(replace(problem, out=dhidden))
-    pointwise.backward(dhidden, pre, spec, scales, out)
+    separate.backward(run, problem, pre, spec, scales, out)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor) -> None:

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from ..activations import ActivationSpec
 
 _aten = torch.ops.aten
-_QUICK = 1.702
+QUICK = 1.702
+NAME = "torch"
 
 
 class Curve(NamedTuple):
@@ -61,7 +62,7 @@ def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
 _CURVES: dict[str, Curve] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "quick_gelu": _silu(_QUICK),
+    "quick_gelu": _silu(QUICK),
     "relu": Curve(F.relu, _relu_slope),
     "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
     "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),

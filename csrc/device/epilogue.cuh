@@ -1,0 +1,129 @@
+// What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared memory
+// (`deposit`); a thread of the producer's warpgroup stores them from there (`store_part`) while the consumer multiplies the next tile.
+//
+// The unit is a slab of 64 rows x 128 bytes, swizzled as the copy engine wants it. Slabs are handed over in parts: 16-bit outputs in
+// one part for each 64 rows; fp32 outputs, which take twice the room there is, in parts of one slab, reusing it.
+#pragma once
+#include "device/barrier.cuh"
+#include "device/tile_scheduler.cuh"
+#include "device/tma.cuh"
+
+namespace fusible {
+
+constexpr int kSlabBytes = 64 * 128, kConsumers = 2;
+
+// The bias and scales that one tile needs, in shared memory.
+template <int kTileM, int kTileN>
+struct AffineStage {
+  float bias[kTileN];
+  float scale[kTileM], bias_scale[kTileM];  // of the product and of the bias, for each row
+};
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
+DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+
+// A consumer's deposits of 64 rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time.
+template <class Out, int kTileN, int kBytesValue>
+struct DepositLayout {
+  static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
+  static constexpr int kBytes = kBytesValue;
+  static constexpr bool kWhole = kBytes % (kSlabs * kSlabBytes) == 0 && sizeof(Out) == 2;  // all of a deposit, or slab by slab
+  static constexpr int kParts = kWhole ? 1 : kSlabs, kSlabsPerPart = kSlabs / kParts, kPartBytes = kSlabsPerPart * kSlabBytes;
+  static constexpr int kSlots = kBytes / kPartBytes;
+};
+
+// One part of the accumulator to shared memory; see wgmma.cuh for which thread holds what.
+template <class Layout, class Out, int kSize>
+DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
+  const uint32_t base = ptx::smem_address(to);
+  if constexpr (sizeof(Out) == 2) {
+    const int row = warp * 16 + lane % 16;
+#pragma unroll
+    for (int slab = 0; slab < Layout::kSlabsPerPart; ++slab)
+#pragma unroll
+      for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two octets, upper and lower rows of each
+        const float* x = acc + ((part * Layout::kSlabsPerPart + slab) * 4 + quad) * 8;
+        ptx::store_matrix_x4(base + slab * kSlabBytes + in_slab(row, quad * 2 + lane / 16),
+                             {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]), ptx::pack<Out>(x[6], x[7])});
+      }
+  } else {
+    // 32 columns: four octets. Odd rows write the octets 0 and 2, 1 and 3 in the other order, so that the four rows that a half
+    // warp writes at a time lie in different banks.
+    const int row = warp * 16 + lane / 4;
+    const bool odd = row & 1;
+#pragma unroll
+    for (int octet = 0; octet < 2; ++octet)
+#pragma unroll
+      for (int turn = 0; turn < 2; ++turn) {
+        const float *even_row = acc + (part * 4 + octet + turn * 2) * 4, *odd_row = acc + (part * 4 + octet + (1 - turn) * 2) * 4;
+        const int chunk = (octet + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
+#pragma unroll
+        for (int lower = 0; lower < 2; ++lower)
+          ptx::store_shared(base + in_slab(row + lower * 8, chunk) + lane % 2 * 8, odd ? odd_row[lower * 2] : even_row[lower * 2],
+                            odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1]);
+      }
+  }
+}
+
+// acc = scale * acc + bias_scale * bias, for the 64 rows of the tile that begin at `first`.
+template <int kTileM, int kTileN>
+DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
+  const int row = first + warp * 16 + lane / 4;
+  const float scale[2] = {stage.scale[row], stage.scale[row + 8]}, of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
+#pragma unroll
+  for (int octet = 0; octet < kTileN / 8; ++octet) {
+    const float2 bias = *reinterpret_cast<const float2*>(&stage.bias[octet * 8 + lane % 4 * 2]);
+#pragma unroll
+    for (int lower = 0; lower < 2; ++lower) {
+      float* x = acc + octet * 4 + lower * 2;
+      x[0] = fmaf(x[0], scale[lower], bias.x * of_bias[lower]);
+      x[1] = fmaf(x[1], scale[lower], bias.y * of_bias[lower]);
+    }
+  }
+}
+
+// Fills a stage for one tile; by one warp.
+template <int kTileM, int kTileN>
+DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source, const Tile& tile, int lane) {
+  for (int i = lane; i < kTileN; i += 32) {
+    const int column = tile.column * kTileN + i;
+    float bias = 0.f;
+    if (source.bias && column < source.columns) {
+      const size_t at = static_cast<size_t>(tile.group) * source.bias_pitch + column;
+      bias = source.bias_type == static_cast<int>(DType::kFloat32)   ? static_cast<const float*>(source.bias)[at]
+             : source.bias_type == static_cast<int>(DType::kFloat16) ? __half2float(static_cast<const __half*>(source.bias)[at])
+                                     : __bfloat162float(static_cast<const __nv_bfloat16*>(source.bias)[at]);
+    }
+    stage.bias[i] = bias;
+  }
+  const float alpha = source.alphas ? source.alphas[tile.group] : source.alpha;
+  for (int i = lane; i < kTileM; i += 32) {
+    const bool exists = i < tile.rows;
+    const int token = tile.tokens_start + tile.row + i;
+    const float scale = exists && source.row_scale ? source.row_scale[token] : 1.f;
+    stage.scale[i] = scale * alpha;
+    stage.bias_scale[i] = exists && source.bias_scale ? scale * source.bias_scale[token] : scale;
+  }
+}
+
+// One part of a deposit, as the thread that stores it sees it. The output map has two dimensions for rows (tensor_map.h); rows
+// that do not exist are out of bounds there, and the copy engine drops them.
+struct Destination {
+  const CUtensorMap* map;
+  uint64_t policy;  // for the L2 cache
+  int column;       // first output column
+  int map_row[2];   // coordinates of the first row in the map
+  bool accumulate;  // add to what is there
+};
+template <class Layout>
+DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
+#pragma unroll
+  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
+    if (d.accumulate) tma::add(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1]);
+    else tma::store(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1]);
+  }
+  tma::commit();
+}
+
+}  // namespace fusible

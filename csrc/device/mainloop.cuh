@@ -1,0 +1,149 @@
+// The loop over the depth: one thread fetches stages of A and B, two warpgroups multiply them.
+//
+// The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what they share
+// and sends it to both. A stage is given back when the product that read it is done; meanwhile the other consumer keeps the
+// tensor cores busy.
+#pragma once
+#include "device/barrier.cuh"
+#include "device/epilogue.cuh"
+#include "device/operands.cuh"
+#include "device/tma.cuh"
+
+namespace fusible {
+
+template <int kTileM, int kTileN, int kStages>
+struct Stages {
+  uint8_t a[kStages][kTileM * kTileK * 2];
+  uint8_t b[kStages][kTileN * kTileK * 2];
+};
+
+struct Own {  // a copy for this block alone
+  const CUtensorMap* map;
+  uint64_t* full;
+  template <class... Coordinates>
+  DEVICE void operator()(void* to, Coordinates... c) const {
+    tma::load(map, full, to, c...);
+  }
+};
+struct Both {  // a copy for both blocks
+  const CUtensorMap* map;
+  uint64_t* full;
+  template <class... Coordinates>
+  DEVICE void operator()(void* to, Coordinates... c) const {
+    tma::load_multicast(map, full, to, 3, c...);
+  }
+};
+
+// At least one: an empty group's weight gradient is the product of one block of zeros.
+template <class K>
+DEVICE int k_blocks_of(const Tile& tile, const typename K::Params& p) {
+  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + kTileK - 1) / kTileK);
+  else return p.k_blocks;
+}
+
+template <class K>
+DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
+  TaskSource<K::kCluster> tasks(s.tasks, p.shape.counter, rank);
+  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, false);
+  Ring<K::kStages> ring;
+  for (Tile tile; tiles.next(tile);) {
+    const int rows = (tile.rows + 63) / 64;  // blocks of A
+    const bool share_b = K::kCluster > 1 && !tile.share_a;
+    const uint32_t bytes = rows * kBlockBytes + (tile.idle ? 0 : K::kTileN * kTileK * 2);
+    for (int block = 0, blocks = k_blocks_of<K>(tile, p); block < blocks; ++block) {
+      barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+      uint64_t* full = &s.full[ring.stage];
+      uint8_t *a = s.stages.a[ring.stage], *b = s.stages.b[ring.stage];
+      barrier_arrive_expecting(full, bytes);
+      if (tile.share_a) {
+        for (int i = rank; i < rows; i += 2) K::A::copy(Both{&p.a, full}, a, i, block * kTileK, tile);
+      } else {
+        for (int i = 0; i < rows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
+      }
+      if (share_b) {
+        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Both{&p.b, full}, b, i, block * kTileK, tile);
+      } else if (!tile.idle) {
+        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
+      }
+      if (block == 0) tasks.provide();  // after the first copies, which are more urgent
+      ring.advance();
+    }
+  }
+  for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
+    barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
+    ring.advance();
+  }
+}
+
+template <class K>
+DEVICE void release(typename K::Storage& s, int stage, int lane) {
+  if (lane < K::kCluster) {
+    if constexpr (K::kCluster == 1) barrier_arrive(&s.empty[stage]);
+    else barrier_arrive_remote(&s.empty[stage], lane);  // both blocks write here
+  }
+}
+
+// acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2, ... of the tile.
+// `done(i)` is called when block i is complete; of two blocks, the first is handed over while the second is still being multiplied.
+template <class K, int kBlocks, class Done>
+DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring, const Tile& tile,
+                     const typename K::Params& p, int consumer, int lane, Done done) {
+  using A = typename K::A;
+  using B = typename K::B;
+  const auto multiply_step = [&](int i, int step, bool accumulate) {
+    wgmma<typename K::T, A::kTranspose, B::kTranspose>(
+        acc[i], A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        B::descriptor(s.stages.b[ring.stage]) + step * (B::kStep / 16), accumulate);
+  };
+  const int before = k_blocks_of<K>(tile, p) - 1;
+  for (int block = 0; block < before; ++block) {
+    barrier_wait(&s.full[ring.stage], ring.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kTileK / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) multiply_step(i, step, (block | step) != 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    release<K>(s, ring.stage, lane);
+    ring.advance();
+  }
+  barrier_wait(&s.full[ring.stage], ring.phase);
+  const auto last = [&](auto steps) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int step = 0; step < steps.value; ++step) multiply_step(i, step, (before | step) != 0);
+      wgmma_commit();
+    }
+  };
+  if constexpr (A::kRaggedDepth) {  // no further than the group's tokens reach; at least one step: an empty group gives zeros
+    const int rest = tile.tokens - before * kTileK;
+    if (rest > 48) last(std::integral_constant<int, 4>());
+    else if (rest > 32) last(std::integral_constant<int, 3>());
+    else if (rest > 16) last(std::integral_constant<int, 2>());
+    else last(std::integral_constant<int, 1>());
+  } else {
+    last(std::integral_constant<int, kTileK / 16>());
+  }
+  if constexpr (kBlocks == 2) {
+    wgmma_wait<1>();
+    done(std::integral_constant<int, 0>());
+  }
+  wgmma_wait<0>();
+  release<K>(s, ring.stage, lane);
+  ring.advance();
+  done(std::integral_constant<int, kBlocks - 1>());
+}
+// The same for a consumer whose rows do not exist (a loop of its own: a branch around wgmma makes ptxas serialise it).
+template <class K>
+DEVICE void skip(typename K::Storage& s, Ring<K::kStages>& ring, int blocks, int lane) {
+  for (int block = 0; block < blocks; ++block) {
+    barrier_wait(&s.full[ring.stage], ring.phase);
+    release<K>(s, ring.stage, lane);
+    ring.advance();
+  }
+}
+
+}  // namespace fusible

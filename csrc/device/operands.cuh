@@ -1,0 +1,72 @@
+// How a stage of A (tile_m x 64) or B (tile_n x 64) gets into shared memory, and how wgmma finds it there.
+//
+// K-major: rows of 64 values of k, 128 bytes each, 8 rows a swizzle atom. The stride offset is from one atom of 8 rows to the
+// next (1024), the leading offset is ignored, and the next 16 values of k are 32 bytes on.
+// MN-major: 64 columns (m or n) x 64 values of k, one row of 128 bytes for each k. The stride offset is from 8 values of k to
+// the next (1024), the leading offset from 64 columns to the next 64 (8192), and the next 16 values of k are 2048 bytes on.
+//
+// A is copied in blocks of 64 rows or columns, of 8 KB in shared memory; B in kPieces equal pieces. `copy` moves block or piece
+// number `i` of a tile; `issue` says whether the bytes are for this block alone or for both of the cluster. The boxes of the tensor
+// maps (fusible/tensor_map.h) must agree.
+#pragma once
+#include "device/tile_scheduler.cuh"
+#include "device/wgmma.cuh"
+
+namespace fusible {
+
+constexpr int kTileK = 64, kBlockBytes = 64 * kTileK * 2;
+
+struct KMajor {
+  static constexpr int kTranspose = 0, kStep = 32;
+  DEVICE static uint64_t descriptor(const uint8_t* p) { return matrix_descriptor(p, 16, 1024); }
+};
+struct MnMajor {
+  static constexpr int kTranspose = 1, kStep = 2048;
+  DEVICE static uint64_t descriptor(const uint8_t* p) { return matrix_descriptor(p, 8192, 1024); }
+};
+
+// A [T, K]: the group's tokens are rows.
+struct TokenRows : KMajor {
+  static constexpr bool kRaggedDepth = false;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kBlockBytes, k, tile.tokens_start + tile.row + i * 64);
+  }
+};
+// A [T, columns]: the group's tokens are the depth. Tokens past the group's end load as zero (ragged_depth_map).
+struct TokenColumns : MnMajor {
+  static constexpr bool kRaggedDepth = true;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kBlockBytes, tile.row + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
+  }
+};
+// B [T, columns], likewise.
+template <int kTileN>
+struct TokenColumnsB : MnMajor {
+  static constexpr int kPieces = kTileN / 64;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kBlockBytes, tile.column * kTileN + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
+  }
+};
+// B [E, N, K], in halves.
+template <int kTileN>
+struct WeightRows : KMajor {
+  static constexpr int kPieces = 2, kRows = kTileN / 2;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.group);
+  }
+};
+// B [E, K, N], in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
+template <int kTileN>
+struct WeightColumns : MnMajor {
+  static constexpr int kParts = kTileN == 192 ? 2 : 1, kPieces = kTileN / 64 * kParts, kDepth = kTileK / kParts;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth, tile.group);
+  }
+};
+
+}  // namespace fusible

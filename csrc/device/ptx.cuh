@@ -1,0 +1,75 @@
+// Single instructions of sm_90a that belong to no other concept: cluster, registers, fences, packing.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#define DEVICE __device__ __forceinline__
+
+namespace fusible::ptx {
+
+DEVICE uint32_t smem_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+template <int kRegisters>
+DEVICE void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <int kRegisters>
+DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+
+// Ordinary shared-memory stores of this thread become visible to the copy engine and the tensor cores.
+DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Two floats, rounded to T, the first in the low half.
+template <class T>
+DEVICE uint32_t pack(float low, float high);
+template <>
+DEVICE uint32_t pack<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+template <>
+DEVICE uint32_t pack<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+template <class T>
+DEVICE float2 unpack(uint32_t pair);
+template <>
+DEVICE float2 unpack<__nv_bfloat16>(uint32_t pair) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
+}
+template <>
+DEVICE float2 unpack<__half>(uint32_t pair) {
+  return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+DEVICE void store_shared(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace fusible::ptx

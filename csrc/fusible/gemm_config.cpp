@@ -1,0 +1,58 @@
+#include "fusible/gemm_config.h"
+
+#include <algorithm>
+#include <ostream>
+
+namespace fusible {
+namespace {
+
+int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/measured.md).
+enum Variant : int {
+  kSquare,     // most shapes
+  kTall,       // long groups and weight gradients: fewest bytes, thanks to the shared rows
+  kPadding,    // where 192 divides the columns better than 256: most work per byte of a block alone
+  kWeights,    // few rows meet much weight: the pair reads it once
+  kDecode,     // hardly any rows: most bytes in flight
+};
+
+int choose_variant(const GemmProblem& p) {
+  const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(blocks_of(p.n, 192) * 192);
+  const bool pads = medium * 1.03 < wide;
+  if (p.layout == Layout::kTN) return pads ? kPadding : kTall;
+  const int64_t rows = p.tokens / p.groups;
+  if (rows <= 64) return kDecode;
+  if (rows < 384 && p.k > 2048) return kWeights;
+  if (pads) return kPadding;
+  return rows >= 4096 ? kTall : kSquare;
+}
+
+const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }
+
+}  // namespace
+
+GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
+  if (variant < 0) variant = choose_variant(p);
+  if (p.affine && !fits_affine(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
+  const TileVariant& tile = kTileVariants[variant];
+  // At most this many tiles, whatever the sizes: every group may leave a rest.
+  const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, tile.tile_m) : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
+  const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
+  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster()};
+}
+
+std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
+  constexpr const char* kLayouts[] = {"NT", "NN", "TN"};
+  out << "grouped GEMM " << kLayouts[static_cast<int>(p.layout)] << " " << name(p.operand) << " -> " << name(p.output) << ", " << p.groups
+      << " groups, " << p.tokens << " tokens, ";
+  if (p.layout == Layout::kTN) out << "m " << p.m << ", n " << p.n;
+  else out << "n " << p.n << ", k " << p.k;
+  return out << (p.affine ? ", with bias or scales" : "");
+}
+std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
+  const TileVariant& tile = c.tile();
+  return out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, " << c.grid << " blocks";
+}
+
+}  // namespace fusible

@@ -1,0 +1,59 @@
+// A grouped GEMM as numbers: the problem, and the configuration that is chosen for it. No CUDA here.
+#pragma once
+#include <cstdint>
+#include <iosfwd>
+
+namespace fusible {
+
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
+enum class Layout : int {
+  kNT = 0,  // out[T, n] = a[T, k] b[E, n, k]^T
+  kNN = 1,  // out[T, n] = a[T, k] b[E, k, n]
+  kTN = 2,  // out[E, m, n] = a[T, m]^T b[T, n] of each group
+};
+
+// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the other
+// (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained in
+// device/tile_scheduler.cuh.
+struct TileVariant {
+  int tile_m, tile_n, cluster_m, cluster_n, stages, band;
+  constexpr int cluster() const { return cluster_m * cluster_n; }
+};
+inline constexpr TileVariant kTileVariants[] = {
+    {128, 256, 1, 1, 3, 8},
+    {256, 128, 1, 2, 3, 8},
+    {256, 192, 1, 1, 3, 4},
+    {128, 256, 2, 1, 3, 8},
+    {128, 192, 1, 1, 4, 8},
+};
+inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
+// Bias and factors need registers beside the accumulators, which the largest tile does not leave.
+constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
+inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
+
+struct GemmProblem {
+  Layout layout;
+  DType operand, output;
+  bool affine;  // bias or scales
+  int64_t groups, tokens;
+  int64_t m;     // output rows of a group, kTN only
+  int64_t n, k;  // output columns; depth (not kTN)
+};
+
+struct GemmConfig {
+  int variant;  // index into kTileVariants
+  int grid;     // blocks
+
+  const TileVariant& tile() const { return kTileVariants[variant]; }
+};
+
+// Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0 lets the
+// cost model choose.
+GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+
+std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
+std::ostream& operator<<(std::ostream& out, const GemmConfig& config);
+
+}  // namespace fusible

@@ -1,0 +1,45 @@
+// The public C++ API of the grouped GEMM. Asynchronous on the given stream; nothing is allocated and nothing on the device is read
+// by the host, so a launch can be captured in a graph and replayed with other group sizes.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "fusible/tensor_map.h"
+
+namespace fusible {
+
+// Where the groups lie in the token buffer; arrays on the device, int32 or (wide) int64. Either sizes of groups that follow one
+// another, or sizes and starts, or starts alone: then groups + 1 offsets. What exceeds the buffer is cut off.
+struct Groups {
+  const void* sizes = nullptr;
+  const void* starts = nullptr;
+  bool wide = false;
+};
+
+// out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias); where `alphas`
+// [E] is null, `alpha` holds for every group. Not for kTN.
+struct Affine {
+  MatrixView bias{};  // [E, n]
+  const float* row_scale = nullptr;
+  const float* bias_scale = nullptr;
+  const float* alphas = nullptr;
+  float alpha = 1;
+};
+
+// Bytes of device memory that a launch needs for itself while it runs; any contents, aligned to 4 bytes.
+inline constexpr int kWorkspaceBytes = 4;
+
+struct GroupedGemm {
+  GemmProblem problem;
+  MatrixView a, b, out;
+  Groups groups;
+  Affine affine;
+  bool accumulate = false;    // out += rather than out =
+  void* workspace = nullptr;  // null: a static schedule, which is slower where groups differ much
+  int variant = -1;           // a tile variant instead of the cost model's
+};
+
+// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not touched; an empty
+// group's weight gradient is zero (or left alone when accumulating).
+void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream);
+
+}  // namespace fusible

@@ -1,0 +1,97 @@
+#include "fusible/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+
+#include "fusible/error.h"
+
+namespace fusible {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode look_up_encoder() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  FUSIBLE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+                     "looking for cuTensorMapEncodeTiled");
+  FUSIBLE_CHECK(found == cudaDriverEntryPointSuccess, "this driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
+  return reinterpret_cast<Encode>(entry);
+}
+
+uint64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+CUtensorMapDataType map_type(DType type) {
+  switch (type) {
+    case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+}
+
+// Sizes and box in elements, innermost first; strides in bytes, of dimensions 1 and up.
+template <size_t kRank>
+CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>& sizes, const std::array<uint64_t, kRank - 1>& strides,
+                   const std::array<uint32_t, kRank>& box) {
+  static const Encode encoder = look_up_encoder();
+  constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(), strides.data(), box.data(), kOnes,
+                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ", base, ", sizes ", sizes[0],
+                " x ", sizes[1], ", row pitch ", strides[0], " bytes");
+  return map;
+}
+
+struct Bytes {
+  uintptr_t base;
+  uint64_t pitch, group;
+  explicit Bytes(const MatrixView& m)
+      : base(reinterpret_cast<uintptr_t>(m.data)), pitch(m.pitch * bytes_of(m.type)), group(m.group_stride * bytes_of(m.type)) {}
+};
+
+uint32_t slab_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
+
+using Extent = uint64_t;
+
+}  // namespace
+
+CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k) {
+  const Bytes bytes(a);
+  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {64, 64});
+}
+
+CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns) {
+  // The middle dimension's stride is 2^34 - pitch; its coordinate 2^30 brings 2^64 - 2^30 pitch, which cancels the first's 2^30.
+  constexpr Extent kBig = 1ull << 30;
+  const Bytes bytes(a);
+  return encode<4>(bytes.base, a.type, {Extent(columns), kBig, kBig + 1, Extent(tokens) + 1},
+                   {bytes.pitch, (1ull << 34) - bytes.pitch, bytes.pitch}, {64, 64, 1, 1});
+}
+
+CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n) {
+  const Bytes bytes(b);
+  return encode<3>(bytes.base, b.type, {Extent(k), Extent(n), Extent(groups)}, {bytes.pitch, bytes.group}, {64, uint32_t(tile_n / 2), 1});
+}
+
+CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
+  const Bytes bytes(b);
+  return encode<3>(bytes.base, b.type, {Extent(n), Extent(k), Extent(groups)}, {bytes.pitch, bytes.group},
+                   {64, tile_n == 192 ? 32u : 64u, 1});
+}
+
+CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n) {
+  // The base is moved back by T rows, so that both coordinates of a row add up to its own address.
+  const Bytes bytes(out);
+  return encode<3>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1},
+                   {bytes.pitch, bytes.pitch}, {slab_columns(out.type), 64, 1});
+}
+
+CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {
+  const Bytes bytes(out);
+  return encode<3>(bytes.base, out.type, {Extent(n), Extent(m), Extent(groups)}, {bytes.pitch, bytes.group}, {slab_columns(out.type), 64, 1});
+}
+
+}  // namespace fusible

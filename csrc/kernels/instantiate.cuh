@@ -1,0 +1,60 @@
+// Turns a layout and an operand type into kernels, one for each output type, epilogue and tile variant.
+#pragma once
+#include <utility>
+
+#include "kernels/grouped_gemm.cuh"
+
+namespace fusible {
+
+template <DType kType>
+using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16, std::conditional_t<kType == DType::kFloat16, __half, float>>;
+
+template <Layout kLayout, int kTileN>
+struct Operands;
+template <int kTileN>
+struct Operands<Layout::kNT, kTileN> {
+  using A = TokenRows;
+  using B = WeightRows<kTileN>;
+};
+template <int kTileN>
+struct Operands<Layout::kNN, kTileN> {
+  using A = TokenRows;
+  using B = WeightColumns<kTileN>;
+};
+template <int kTileN>
+struct Operands<Layout::kTN, kTileN> {
+  using A = TokenColumns;
+  using B = TokenColumnsB<kTileN>;
+};
+
+template <class K>
+KernelEntry entry_of() {
+  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), kThreads, static_cast<int>(sizeof(typename K::Storage))};
+}
+
+template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
+KernelEntry entry_of_variant() {
+  using Both = Operands<kLayout, kVariant.tile_n>;
+  if constexpr (kAffine && !fits_affine(kVariant)) return {};
+  else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
+}
+
+template <Layout kLayout, class T, class Out, bool kAffine, size_t... kVariants>
+KernelEntry entry_of_variant(int variant, std::index_sequence<kVariants...>) {
+  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kAffine, kTileVariants[kVariants]>()...};
+  return entries[variant];
+}
+
+template <Layout kLayout, DType kOperand>
+KernelEntry kernel_entry(bool wide_output, bool affine, int variant) {
+  using T = Element<kOperand>;
+  constexpr std::make_index_sequence<kTileVariantCount> kAll;
+  if constexpr (kLayout != Layout::kTN) {
+    if (affine) {
+      return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll) : entry_of_variant<kLayout, T, T, true>(variant, kAll);
+    }
+  }
+  return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll) : entry_of_variant<kLayout, T, T, false>(variant, kAll);
+}
+
+}  // namespace fusible

@@ -1,0 +1,56 @@
+// What the host needs to launch a kernel: its parameters, and which instantiation serves a problem.
+#pragma once
+#include <cuda.h>
+
+#include "fusible/gemm_config.h"
+
+namespace fusible {
+
+// Where the groups lie in the token buffer, on the device. Three forms: sizes of groups that follow one another; sizes and
+// starts; or `groups + 1` offsets, given as `starts` alone.
+struct GroupSource {
+  const void* sizes;
+  const void* starts;
+  bool wide;  // int64 rather than int32
+};
+
+struct TaskShape {
+  int groups, tokens;
+  int fixed_rows;     // output rows of a group, where they are not its tokens
+  int columns;        // column tiles
+  bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
+  unsigned* counter;  // zero at launch; null for a static schedule
+};
+
+// Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones (scales) or zeros
+// (bias); where `alphas` is null, `alpha` holds for every group.
+struct AffineSource {
+  const void* bias;  // [groups, bias_pitch]
+  int bias_type;     // DType
+  int bias_pitch, columns;
+  const float *row_scale, *bias_scale;  // [T]
+  const float* alphas;                  // [groups]
+  float alpha;
+};
+
+struct GemmParams {
+  CUtensorMap a, b, out;
+  GroupSource source;
+  TaskShape shape;
+  AffineSource affine;
+  int k_blocks;     // where the depth is not the group's tokens
+  bool accumulate;  // out += rather than out =
+};
+
+struct KernelEntry {
+  const void* function;
+  int threads, shared_bytes;
+};
+
+// One instantiation for each layout and operand type stands in a source of its own (kernels/nt_bf16.cu, ...).
+template <Layout kLayout, DType kOperand>
+KernelEntry kernel_entry(bool wide_output, bool affine, int variant);
+
+KernelEntry find_kernel(const GemmProblem& problem, int variant);
+
+}  // namespace fusible

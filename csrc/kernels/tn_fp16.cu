@@ -1,0 +1,5 @@
+#include "kernels/instantiate.cuh"
+
+namespace fusible {
+template KernelEntry kernel_entry<Layout::kTN, DType::kFloat16>(bool, bool, int);
+}  // namespace fusible

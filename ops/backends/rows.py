@@ -1,0 +1,78 @@
+"""Our own CUDA kernels that pass over rows once: activations, and the zeroing of tails."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..activations import ActivationSpec
+from . import hopper
+from .pointwise import QUICK, ActivationGrads
+
+NAME = "activation"
+_CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def usable(scales: Tensor | None, *tensors: Tensor | None) -> bool:
+    """Whether the kernels are built for where the tensors are, and take their one dtype and their strides."""
+    given = [t for t in tensors if t is not None]
+    if not given[0].is_cuda or hopper.device_refusal(given[0].get_device()) is not None:
+        return False
+    everything = given if scales is None else [*given, scales]
+    return len({t.dtype for t in given}) == 1 and all(t.is_contiguous() and t.dtype in _TYPES for t in everything)
+
+
+def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
+    from .. import _C
+
+    columns = out.shape[-1]
+    places = pre.data_ptr(), *_scales(scales), out.data_ptr()
+    _C.activate(*_activation(spec, columns), *_rows(pre, columns), *places)
+    torch.autograd.graph.increment_version(out)
+
+
+def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
+    """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
+    from .. import _C
+
+    columns = dhidden.shape[-1]
+    given = dhidden.data_ptr(), pre.data_ptr(), *_scales(scales)
+    wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
+    _C.activate_backward(*_activation(spec, columns), *_rows(pre, columns), *given, *wanted)
+    for tensor in (t for t in out if t is not None):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Zeros the rows past the last group."""
+    from .. import _C
+
+    size = out.element_size()
+    row_bytes = out.shape[1] * size if out.dim() == 2 else size
+    rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
+    wide = split_sizes.dtype == torch.int64
+    _C.zero_tail(*_place(out), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
+    torch.autograd.graph.increment_version(out)
+
+
+def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
+    alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
+    limit = math.inf if spec.limit is None else spec.limit
+    return _CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns
+
+
+def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
+    return *_place(pre), _TYPES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+
+
+def _scales(scales: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scales is None else (scales.data_ptr(), _TYPES[scales.dtype])
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    device = tensor.get_device()
+    return device, torch.cuda.current_stream(device).cuda_stream

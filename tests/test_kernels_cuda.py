@@ -1,0 +1,402 @@
+"""The grouped GEMM kernels against float64, one launch at a time; needs an H100 or H200 and the built extension.
+
+Everything that must not be read is NaN and everything that must not be written is checked bit by bit: the tail of the
+token buffer, the columns between a row's end and its pitch, the rows before and after the output.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusible.ops.backends import hopper  # noqa: E402
+from fusible.ops.backends.problem import GroupedGemm, Layout  # noqa: E402
+
+pytestmark = pytest.mark.cuda
+if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
+    pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
+
+from fusible.ops import _C  # noqa: E402
+
+VARIANTS = [-1, *range(_C.TILE_VARIANTS)]
+HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+RAGGED = (131, 0, 77, 304, 1, 512)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem: static shapes, the sizes of the groups, and what is asked for."""
+
+    layout: Layout
+    sizes: tuple[int, ...]
+    k: int = 136  # for TN: rows of the result
+    n: int = 200
+    tail: int = 37
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    accumulate: bool = False
+    bias: torch.dtype | None = None
+    row_scale: bool = False
+    bias_scale: bool = False
+    alpha: float | str = 1.0  # "groups": one for each
+    index: torch.dtype = torch.int32
+    groups: str = "sizes"  # or "starts" (with gaps), "offsets"
+    pitch: int = 0  # elements between a row's end and the next
+    variant: int = -1
+    dynamic: bool = True  # tasks on demand, or a static schedule
+
+
+class Problem:
+    """The tensors of a case. Every view lies inside a buffer of NaN."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        generator = torch.Generator("cuda").manual_seed(len(case.sizes) * 1000 + case.n)
+        gap = 5 if case.groups == "starts" else 0
+        self.starts = [sum(case.sizes[:g]) + gap * (g + 1) for g in range(len(case.sizes))]
+        self.tokens = sum(case.sizes) + case.tail + gap * (len(case.sizes) + 1)
+        self.member = torch.full((self.tokens,), -1, dtype=torch.long)
+        for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
+            self.member[start : start + size] = g
+        self.member = self.member.cuda()
+        self.valid = self.member >= 0
+
+        def view(*shape: int, dtype: torch.dtype, scale: float = 1.0, rows_are_tokens: bool = False) -> torch.Tensor:
+            """Random numbers inside a buffer of NaN, with a pitch, NaN in rows of no group."""
+            rows = math.prod(shape[:-1])
+            buffer = torch.full((rows + 32, shape[-1] + case.pitch), math.nan, dtype=dtype, device="cuda")
+            inner = buffer[16 : 16 + rows, : shape[-1]]
+            inner.copy_(torch.randn(inner.shape, generator=generator, device="cuda") * scale)
+            if rows_are_tokens:
+                inner[~self.valid] = math.nan
+            return inner.unflatten(0, shape[:-1]) if len(shape) > 2 else inner
+
+        experts, out_dtype = len(case.sizes), case.out_dtype or case.dtype
+        tokens = {"dtype": case.dtype, "rows_are_tokens": True}
+        if case.layout is Layout.TN:
+            self.a, self.b = view(self.tokens, case.k, **tokens), view(self.tokens, case.n, **tokens)
+            self.out = view(experts, case.k, case.n, dtype=out_dtype)
+        else:
+            shape = (case.n, case.k) if case.layout is Layout.NT else (case.k, case.n)
+            self.a = view(self.tokens, case.k, **tokens)
+            self.b = view(experts, *shape, dtype=case.dtype, scale=case.k**-0.5)
+            self.out = view(self.tokens, case.n, dtype=out_dtype)
+        self.bias = (
+            None
+            if case.bias is None
+            else torch.randn(experts, case.n, generator=generator, device="cuda").to(case.bias)
+        )
+        scale = torch.rand(self.tokens, generator=generator, device="cuda").masked_fill(~self.valid, math.nan)
+        self.row_scale = scale + 0.5 if case.row_scale else None
+        self.bias_scale = (1.5 - scale) if case.bias_scale else None
+        self.alphas = torch.rand(experts, generator=generator, device="cuda") + 0.5 if case.alpha == "groups" else None
+        if not case.accumulate:
+            self.out.fill_(-77.0)  # a number: a tail of NaN could not be told from a NaN that was written
+        self.before = self.out.clone()
+        self.sizes = torch.tensor(case.sizes, dtype=case.index, device="cuda") if case.groups != "offsets" else None
+        first = {"sizes": None, "starts": self.starts, "offsets": [*self.starts, sum(case.sizes)]}[case.groups]
+        self.first = None if first is None else torch.tensor(first, dtype=case.index, device="cuda")
+
+    def launch(self) -> None:
+        case = self.case
+        hopper.launch(
+            case.layout,
+            self.a,
+            self.b,
+            self.out,
+            self.sizes,
+            starts=self.first,
+            bias=self.bias,
+            row_scale=self.row_scale,
+            bias_scale=self.bias_scale,
+            alpha=case.alpha if isinstance(case.alpha, float) else 1.0,
+            alphas=self.alphas,
+            accumulate=case.accumulate,
+            variant=case.variant,
+            dynamic=case.dynamic,
+        )
+
+    def expected(self) -> torch.Tensor:
+        """In float64; rows of no group keep what stood there."""
+        case, result = self.case, self.before.double()
+        for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
+            rows = slice(start, start + size)
+            a = self.a[rows].double()
+            if case.layout is Layout.TN:
+                value = a.T @ self.b[rows].double()
+                result[g] = result[g] + value if case.accumulate else value
+                continue
+            value = a @ (self.b[g].double().T if case.layout is Layout.NT else self.b[g].double())
+            value = value * (self.alphas[g].double() if self.alphas is not None else case.alpha)
+            if self.bias is not None:
+                value = value + self.bias[g].double() * (
+                    1 if self.bias_scale is None else self.bias_scale[rows, None].double()
+                )
+            if self.row_scale is not None:
+                value = value * self.row_scale[rows, None].double()
+            result[rows] = result[rows] + value if case.accumulate else value
+        return result
+
+    def check(self) -> None:
+        """Launches, and compares every element of the result and of its surroundings."""
+        case = self.case
+        buffer = self.out._base if self.out._base is not None else self.out
+        around = buffer.clone()
+        self.launch()
+        torch.cuda.synchronize()
+        want, got = self.expected(), self.out.double()
+        depth = max(case.sizes, default=1) if case.layout is Layout.TN else 1
+        roundings = want.abs() + (
+            (want - self.before.double()).abs() if case.accumulate else 0
+        )  # the product's, then the sum's
+        tolerance = roundings * HALF_STEP[self.out.dtype] * 1.02 + 1e-4 * max(1, depth) ** 0.5
+        wrong = ~((got - want).abs() <= tolerance)
+        worst = (got - want).abs()[wrong].max() if wrong.any() else 0
+        assert not wrong.any(), f"{int(wrong.sum())} wrong, the worst off by {worst:.3g}, first at {wrong.nonzero()[0]}"
+        if case.layout is not Layout.TN:
+            assert torch.equal(self.out[~self.valid], self.before[~self.valid]), "wrote into rows of no group"
+        outside = torch.ones_like(buffer, dtype=torch.bool)
+        outside[16:-16, : case.n] = False
+        bits = torch.int32 if buffer.element_size() == 4 else torch.int16  # NaN must stay the same NaN
+        assert torch.equal(buffer.view(bits)[outside], around.view(bits)[outside]), "wrote outside the result"
+
+
+def check(case: Case, **changes: object) -> None:
+    for dynamic in (True, False):
+        Problem(replace(case, dynamic=dynamic, **changes)).check()
+
+
+LAYOUTS = list(Layout)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes(layout: Layout, variant: int) -> None:
+    """Depth and width that no tile divides, groups from none to more than two tiles."""
+    for k, n in [(8, 8), (8, 136), (136, 8), (64, 256), (72, 264), (136, 768), (520, 392), (768, 1536), (2880, 200)]:
+        check(Case(layout, RAGGED, k=k, n=n, variant=variant))
+    check(Case(layout, (300, 0, 20), k=1536, n=2880, variant=variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
+    for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 384, 385, 1000, 2500):
+        check(Case(layout, (size,), tail=size % 5, variant=variant))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("dtype", "wide", "accumulate"), list(product([torch.bfloat16, torch.float16], [False, True], [False, True]))
+)
+def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool) -> None:
+    for variant, (k, n) in product(VARIANTS, [(136, 200), (264, 1032)]):
+        case = Case(
+            layout,
+            RAGGED,
+            k=k,
+            n=n,
+            dtype=dtype,
+            out_dtype=torch.float32 if wide else dtype,
+            accumulate=accumulate,
+            variant=variant,
+        )
+        check(case)
+        check(case, pitch=24)
+
+
+@pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("row_scale", "bias_scale"), list(product([False, True], [False, True])))
+def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bool, bias_scale: bool) -> None:
+    for variant, dtype, wide in product(VARIANTS, [torch.bfloat16, torch.float16], [False, True]):
+        out_dtype = torch.float32 if wide else dtype
+        case = Case(
+            layout,
+            RAGGED,
+            n=520,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            bias=bias,
+            row_scale=row_scale,
+            bias_scale=bias_scale,
+        )
+        check(case, variant=variant)
+        check(case, variant=variant, alpha="groups", accumulate=True)
+        check(case, variant=variant, alpha=0.75)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_groups(layout: Layout, variant: int) -> None:
+    torch.manual_seed(0)
+    for experts, most in [(3, 400), (8, 700), (65, 200), (128, 3), (128, 260), (512, 2), (512, 140)]:
+        sizes = tuple(torch.randint(0, most, (experts,)).tolist())
+        check(Case(layout, sizes, k=72, n=136, tail=11, index=torch.int64, variant=variant))
+        check(Case(layout, sizes, k=72, n=136, groups="offsets", variant=variant))
+        check(Case(layout, sizes, k=72, n=136, groups="starts", index=torch.int64, variant=variant))
+    everything = tuple(900 if g == 40 else 0 for g in range(64))
+    check(Case(layout, everything, variant=variant))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing(layout: Layout) -> None:
+    """All groups empty, with and without a buffer of tokens."""
+    for tail, accumulate in product([0, 50], [False, True]):
+        check(Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate))
+        check(Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate, out_dtype=torch.float32, pitch=8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_that_lie_stay_inside(layout: Layout) -> None:
+    """Negative sizes and sums beyond the buffer are cut off: (-5, 150, 2^30, 77) of 400 rows mean (0, 150, 250, 0)."""
+    problem = Problem(Case(layout, (0, 150, 250, 0), tail=0))
+    problem.sizes = torch.tensor([-5, 150, 1 << 30, 77], dtype=torch.int32, device="cuda")
+    problem.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeats_are_bitwise_equal(layout: Layout) -> None:
+    for variant, accumulate in product(VARIANTS, [False, True]):
+        problem = Problem(
+            Case(
+                layout, (700, 0, 1301, 5), k=520, n=776, out_dtype=torch.float32, accumulate=accumulate, variant=variant
+            )
+        )
+        problem.launch()
+        first = problem.out.clone()
+        for _ in range(10):
+            problem.out.copy_(problem.before)
+            problem.launch()
+            assert torch.equal(problem.out.view(torch.int32), first.view(torch.int32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graph_replay_with_other_sizes(layout: Layout) -> None:
+    vectors = [
+        (100, 0, 200, 3, 1, 60),
+        (0, 131, 1, 0, 200, 5),
+        (0, 0, 0, 0, 0, 0),
+        (0, 0, 364, 0, 0, 0),
+        (60, 60, 61, 61, 61, 61),
+        (1, 1, 1, 1, 1, 1),
+    ]
+    problem = Problem(Case(layout, vectors[0], k=136, n=520, tail=0))
+    problem.a.nan_to_num_(0.5), problem.b.nan_to_num_(0.5)
+    assert problem.sizes is not None
+    problem.launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        problem.launch()
+    for vector in vectors:
+        problem.sizes.copy_(torch.tensor(vector))
+        problem.out.fill_(-77.0)
+        graph.replay()
+        replayed = problem.out.clone()
+        problem.out.fill_(-77.0)
+        problem.launch()
+        assert torch.equal(problem.out, replayed)
+
+
+def test_two_streams() -> None:
+    """Two problems interleaved on two streams give what each gives alone."""
+    problems = [
+        Problem(Case(Layout.NT, RAGGED, k=264, n=520)),
+        Problem(Case(Layout.TN, (500, 3, 0, 900), k=264, n=392)),
+    ]
+    alone = []
+    for problem in problems:
+        problem.launch()
+        alone.append(problem.out.clone())
+        problem.out.copy_(problem.before)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(1000):
+        for stream, problem in zip(streams, problems, strict=True):
+            with torch.cuda.stream(stream):
+                problem.launch()
+    torch.cuda.synchronize()
+    for problem, want in zip(problems, alone, strict=True):
+        assert torch.equal(problem.out, want)
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    tokens, n, k = 150_000, 16_384, 64
+    a, b = (
+        torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16),
+        torch.randn(2, n, k, device="cuda", dtype=torch.bfloat16),
+    )
+    out = torch.full((tokens, n), math.nan, device="cuda", dtype=torch.bfloat16)
+    hopper.launch(Layout.NT, a, b, out, torch.tensor([20_000, 130_000], device="cuda"))
+    for start, stop, g in [(0, 1000, 0), (19_000, 20_000, 0), (20_000, 21_000, 1), (149_000, 150_000, 1)]:
+        want = a[start:stop].double() @ b[g].double().T
+        assert ((out[start:stop].double() - want).abs() <= want.abs() * 2.0**-8 * 1.02 + 1e-3).all()
+    assert not out.isnan().any()
+
+
+def test_errors_name_the_problem() -> None:
+    problem = Problem(Case(Layout.NT, (5, 6), k=136, n=200))
+    with pytest.raises(
+        RuntimeError,
+        match=r"n must be a positive multiple of 8\. grouped GEMM NT bf16 -> bf16, 2 groups, 48 tokens, n 196, k 136",
+    ):
+        hopper.launch(Layout.NT, problem.a, problem.b, problem.out[:, :196], problem.sizes)
+    with pytest.raises(RuntimeError, match="there is no tile variant 99"):
+        hopper.launch(Layout.NT, problem.a, problem.b, problem.out, problem.sizes, variant=99)
+    with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
+        hopper.launch(Layout.NT, problem.a[:, 4:132], problem.b[:, :, :128], problem.out, problem.sizes)
+
+
+def test_separate_weights_at_equal_distances() -> None:
+    """Views of one storage, with other things between them, are read and written where they lie."""
+    storage = torch.full((5, 300, 136), math.nan, device="cuda", dtype=torch.bfloat16)
+    weights = [storage[g, 40:240] for g in range(5)]
+    for weight in weights:
+        weight.copy_(torch.randn(200, 136, device="cuda"))
+    sizes = torch.tensor([3, 0, 140, 5, 70], device="cuda")
+    x = torch.randn(218, 136, device="cuda", dtype=torch.bfloat16)
+    out, stacked = torch.empty(2, 218, 200, device="cuda", dtype=torch.bfloat16)
+    problem = GroupedGemm(Layout.NT, x, weights, sizes, out)
+    assert hopper.refusal(problem) is None
+    hopper.run(problem)
+    hopper.launch(Layout.NT, x, torch.stack(weights), stacked, sizes)
+    assert torch.equal(out, stacked)
+    gradients = [torch.zeros(5, 250, 136, device="cuda")[g, 8:208] for g in range(5)]
+    assert "equal distances" in (hopper.refusal(GroupedGemm(Layout.TN, out, x, sizes, gradients)) or "")
+    together = torch.zeros(5, 250, 136, device="cuda")
+    hopper.run(GroupedGemm(Layout.TN, out, x, sizes, [together[g, 8:208] for g in range(5)]))
+    whole = torch.empty(5, 200, 136, device="cuda")
+    hopper.run(GroupedGemm(Layout.TN, out, x, sizes, whole))
+    assert torch.equal(together[:, 8:208], whole)
+    assert not together[:, :8].any()
+    assert not together[:, 208:].any()
+
+
+def test_refusals_say_why() -> None:
+    x, weight = (
+        torch.zeros(16, 64, device="cuda", dtype=torch.bfloat16),
+        torch.zeros(4, 72, 64, device="cuda", dtype=torch.bfloat16),
+    )
+    out, sizes = torch.zeros(16, 72, device="cuda", dtype=torch.bfloat16), torch.full((4,), 4, device="cuda")
+    problem = GroupedGemm(Layout.NT, x, weight, sizes, out)
+    assert hopper.refusal(problem) is None
+    for changes, words in [
+        ({"a": x.cpu()}, "needs a CUDA device, got cpu"),
+        ({"a": x.float(), "b": weight.float()}, "needs bfloat16 or float16 operands"),
+        ({"out": out.half()}, "gives torch.bfloat16 or float32, not torch.float16"),
+        ({"a": x[:, :60], "b": weight[..., :60]}, "multiples of 8, got 60 and 72"),
+        ({"a": x[:, 1:57], "b": weight[..., :56]}, "rows of a that are dense and aligned"),
+        ({"b": weight.mT.contiguous().mT}, "rows of b that are dense"),
+        ({"beta": 0.5}, "another beta"),
+        (
+            {"layout": Layout.TN, "b": out, "out": torch.zeros(4, 64, 72, device="cuda"), "alpha": 2.0},
+            "no alpha for weight gradients",
+        ),
+        ({"split_sizes": sizes.float()}, "int32 or int64"),
+    ]:
+        assert words in (hopper.refusal(replace(problem, **changes)) or "")
