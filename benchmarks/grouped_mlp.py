@@ -1,7 +1,7 @@
 """The experts of a layer: fused plan, unfused plan, and what people write by hand. Accuracy first, then speed.
 
-    python -m fusible bench                                   on this machine, small sizes
-    python -m fusible bench --preset mixtral --tokens 8192    on a GPU
+    python -m fusible bench mlp                                   on this machine, small sizes
+    python -m fusible bench mlp --preset mixtral --tokens 8192    on a GPU
 
 Times are medians of interleaved rounds in one run; ratios are to the loop over experts. The error is the largest, over
 output and gradients, of the relative error against float64 arithmetic on the same rounded inputs.
@@ -12,16 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from .contestants import CONTESTANTS, Contestant, race, refusal
-from .problem import DISTRIBUTIONS, Problem, add_size_arguments, sizes_of, split_sizes
+from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
+from .report import Report, describe
 from .timing import interleaved, markdown, peak_bytes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 YARDSTICK = "dense"  # computes something else: it has no error
 
 
@@ -32,10 +31,6 @@ class Measured(NamedTuple):
     step: float
     peak: int
     error: float | None
-
-
-class InaccurateError(Exception):
-    """A contestant's result is wrong: its speed is of no interest."""
 
 
 def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, float]:
@@ -76,43 +71,28 @@ def table(problem: Problem, measured: Mapping[str, Measured]) -> str:
     return markdown(heading, rows)
 
 
-def describe(problem: Problem) -> str:
-    """The problem in one line."""
-    groups, columns, features = problem.w1.shape
-    sizes = f"E={groups}, K={features}, F={columns // 2}, T={problem.x.shape[0]}"
-    where = torch.cuda.get_device_name() if problem.x.is_cuda else f"CPU, {torch.get_num_threads()} threads"
-    return f"{sizes}, {str(problem.x.dtype).removeprefix('torch.')}, {where}, torch {torch.__version__}"
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
-    parts = []
-    experts, features, hidden, rows = sizes_of(args)
+    report, (experts, features, hidden, rows) = Report(args.out), sizes_of(args)
     for distribution in args.distribution:
         splits = split_sizes(distribution, experts, rows)
         problem = Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
         contestants = race(problem, args.contestants)
         left_out = [f"{n} {why}" for n in args.contestants if (why := refusal(n, problem))]
         print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
-        text = table(problem, measure(problem, contestants, args.rounds))
+        measured = measure(problem, contestants, args.rounds)
         notes = [f"\nLeft out: {'; '.join(left_out)}."] if left_out else []
-        parts.append("\n".join([f"### {describe(problem)}, {distribution}\n", text, *notes]))
-        print(parts[-1] + "\n", flush=True)
-    if args.out:
-        args.out.write_text("\n\n".join(parts) + "\n")
+        text = "\n".join([f"### {describe(problem)}, {distribution}\n", table(problem, measured), *notes])
+        found = {name: m._asdict() for name, m in measured.items()}
+        report.add(text, [{"problem": describe(problem), "distribution": distribution, "contestants": found}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="fusible bench", description=__doc__.splitlines()[0] if __doc__ else None)
+    description = __doc__.splitlines()[0] if __doc__ else None
+    parser = argparse.ArgumentParser(prog="fusible bench mlp", description=description)
     add_size_arguments(parser, tokens=1024)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
-    parser.add_argument("--contestants", choices=CONTESTANTS, nargs="+", default=list(CONTESTANTS))
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="write the Markdown there as well")
+    add_run_arguments(parser, CONTESTANTS, rounds=30)
     return parser.parse_args(argv)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,22 +14,31 @@ from torch.nn import functional as F
 
 
 class Preset(NamedTuple):
-    """The experts of a published model: how many, their sizes, and how many each token visits."""
+    """The experts of a published model: how many, their sizes, and how many each token visits.
+
+    Where they are spread over ``ranks``, the experts are those of one rank, and so is its share of the rows.
+    """
 
     experts: int
     features: int
     hidden: int
     top_k: int
+    ranks: int = 1
 
 
 PRESETS = {
     "small": Preset(8, 256, 512, 2),
     "mixtral": Preset(8, 4096, 14336, 2),
-    "qwen3-30b-a3b": Preset(128, 2048, 768, 8),
-    "gpt-oss-20b": Preset(32, 2880, 2880, 4),
-    "deepseek-v3-ep8": Preset(32, 7168, 2048, 8),
+    "qwen3": Preset(128, 2048, 768, 8),
+    "gpt-oss": Preset(32, 2880, 2880, 4),
+    "deepseek-v3-ep8": Preset(32, 7168, 2048, 8, ranks=8),
 }
 DISTRIBUTIONS = ("balanced", "random", "zipf", "one")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class InaccurateError(Exception):
+    """A contestant's result is wrong: its speed is of no interest."""
 
 
 class Sizes(NamedTuple):
@@ -39,27 +50,52 @@ class Sizes(NamedTuple):
     rows: int
 
 
-def add_size_arguments(parser: ArgumentParser, tokens: int) -> None:
+def add_size_arguments(
+    parser: ArgumentParser,
+    tokens: int | Collection[int],
+    preset: str | Collection[str] = "small",
+    nargs: str | None = None,
+) -> None:
     """Arguments that say how large the experts and their input are; :func:`sizes_of` reads them."""
-    parser.add_argument("--preset", choices=PRESETS, default="small", help="sizes of a published model's experts")
+    parser.add_argument(
+        "--preset", choices=PRESETS, nargs=nargs, default=preset, help="sizes of a published model's experts"
+    )
     for name in ("experts", "features", "hidden"):
         parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
-    parser.add_argument("--tokens", type=int, default=tokens, help="each makes as many rows as the preset's top-k")
+    help_ = "each makes as many rows as the preset's top-k, spread over its ranks"
+    parser.add_argument("--tokens", type=int, nargs=nargs, default=tokens, help=help_)
 
 
-def sizes_of(args: Namespace) -> Sizes:
-    """What :func:`add_size_arguments` has read."""
-    preset = PRESETS[args.preset]
-    experts, features, hidden = (getattr(args, name) or getattr(preset, name) for name in Preset._fields[:3])
-    return Sizes(experts, features, hidden, args.tokens * preset.top_k)
+def add_run_arguments(parser: ArgumentParser, contestants: Collection[str], rounds: int) -> None:
+    """Arguments that say what is timed, where, and where the results go."""
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
+    parser.add_argument("--contestants", choices=contestants, nargs="+", default=list(contestants))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+
+
+def sizes_of(args: Namespace, preset: str | None = None, tokens: int | None = None) -> Sizes:
+    """What :func:`add_size_arguments` has read; ``preset`` and ``tokens`` say which, where it takes several."""
+    model = PRESETS[preset or args.preset]
+    experts, features, hidden = (getattr(args, name) or getattr(model, name) for name in Preset._fields[:3])
+    return Sizes(experts, features, hidden, (tokens or args.tokens) * model.top_k // model.ranks)
 
 
 def split_sizes(distribution: str, experts: int, rows: int) -> Tensor:
-    """int64 [experts] that sum to ``rows``: how many rows each expert gets."""
+    """int64 [experts] that sum to ``rows``: how many rows each expert gets.
+
+    They are equal, or spread by a factor exp(0.3 N(0, 1)), or fall with the rank to the power -0.6 (in a random order),
+    or one has all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ranks = torch.randperm(experts, generator=generator) + 1
     shares = {
         "balanced": torch.ones(experts),
-        "random": torch.rand(experts, generator=torch.Generator().manual_seed(0)),
-        "zipf": 1 / torch.arange(1, experts + 1),
+        "random": (0.3 * torch.randn(experts, generator=generator)).exp(),
+        "zipf": ranks**-0.6,
         "one": torch.eye(experts)[0],
     }[distribution]
     ends = (shares.double().cumsum(0) / shares.double().sum() * rows).round().long()

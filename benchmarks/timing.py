@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
@@ -15,23 +16,34 @@ _FLUSH_BYTES = 256 * 2**20  # more than the second-level cache of any GPU that w
 
 
 def interleaved(
-    functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu", calls: int = 1
+    functions: Mapping[str, Function],
+    rounds: int,
+    device: torch.device | str = "cpu",
+    calls: int = 1,
+    steady: bool = False,
 ) -> dict[str, float]:
     """Median seconds of one call of each function.
 
-    In every round each function has its turn, so that a slow moment of the machine meets all of them.
+    In every round each function has its turn, in a new random order, so that a slow moment of the machine meets all of
+    them and none always follows the same other one.
 
     Args:
         functions: by name.
         rounds: how many measurements of each; one more goes before, uncounted.
-        device: where they run; on CUDA the second-level cache is flushed before each call, which is timed by events.
+        device: where they run; on CUDA, events give the times.
         calls: how many calls make one measurement; more than one for what takes microseconds.
+        steady: on CUDA the second-level cache is flushed before each measurement; with ``steady``, an untimed call of
+            the same function goes before it instead, as in a run of many.
     """
-    clock = _CudaClock() if torch.device(device).type == "cuda" else _host_seconds
+    clock = _CudaClock(flush=not steady) if torch.device(device).type == "cuda" else _host_seconds
+    order, shuffler = list(functions), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
-        for name, function in functions.items():
-            measured = clock(function, calls)
+        shuffler.shuffle(order)
+        for name in order:
+            if steady:
+                functions[name]()
+            measured = clock(functions[name], calls)
             if turn:
                 seconds[name].append(measured)
     return {name: median(times) for name, times in seconds.items()}
@@ -47,8 +59,8 @@ def _host_seconds(function: Function, calls: int) -> float:
 class _CudaClock:
     """Times on the device. The buffer whose filling flushes the cache also keeps the device busy during the launch."""
 
-    def __init__(self) -> None:
-        self._flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    def __init__(self, flush: bool) -> None:
+        self._flush = torch.empty(_FLUSH_BYTES if flush else 0, dtype=torch.int8, device="cuda")
 
     def __call__(self, function: Function, calls: int) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import math
+from argparse import ArgumentParser
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from fusible.benchmarks import grouped_mlp, host_overhead, timing
+from fusible.benchmarks import gemm_contestants, grouped_gemm, grouped_mlp, host_overhead, timing
 from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
-from fusible.benchmarks.problem import DISTRIBUTIONS, Problem, split_sizes
+from fusible.benchmarks.problem import (
+    DISTRIBUTIONS,
+    InaccurateError,
+    Problem,
+    Sizes,
+    add_size_arguments,
+    sizes_of,
+    split_sizes,
+)
+from fusible.ops.backends.problem import GroupedGemm
 
+PRODUCTS = ["fc1", "fc2", "dgrad1", "dgrad2", "wgrad1", "wgrad2"]
 SMALL = ["--experts", "3", "--features", "16", "--hidden", "24", "--tokens", "20", "--rounds", "1", "--dtype", "fp32"]
 
 
@@ -26,6 +42,25 @@ def test_split_sizes_use_every_row(distribution: str, experts: int, rows: int) -
     assert sizes.shape == (experts,)
     assert sizes.sum() == rows
     assert sizes.min() >= 0
+
+
+def test_split_sizes_spread_as_they_say() -> None:
+    balanced, random, zipf = (split_sizes(name, 8, 80000) for name in ("balanced", "random", "zipf"))
+
+    assert set(balanced.tolist()) == {10000}
+    assert 0.1 < (random / 10000).log().std() < 0.6
+    falling = zipf.sort(descending=True).values
+    assert falling[0] / falling[7] == pytest.approx(8**0.6, rel=1e-3)
+    assert zipf.tolist() != falling.tolist()
+
+
+def test_rows_of_a_preset_are_those_of_one_rank() -> None:
+    parser = ArgumentParser()
+    add_size_arguments(parser, tokens=1024)
+
+    assert sizes_of(parser.parse_args([])) == Sizes(8, 256, 512, 2048)
+    assert sizes_of(parser.parse_args(["--preset", "deepseek-v3-ep8"])) == Sizes(32, 7168, 2048, 1024)
+    assert sizes_of(parser.parse_args(["--hidden", "8"]), "gpt-oss", 10) == Sizes(32, 2880, 8, 40)
 
 
 def test_one_expert_takes_all() -> None:
@@ -56,7 +91,7 @@ def test_wrong_contestant_is_not_timed() -> None:
     right = CONTESTANTS["loop"](p)
     wrong = Contestant(lambda: right.forward() * 1.01, right.leaves, right.dy)
 
-    with pytest.raises(grouped_mlp.InaccurateError, match="wrong: relative errors"):
+    with pytest.raises(InaccurateError, match="wrong: relative errors"):
         grouped_mlp.measure(p, {"loop": right, "wrong": wrong}, 1)
 
 
@@ -65,15 +100,136 @@ def test_grouped_mm_is_left_out_on_the_cpu() -> None:
     assert list(race(problem(), ["loop", "grouped_mm"])) == ["loop"]
 
 
-def test_bench_prints_and_writes_markdown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "bench.md"
+def test_bench_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "bench"
     grouped_mlp.main([*SMALL, "--device", "cpu", "--distribution", "zipf", "one", "--out", str(out)])
     printed = capsys.readouterr().out
 
-    assert printed.strip() == out.read_text().strip()
+    assert printed.strip() == (tmp_path / "bench.md").read_text().strip()
     assert "E=3, K=16, F=24, T=40, float32, CPU" in printed
     for start in ("| fused ", "| unfused ", "| loop ", "| dense "):
         assert sum(line.startswith(start) for line in printed.splitlines()) == 2
+    results = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert [r["distribution"] for r in results] == ["zipf", "one"]
+    assert results[0]["contestants"]["fused"]["step"] > 0
+
+
+def product(name: str, dtype: torch.dtype = torch.float32) -> GroupedGemm:
+    return dict(gemm_contestants.products(problem(dtype)))[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_are_right(name: str, dtype: torch.dtype) -> None:
+    p = product(name, dtype)
+    functions = {who: gemm_contestants.CONTESTANTS[who](p) for who in ("ours", "dense", "loop")}
+
+    errors = grouped_gemm.check(p, functions)
+
+    assert errors.keys() == {"ours", "loop"}
+    assert max(errors.values()) < 4 * torch.finfo(dtype).eps
+    assert functions["dense"]().shape == functions["ours"]().shape[-2:]
+    assert p.flops == 2 * math.prod(p.mnk)
+
+
+def off_by_two_percent(result: Tensor) -> None:
+    result.mul_(1.02)
+
+
+def last_row_not_written(result: Tensor) -> None:
+    result[-1] = torch.nan
+
+
+def one_wrong_row(result: Tensor) -> None:
+    result.view(-1, result.shape[-1])[-1].neg_()
+
+
+@pytest.mark.parametrize("harm", [off_by_two_percent, last_row_not_written, one_wrong_row])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_wrong_product_is_not_timed(name: str, harm: Callable[[Tensor], None]) -> None:
+    p = product(name, torch.bfloat16)
+    right, calls = gemm_contestants.ours(p), []
+
+    def wrong() -> Tensor:
+        calls.append(name)
+        result = right().clone()
+        harm(result)
+        return result
+
+    with pytest.raises(InaccurateError, match="wrong: "):
+        grouped_gemm.measure(p, {"right": right, "wrong": wrong}, 1)
+    assert calls == [name]
+
+
+def test_weight_gradient_of_an_empty_group_must_be_zero() -> None:
+    p = product("wgrad1")
+    right = gemm_contestants.ours(p)
+
+    def wrong() -> Tensor:
+        result = right()
+        result[1, 0, 0] = 1e-3
+        return result
+
+    with pytest.raises(InaccurateError, match="wrong: TN, M, N, K"):
+        grouped_gemm.check(p, {"wrong": wrong})
+
+
+def test_product_that_adds_must_count_what_stood_there() -> None:
+    p = dict(gemm_contestants.products(problem(torch.bfloat16), main_grad=True))["wgrad1+="]
+    right, assigned = gemm_contestants.ours(p), gemm_contestants.ours(replace(p, beta=None))
+
+    assert p.out.dtype == torch.float32
+    assert grouped_gemm.check(p, {"right": right})["right"] < 1e-5
+    assert gemm_contestants.refusal("loop", p) == "does not add to float32"
+    with pytest.raises(InaccurateError, match="assigned: TN"):
+        grouped_gemm.check(p, {"assigned": assigned})
+
+
+def test_bound_leaves_out_weights_of_empty_groups() -> None:
+    p = product("fc1", torch.bfloat16)
+    moved = 2 * (14 * 16 + 2 * 48 * 16 + 14 * 48)
+
+    assert grouped_gemm.bytes_moved(p) == moved
+    assert grouped_gemm.bound(p, "NVIDIA H200") == pytest.approx(moved / 4.3e12)
+    assert grouped_gemm.bound(p, "NVIDIA A100") is None
+    assert grouped_gemm.bound(product("fc1"), "NVIDIA H200") is None
+
+
+def test_bench_of_grouped_gemm_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "gemm"
+    sizes = ["--preset", "small", "deepseek-v3-ep8", *SMALL[:-2], "--dtype", "fp32"]
+    grouped_gemm.main([*sizes, "--device", "cpu", "--distribution", "one", "--main-grad", "--out", str(out)])
+    printed = capsys.readouterr()
+
+    assert printed.out.strip() == (tmp_path / "gemm.md").read_text().strip()
+    assert "small, 20 tokens, one: wgrad2 …" in printed.err
+    assert "Left out: grouped_mm needs a CUDA device, got cpu; loop does not add to float32;" in printed.out
+    for name in [*PRODUCTS, "wgrad1+="]:
+        assert sum(line.startswith(f"| {name} ") for line in printed.out.splitlines()) == 2
+    found = json.loads((tmp_path / "gemm.json").read_text())
+    assert found["torch"] == torch.__version__
+    assert [(r["preset"], r["split_sizes"]) for r in found["results"]] == [
+        ("small", [40, 0, 0]),
+        ("deepseek-v3-ep8", [20, 0, 0]),
+    ]
+    fc1 = found["results"][0]["products"][0]
+    assert (fc1["product"], fc1["backend"], fc1["shape"]) == ("fc1", "loop", [40, 48, 16])
+    assert fc1["tflops"].keys() == {"ours", "dense", "loop"}
+    assert min(fc1["ours_to"].values()) > 0
+
+
+def test_bench_of_grouped_gemm_runs_without_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped_gemm.main([*SMALL, "--device", "cpu", "--contestants", "loop", "dense"])
+
+    assert "| TFLOP/s " in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_bench_of_grouped_gemm_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--preset", "small", *SMALL[:-2], "--dtype", "bf16", "--device", "cuda"]
+    grouped_gemm.main([*sizes, "--distribution", "random", "one", "--main-grad"])
+
+    assert "ours / grouped_mm" in capsys.readouterr().out
 
 
 @pytest.mark.cuda
@@ -125,3 +281,15 @@ def test_interleaved_times_every_function() -> None:
 
     assert calls == {"a": 8, "b": 8}  # one round of warm-up
     assert min(seconds.values()) > 0
+
+
+def test_turns_are_taken_in_random_order() -> None:
+    turns: list[str] = []
+    functions = {name: (lambda name=name: turns.append(name)) for name in "abcd"}
+
+    timing.interleaved(functions, rounds=9, steady=True)
+    rounds = [turns[i : i + 8] for i in range(0, 80, 8)]
+
+    assert len(turns) == 80  # an untimed call before each
+    assert all(sorted(r) == sorted("aabbccdd") for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 3

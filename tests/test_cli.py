@@ -67,6 +67,25 @@ def test_bench_and_demo_are_commands(capsys: pytest.CaptureFixture[str]) -> None
         assert f"usage: fusible {command}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "usage"),
+    [((), "bench mlp"), (("mlp",), "bench mlp"), (("grouped_gemm",), "bench grouped_gemm")],
+)
+def test_bench_takes_the_name_of_a_benchmark(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], usage: str
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", *arguments, "--help"])
+    assert f"usage: fusible {usage} [-h]" in capsys.readouterr().out
+
+
+def test_bench_times_the_grouped_gemm(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--preset", "small", "--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "4"]
+    printed = printed_by(capsys, "bench", "grouped_gemm", *sizes, "--rounds", "1", "--device", "cpu")
+
+    assert "### small, 4 tokens, random: E=2, K=8, F=8, T=8" in printed
+
+
 def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["fly"])

@@ -12,7 +12,9 @@ from fusible.ops.backends import hopper
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode", "ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings(
+        "ignore:Synchronization debug mode", "ignore:The CUDA Graph is empty", "ignore:The AccumulateGrad node"
+    ),
 ]
 
 NOT_BUILT = not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None

@@ -39,7 +39,9 @@ GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant)
   // At most this many tiles, whatever the sizes: every group may leave a rest.
   const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, tile.tile_m) : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
   const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
-  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster()};
+  // Where there are hardly any rows, clearing the counter costs more than it gives.
+  const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
+  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster(), .on_demand = !hardly_any_rows};
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
@@ -52,7 +54,8 @@ std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
 }
 std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   const TileVariant& tile = c.tile();
-  return out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, " << c.grid << " blocks";
+  out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, ";
+  return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }
 
 }  // namespace fusible

@@ -43,8 +43,9 @@ struct GemmProblem {
 };
 
 struct GemmConfig {
-  int variant;  // index into kTileVariants
-  int grid;     // blocks
+  int variant;     // index into kTileVariants
+  int grid;        // blocks
+  bool on_demand;  // tasks are handed out by a counter in the workspace, if there is one
 
   const TileVariant& tile() const { return kTileVariants[variant]; }
 };

@@ -40,8 +40,9 @@ void check(const GroupedGemm& call, int device) {
   check_matrix("out", call.out, p);
 }
 
-GemmParams make_params(const GroupedGemm& call, const TileVariant& tile) {
+GemmParams make_params(const GroupedGemm& call, const GemmConfig& config) {
   const GemmProblem& p = call.problem;
+  const TileVariant& tile = config.tile();
   GemmParams params{};
   if (p.layout == Layout::kTN) {
     params.a = ragged_depth_map(call.a, p.tokens, p.m);
@@ -59,7 +60,7 @@ GemmParams make_params(const GroupedGemm& call, const TileVariant& tile) {
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
                   .skip_empty = call.accumulate,
-                  .counter = static_cast<unsigned*>(call.workspace)};
+                  .counter = config.on_demand ? static_cast<unsigned*>(call.workspace) : nullptr};
   params.affine = {.bias = call.affine.bias.data,
                    .bias_type = static_cast<int>(call.affine.bias.type),
                    .bias_pitch = static_cast<int>(call.affine.bias.pitch),
@@ -105,9 +106,9 @@ void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream) {
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
   const KernelEntry kernel = find_kernel(p, config.variant);
   allow_shared_memory(kernel, device, p, config);
-  GemmParams params = make_params(call, config.tile());
+  GemmParams params = make_params(call, config);
 
-  if (call.workspace) FUSIBLE_CUDA_CHECK(cudaMemsetAsync(call.workspace, 0, kWorkspaceBytes, stream), p, ": ", config);
+  if (params.shape.counter) FUSIBLE_CUDA_CHECK(cudaMemsetAsync(params.shape.counter, 0, kWorkspaceBytes, stream), p, ": ", config);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};

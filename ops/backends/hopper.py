@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activations import ActivationSpec
 from . import separate
 from .pointwise import ActivationGrads
-from .problem import GroupedGemm, Layout, Matrices, first
+from .problem import GroupedGemm, Layout, Matrices, address, first
 
 NAME = "hopper"
 MAX_GROUPS = 512
@@ -194,10 +194,10 @@ def _place(matrices: Matrices) -> _Place:
 
 def _distance(matrices: Sequence[Tensor]) -> int | None:
     """From one matrix to the next, in elements; None if not always the same, or backwards."""
-    addresses = [matrix.data_ptr() for matrix in matrices]
+    addresses = [address(matrix) for matrix in matrices]
     head = matrices[0]
     step = addresses[1] - addresses[0] if len(addresses) > 1 else head.numel() * head.element_size()
-    if step <= 0 or any(addresses[0] + i * step != address for i, address in enumerate(addresses)):
+    if step <= 0 or any(addresses[0] + i * step != there for i, there in enumerate(addresses)):
         return None
     return step // head.element_size()
 
@@ -220,7 +220,7 @@ def _place_refusal(p: GroupedGemm) -> str | None:
     for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
         tensor = first(matrices)
         step = 16 // tensor.element_size()
-        if tensor.stride(-1) != 1 or any(stride % step for stride in tensor.stride()[:-1]) or tensor.data_ptr() % 16:
+        if tensor.stride(-1) != 1 or any(stride % step for stride in tensor.stride()[:-1]) or address(tensor) % 16:
             return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(tensor.stride())}"
         if not isinstance(matrices, Tensor):
             distance = _distance(matrices)

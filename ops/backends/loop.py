@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,17 @@ NAME = "loop"
 _SPAN = 512
 
 
+@cache
+def _keep_freed_memory() -> None:
+    """Lets glibc keep what is freed, once, on a CPU.
+
+    It hands the free end of its heap back to the system beyond twice the largest block that was ever freed, up to
+    64 MB; outputs of some megabytes are then fetched again page by page, at every call. A block of 31 MB, never
+    touched, is the largest that counts.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
+
+
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     return "reads split sizes on the host, which a CUDA graph cannot" if _capturing(problem.a) else None
@@ -23,20 +35,20 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
-    for g, (start, end) in enumerate(row_bounds(problem.split_sizes, problem.rows)):
-        rows = slice(start, end)
-        out = problem.out[g] if problem.layout is Layout.TN else problem.out[rows]
-        _product(problem, g, rows, out)  # type: ignore[arg-type]
+    _keep_freed_memory()
+    sizes = group_sizes(problem.split_sizes, problem.rows)
+    whole = problem.layout is Layout.TN
+    outs = problem.out if whole else _split(problem.out, sizes)  # type: ignore[arg-type]
+    _multiply_groups(problem, sizes, list(outs))
 
 
 def linear_activation(
     problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
 ) -> None:
     """Some groups at a time, so that what the activation reads is still in the cache."""
-    for groups, rows in _spans(problem):
+    for sizes, first_group, rows in _spans(problem):
         part = hidden.new_empty((rows.stop - rows.start, problem.mnk[1])) if pre is None else pre[rows]
-        for g, own in groups:
-            _product(problem, g, own, part[own.start - rows.start : own.stop - rows.start])
+        _multiply_groups(problem, sizes, _split(part, sizes), first_group, rows.start)
         pointwise.forward(part, spec, _rows(scales, rows), hidden[rows])
 
 
@@ -44,10 +56,9 @@ def linear_activation_backward(
     problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
-    for groups, rows in _spans(problem):
+    for sizes, first_group, rows in _spans(problem):
         dhidden = pre.new_empty((rows.stop - rows.start, problem.mnk[1]))
-        for g, own in groups:
-            _product(problem, g, own, dhidden[own.start - rows.start : own.stop - rows.start])
+        _multiply_groups(problem, sizes, _split(dhidden, sizes), first_group, rows.start)
         pointwise.backward(dhidden, pre[rows], spec, _rows(scales, rows), out.rows(rows))
 
 
@@ -79,6 +90,18 @@ def multiply(
         out.copy_(result if beta is None else result + beta * out)
 
 
+def spans(split_sizes: Tensor, rows: int) -> Iterator[tuple[list[tuple[int, slice]], slice]]:
+    """Neighbouring groups and all their rows: at least ``_SPAN`` rows but for the last."""
+    groups: list[tuple[int, slice]] = []
+    for g, (start, end) in enumerate(row_bounds(split_sizes, rows)):
+        groups.append((g, slice(start, end)))
+        if end - groups[0][1].start >= _SPAN:
+            yield groups, slice(groups[0][1].start, end)
+            groups = []
+    if groups:
+        yield groups, slice(groups[0][1].start, groups[-1][1].stop)
+
+
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     """``out[g]`` = the sum of the rows of group g."""
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -100,6 +123,11 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     out[bounds[-1][1] if bounds else 0 :].zero_()
 
 
+def group_sizes(split_sizes: Tensor, rows: int) -> list[int]:
+    """The sizes on the host, cut off where the buffer ends."""
+    return [end - start for start, end in row_bounds(split_sizes, rows)]
+
+
 def row_bounds(split_sizes: Tensor, rows: int) -> Iterator[tuple[int, int]]:
     """First row and end of each group; whatever the sizes say, inside the buffer."""
     start = 0
@@ -109,27 +137,51 @@ def row_bounds(split_sizes: Tensor, rows: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _product(p: GroupedGemm, g: int, rows: slice, out: Tensor) -> None:
-    """The product of group ``g``, which has these rows."""
+def _multiply_groups(
+    p: GroupedGemm, sizes: list[int], outs: list[Tensor], first_group: int = 0, first_row: int = 0
+) -> None:
+    """The products of neighbouring groups of these sizes, the first of which begins at ``first_row``."""
+    end, groups = first_row + sum(sizes), slice(first_group, first_group + len(sizes))
+    rows = p.a[first_row:end]
     if p.layout is Layout.TN:
         assert isinstance(p.b, Tensor)
-        a, b = p.a[rows].mT, p.b[rows]
+        a, b = torch.split(rows.mT, sizes, 1), torch.split(p.b[first_row:end], sizes)
     else:
-        a, b = p.a[rows], p.b[g].mT if p.layout is Layout.NT else p.b[g]
-    bias = None if p.bias is None else p.bias[g]
-    multiply(a, b, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, rows), _rows(p.row_scale, rows))
+        a, b = torch.split(rows, sizes), _matrices(p.b[groups], p.layout is Layout.NT)
+    if p.is_plain:
+        for left, right, out in zip(a, b, outs, strict=True):
+            torch.mm(left, right, out=out)
+        return
+    start = first_row
+    for g, (left, right, out) in enumerate(zip(a, b, outs, strict=True), first_group):
+        own = slice(start, start + sizes[g - first_group])
+        start, bias = own.stop, None if p.bias is None else p.bias[g]
+        multiply(
+            left, right, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, own), _rows(p.row_scale, own)
+        )
 
 
-def _spans(problem: GroupedGemm) -> Iterator[tuple[list[tuple[int, slice]], slice]]:
-    """Neighbouring groups and all their rows: at least ``_SPAN`` rows but for the last."""
-    groups: list[tuple[int, slice]] = []
-    for g, (start, end) in enumerate(row_bounds(problem.split_sizes, problem.rows)):
-        groups.append((g, slice(start, end)))
-        if end - groups[0][1].start >= _SPAN:
-            yield groups, slice(groups[0][1].start, end)
-            groups = []
-    if groups:
-        yield groups, slice(groups[0][1].start, groups[-1][1].stop)
+def _matrices(weights: Matrices, transposed: bool) -> tuple[Tensor, ...]:
+    if isinstance(weights, Tensor):
+        return (weights.mT if transposed else weights).unbind()
+    return tuple(weight.mT if transposed else weight for weight in weights)
+
+
+def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    """The rows of each group; those past the last group are in none."""
+    return list(torch.split(rows[: sum(sizes)], sizes))
+
+
+def _spans(problem: GroupedGemm) -> Iterator[tuple[list[int], int, slice]]:
+    """Neighbouring groups: their sizes, the first one, and all their rows, at least ``_SPAN`` but for the last."""
+    sizes: list[int] = []
+    first_group = first_row = 0
+    for g, size in enumerate(group_sizes(problem.split_sizes, problem.rows), 1):
+        sizes.append(size)
+        end = first_row + sum(sizes)
+        if end - first_row >= _SPAN or g == problem.groups:
+            yield sizes, first_group, slice(first_row, end)
+            sizes, first_group, first_row = [], g, end
 
 
 def _on_host(split_sizes: Tensor) -> Sequence[int]:

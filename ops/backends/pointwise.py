@@ -102,10 +102,12 @@ def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor 
     value, grad = curve.value(gate), dhidden.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)
     factor = _product(up, column)
+    own = up is not None and column is not None
     if out.hidden is not None:
         _multiply_into(out.hidden.view(gate.shape), value, factor)
     dgate, dup = _halves(out.pre, spec) if spec.gated else (out.pre, None)
-    _slope(curve, grad if factor is None else (grad * factor).to(gate.dtype), gate, dgate)
+    above = grad if factor is None else factor.mul_(grad) if own else (grad * factor).to(gate.dtype)
+    _slope(curve, above, gate, dgate)
     value.mul_(grad)
     if dup is not None:
         _multiply_into(dup, value, column)

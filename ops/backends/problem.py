@@ -8,6 +8,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Matrices = Tensor | Sequence[Tensor]
 """One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
@@ -62,6 +63,12 @@ class GroupedGemm:
         return self.rows, weight.shape[0 if self.layout is Layout.NT else 1], self.a.shape[1]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether ``out`` is the product alone, in the dtype of its operands."""
+        extras = (self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
+        return all(extra is None for extra in extras) and self.a.dtype == first(self.b).dtype == first(self.out).dtype
+
+    @property
     def flops(self) -> int:
         m, n, k = self.mnk
         return 2 * m * n * k
@@ -71,6 +78,11 @@ class GroupedGemm:
         """Every operand read once, the result written once (and read, if it counts)."""
         sizes = [_nbytes(t) for t in (self.a, self.b, self.bias, self.row_scale, self.bias_scale) if t is not None]
         return sum(sizes) + _nbytes(self.out) * (1 if self.beta is None else 2)
+
+
+def address(tensor: Tensor) -> int:
+    """Where a tensor's elements lie; for a tensor without data, from the start of a storage that is aligned."""
+    return int(tensor.storage_offset()) * tensor.element_size() if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def first(matrices: Matrices) -> Tensor:

@@ -1,0 +1,116 @@
+"""The matrix products of the experts, each alone, and several ways to compute them: ours, and those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusible.fuser import trace
+from fusible.ops import kernels
+from fusible.ops.backends import grouped_mm as grouped_mm_backend
+from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
+
+from .problem import Problem
+
+Function = Callable[[], Tensor]
+
+
+def products(problem: Problem, main_grad: bool = False) -> Iterator[tuple[str, GroupedGemm]]:
+    """The matrix products of the experts, by name: forward, gradients of the rows, gradients of the weights.
+
+    With ``main_grad``, also the gradients of the weights added to what stands in a float32 buffer.
+    """
+    p, generator = problem, torch.Generator(problem.x.device).manual_seed(1)
+    shape = p.x.shape[0], p.w1.shape[1]
+    wide = torch.randn(shape, generator=generator, device=p.x.device, dtype=p.x.dtype)  # stands for a gradient
+    hidden = wide[:, : p.w2.shape[2]].contiguous()
+    operands = {
+        "fc1": (Layout.NT, p.x, p.w1),
+        "fc2": (Layout.NT, hidden, p.w2),
+        "dgrad1": (Layout.NN, wide, p.w1),
+        "dgrad2": (Layout.NN, p.dy, p.w2),
+        "wgrad1": (Layout.TN, wide, p.x),
+        "wgrad2": (Layout.TN, p.dy, hidden),
+    }
+    for name, (layout, a, b) in operands.items():
+        yield name, _product(layout, a, b, p.split_sizes)
+        if main_grad and layout is Layout.TN:
+            yield f"{name}+=", _product(layout, a, b, p.split_sizes, main_grad)
+
+
+def ours(p: GroupedGemm) -> Function:
+    """What the ops of the library call."""
+
+    def run() -> Tensor:
+        kernels.grouped_gemm(p.layout, p.a, p.b, p.split_sizes, out=p.out, beta=p.beta)
+        return stacked(p.out)
+
+    return run
+
+
+def dense(p: GroupedGemm) -> Function:
+    """One product of as many operations."""
+    b = stacked(p.b)
+    left, right = {
+        Layout.NT: lambda: (p.a, b[0].mT),
+        Layout.NN: lambda: (p.a, b[0]),
+        Layout.TN: lambda: (p.a.mT, b),
+    }[p.layout]()
+    out = p.a.new_empty(left.shape[0], right.shape[1])
+    return lambda: torch.mm(left, right, out=out)
+
+
+def loop(p: GroupedGemm) -> Function:
+    """A product for each group; it knows the sizes beforehand, so that it never waits for the device."""
+    sizes, b, out = p.split_sizes.tolist(), stacked(p.b), stacked(p.out)
+    lefts: Sequence[Tensor] = torch.split(p.a, sizes)
+    if p.layout is Layout.TN:
+        parts = list(zip([left.mT for left in lefts], torch.split(b, sizes), out, strict=True))
+    else:
+        parts = list(zip(lefts, b.mT if p.layout is Layout.NT else b, torch.split(out, sizes), strict=True))
+
+    def run() -> Tensor:
+        for left, right, result in parts:
+            torch.mm(left, right, out=result)
+        return out
+
+    return run
+
+
+def grouped_mm(p: GroupedGemm) -> Function:
+    """``torch.nn.functional.grouped_mm``, which allocates its result."""
+    ends, b = p.split_sizes.cumsum(0).to(torch.int32), stacked(p.b)
+    left, right = p.a.mT if p.layout is Layout.TN else p.a, b.mT if p.layout is Layout.NT else b
+    return lambda: F.grouped_mm(left, right, offs=ends)
+
+
+CONTESTANTS: dict[str, Callable[[GroupedGemm], Function]] = {
+    "ours": ours,
+    "dense": dense,
+    "loop": loop,
+    "grouped_mm": grouped_mm,
+}
+
+
+def refusal(name: str, p: GroupedGemm) -> str | None:
+    """Why a contestant cannot take part; None: it can."""
+    if name in ("loop", "grouped_mm") and p.beta is not None:
+        return "does not add to float32"
+    return grouped_mm_backend.refusal(p) if name == "grouped_mm" else None
+
+
+def backend_of(p: GroupedGemm) -> str:
+    """The backend that runs our product."""
+    with trace.recording() as found:
+        ours(p)()
+    return found.calls[0].kernel
+
+
+def _product(layout: Layout, a: Tensor, b: Tensor, sizes: Tensor, main_grad: bool = False) -> GroupedGemm:
+    columns = b.shape[1] if layout is Layout.NT else b.shape[-1]
+    rows = (sizes.shape[0], a.shape[1]) if layout is Layout.TN else (a.shape[0],)
+    out = a.new_zeros((*rows, columns), dtype=torch.float32 if main_grad else a.dtype)
+    return GroupedGemm(layout, a, b, sizes, out, beta=1.0 if main_grad else None)

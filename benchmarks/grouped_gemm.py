@@ -1,0 +1,209 @@
+"""The six matrix products of the experts, forward and backward, against their peers. Accuracy first, then speed.
+
+    python -m fusible bench grouped_gemm                                         small on a CPU, all presets on a GPU
+    python -m fusible bench grouped_gemm --preset mixtral --tokens 8192 32768    some of them
+
+Times are medians of rounds in one run, in which the contestants take their turns in random order. ``dense`` is one
+product of as many operations, as if one expert had all rows: a yardstick, not a peer. A contestant whose result is
+wrong is not timed: the run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fusible
+from fusible.fuser.settings import BACKENDS
+from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
+
+from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal
+from .problem import (
+    DISTRIBUTIONS,
+    DTYPES,
+    PRESETS,
+    InaccurateError,
+    Problem,
+    add_run_arguments,
+    add_size_arguments,
+    sizes_of,
+    split_sizes,
+)
+from .report import Report, describe
+from .timing import interleaved, markdown
+
+YARDSTICK = "dense"  # computes something else: it has no error
+SAMPLED_GROUPS, SAMPLED_ROWS = 6, 64
+H200_FLOPS, H200_BYTES = 790e12, 4.3e12  # a second: bf16 cuBLAS at 8192^3, and a copy; measured on one
+
+
+class Measured(NamedTuple):
+    """What one contestant did with one product."""
+
+    seconds: float
+    error: float | None
+
+
+class Sample(NamedTuple):
+    """A part of a product: where it is in the result, and its operands."""
+
+    where: tuple[int | slice | Tensor, ...]
+    left: Tensor
+    right: Tensor
+
+
+def samples(p: GroupedGemm) -> Iterator[Sample]:
+    """Rows of the results of some groups: those of the fewest and of the most rows, and some between."""
+    sizes, b = p.split_sizes.cpu(), stacked(p.b)
+    starts, order = sizes.cumsum(0) - sizes, sizes.argsort()
+    if p.layout is not Layout.TN:
+        order = order[sizes[order] > 0]  # others have nothing to check; a weight gradient of theirs is zero
+    for g in order[_spread(len(order), SAMPLED_GROUPS)].tolist():
+        rows = slice(int(starts[g]), int(starts[g] + sizes[g]))
+        if p.layout is Layout.TN:
+            some = _spread(p.a.shape[1], SAMPLED_ROWS).to(p.a.device)
+            yield Sample((g, some), p.a[rows][:, some].mT, b[rows])
+        else:
+            some = (rows.start + _spread(int(sizes[g]), SAMPLED_ROWS)).to(p.a.device)
+            yield Sample((some,), p.a[some], b[g].mT if p.layout is Layout.NT else b[g])
+
+
+def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]:
+    """The largest relative error of a sampled row, against float64, of each contestant but the yardstick.
+
+    Raises:
+        InaccurateError: it is more than twice that of a plain product in the same dtype, or something is not finite.
+    """
+    before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
+    parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]
+    tiny = torch.finfo(p.a.dtype).eps
+    allowed = tiny + 2 * max((_error(plain, truth) for _, truth, plain in parts), default=0.0)
+    errors = {}
+    for name, function in functions.items():
+        if name == YARDSTICK:
+            continue
+        stacked(p.out).fill_(torch.nan if p.beta is None else before)  # NaN: what is not written is seen
+        result = function()
+        errors[name] = max((_error(result[s.where], truth) for s, truth, _ in parts), default=0.0)
+        finite = bool(result.sum(dtype=torch.float32).isfinite())
+        if not (finite and errors[name] <= allowed):
+            why = f"relative error {errors[name]:.3g}, allowed {allowed:.3g}" if finite else "not all of it is finite"
+            raise InaccurateError(f"{name}: {p.layout.value}, M, N, K = {p.mnk}: {why}")
+    return errors
+
+
+def measure(p: GroupedGemm, functions: Mapping[str, Function], rounds: int) -> dict[str, Measured]:
+    """Checks, then times every contestant."""
+    errors = check(p, functions)
+    seconds = interleaved(functions, rounds, p.a.device, calls=2, steady=True)
+    return {name: Measured(seconds[name], errors.get(name)) for name in functions}
+
+
+def bound(p: GroupedGemm, device: str) -> float | None:
+    """Seconds that the product takes at least, where we know what the device can do; None elsewhere."""
+    if "H200" not in device or p.a.element_size() != 2:
+        return None
+    return max(p.flops / H200_FLOPS, bytes_moved(p) / H200_BYTES)
+
+
+def bytes_moved(p: GroupedGemm) -> int:
+    """Operands read once, and the result written once; weights of groups without rows are not read."""
+    if p.layout is Layout.TN:
+        return p.bytes
+    weights, unused = stacked(p.b), int((p.split_sizes == 0).sum())
+    return p.bytes - unused * weights[0].numel() * weights.element_size()
+
+
+def finding(name: str, p: GroupedGemm, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """One product and its measurements, as data."""
+    least = bound(p, torch.cuda.get_device_name(p.a.device)) if p.a.is_cuda else None
+    speeds = {who: p.flops / m.seconds / 1e12 for who, m in measured.items()}
+    mine = measured.get("ours")
+    return {
+        "product": name,
+        "layout": p.layout.value,
+        "shape": p.mnk,
+        "flops": p.flops,
+        "bytes": bytes_moved(p),
+        "backend": backend_of(p),
+        "tflops": speeds,
+        "ours_to": {who: speeds["ours"] / speed for who, speed in speeds.items() if who != "ours"} if mine else {},
+        "share_of_bound": least / mine.seconds if mine and least else None,
+        "contestants": {who: m._asdict() for who, m in measured.items()},
+    }
+
+
+def table(findings: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str:
+    """The findings as Markdown; speeds in TFLOP/s, then ours to that of the others."""
+    others = [who for who in contestants if who != "ours"] if "ours" in contestants else []
+    heading = ("TFLOP/s", "M × N × K", *contestants, *(f"ours / {who}" for who in others), "of bound", "error", "by")
+    rows = []
+    for f in findings:
+        speeds = [_number(f["tflops"].get(who), ".4g") for who in contestants]
+        ratios = [_number(f["ours_to"].get(who), ".2f") for who in others]
+        error = _number(f["contestants"].get("ours", {}).get("error"), ".1e")
+        shape, share = " × ".join(map(str, f["shape"])), _number(f["share_of_bound"], ".2f")
+        rows.append((f"{f['product']} {f['layout']}", shape, *speeds, *ratios, share, error, f["backend"]))
+    return markdown(heading, rows)
+
+
+def run(args: argparse.Namespace, preset: str, tokens: int, distribution: str, report: Report) -> None:
+    """Measures the products of one problem, and reports them."""
+    sizes, label = sizes_of(args, preset, tokens), f"{preset}, {tokens} tokens, {distribution}"
+    splits = split_sizes(distribution, sizes.experts, sizes.rows)
+    problem = Problem.make(*sizes[:3], splits, args.device, DTYPES[args.dtype])
+    findings: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for name, p in products(problem, args.main_grad):
+        refusals = {who: refusal(who, p) for who in args.contestants}
+        functions = {who: CONTESTANTS[who](p) for who, why in refusals.items() if why is None}
+        left_out += [f"{who} {why}" for who, why in refusals.items() if why]
+        print(f"{label}: {name} …", file=sys.stderr, flush=True)
+        findings.append(finding(name, p, measure(p, functions, args.rounds)))
+    present = [who for who in args.contestants if any(who in f["tflops"] for f in findings)]
+    notes = [f"\nLeft out: {'; '.join(dict.fromkeys(left_out))}."] if left_out else []
+    what = {"preset": preset, "tokens": tokens, "distribution": distribution, "problem": describe(problem)}
+    section = "\n".join([f"### {label}: {describe(problem)}\n", table(findings, present), *notes])
+    report.add(section, [{**what, "split_sizes": splits.tolist(), "products": findings}])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures every preset, number of tokens and distribution that is asked for, and prints Markdown."""
+    args = _arguments(argv)
+    report = Report(args.out)
+    with fusible.config(backend=args.backend):
+        for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
+            run(args, preset, tokens, distribution, report)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
+    parser = argparse.ArgumentParser(prog="fusible bench grouped_gemm", description=description)
+    published = [name for name in PRESETS if name != "small"]
+    add_size_arguments(parser, [8192, 32768] if cuda else [1024], published if cuda else ["small"], nargs="+")
+    add_run_arguments(parser, CONTESTANTS, rounds=10)
+    parser.set_defaults(distribution=list(DISTRIBUTIONS) if cuda else ["random"])
+    parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
+    return parser.parse_args(argv)
+
+
+def _spread(count: int, wanted: int) -> Tensor:
+    """At most so many of ``count`` indices, the first and the last among them."""
+    return torch.linspace(0, max(count - 1, 0), min(count, wanted)).long()
+
+
+def _error(result: Tensor, truth: Tensor) -> float:
+    """The largest relative error of a row; NaN if there is one."""
+    apart, size = (result.double() - truth).norm(dim=1), truth.norm(dim=1)
+    return float((apart / size.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(torch.inf).max())
+
+
+def _number(value: float | None, how: str) -> str:
+    return "" if value is None else format(value, how)

@@ -1,0 +1,62 @@
+"""Where the findings of a benchmark go: to the screen, and to files of Markdown and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fusible
+
+from .problem import Problem
+
+
+class Report:
+    """Sections of Markdown, each with the same findings as data.
+
+    Args:
+        prefix: of the files ``.md`` and ``.json``; None: print only. They are written anew with every section, so that
+            an interrupted run leaves what it has found.
+    """
+
+    def __init__(self, prefix: Path | None) -> None:
+        self._prefix = prefix
+        self._sections: list[str] = []
+        self._results: list[Mapping[str, Any]] = []
+        self._about = about()
+
+    def add(self, section: str, results: Iterable[Mapping[str, Any]]) -> None:
+        """Prints a section, and writes all that there are."""
+        self._sections.append(section)
+        self._results += results
+        print(section + "\n", flush=True)
+        if self._prefix is not None:
+            Path(f"{self._prefix}.md").write_text("\n\n".join(self._sections) + "\n")
+            data = {**self._about, "results": self._results}
+            Path(f"{self._prefix}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def about() -> dict[str, Any]:
+    """When, where and by which versions."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "arguments": sys.argv[1:],
+        "fusible": fusible.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+def describe(problem: Problem) -> str:
+    """The problem, and where it is computed, in one line."""
+    groups, columns, features = problem.w1.shape
+    sizes = f"E={groups}, K={features}, F={columns // 2}, T={problem.x.shape[0]}"
+    where = torch.cuda.get_device_name() if problem.x.is_cuda else f"CPU, {torch.get_num_threads()} threads"
+    return f"{sizes}, {str(problem.x.dtype).removeprefix('torch.')}, {where}, torch {torch.__version__}"
