@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
@@ -231,6 +233,15 @@ def test_loop_path_refuses_to_be_captured():
     ):
         op(x, split_sizes=sizes)
     torch.cuda.synchronize()
+
+
+def test_first_call_of_a_thread():
+    op, x, sizes, results = layer(), on_device(T, K, grad=False), sizes_of(), []
+    thread = threading.Thread(target=lambda: results.append(op(x, split_sizes=sizes)))
+    thread.start()
+    thread.join()
+
+    assert_same(results[0], op(x, split_sizes=sizes))
 
 
 def test_two_streams_with_different_problems():

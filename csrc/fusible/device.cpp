@@ -49,7 +49,8 @@ int current_device() {
 }
 
 DeviceGuard::DeviceGuard(int device) : previous_(current_device()), device_(device) {
-  if (device_ != previous_) FUSIBLE_CUDA_CHECK(cudaSetDevice(device_), "device ", device_);
+  // Also where it is current already: a fresh thread has no context until then, and encoding a tensor map needs one.
+  FUSIBLE_CUDA_CHECK(cudaSetDevice(device_), "device ", device_);
 }
 DeviceGuard::~DeviceGuard() {
   if (device_ != previous_) (void)cudaSetDevice(previous_);

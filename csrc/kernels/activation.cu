@@ -152,6 +152,7 @@ bool fits(const Call& c, int64_t count, std::initializer_list<const void*> tenso
 template <class Call>
 void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream) {
   if (!c.rows || !c.columns) return;
+  const DeviceGuard guard(device);
   const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps, 8 * device_properties(device).multiprocessors);
   kernel<<<static_cast<int>(blocks), kThreads, 0, stream>>>(c);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "activation of ", c.rows, " rows of ", c.columns, " columns");

@@ -53,6 +53,7 @@ bool aligned(const TokenRows& r, int64_t bytes) {
 
 void zero_tail(const TokenRows& r, const SplitSizes& s, int device, cudaStream_t stream) {
   if (!r.tokens || !r.row_bytes) return;
+  const DeviceGuard guard(device);
   const int64_t work = (r.tokens * r.row_bytes / 16 + kThreads - 1) / kThreads;
   const int blocks = static_cast<int>(std::clamp<int64_t>(work, 1, 2 * device_properties(device).multiprocessors));
   if (aligned(r, 16)) launch<uint4>(r, s, blocks, stream);
