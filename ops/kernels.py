@@ -257,6 +257,8 @@ def _choose(problem: GroupedGemm) -> _Choice:
         RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
     """
     settings = current()
+    if not problem.a.is_cuda and settings.backend == "auto" and not trace.active():
+        return _Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
     refusals: list[str] = []
     for backend in _BACKENDS:
         if settings.backend not in ("auto", backend.NAME):

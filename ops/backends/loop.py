@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -119,12 +119,16 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
-    bounds = list(row_bounds(split_sizes, out.shape[0]))
-    out[bounds[-1][1] if bounds else 0 :].zero_()
+    end = sum(group_sizes(split_sizes, out.shape[0]))
+    if end < out.shape[0]:
+        out[end:].zero_()
 
 
 def group_sizes(split_sizes: Tensor, rows: int) -> list[int]:
     """The sizes on the host, cut off where the buffer ends."""
+    sizes = _on_host(split_sizes)
+    if not sizes or (min(sizes) >= 0 and sum(sizes) <= rows):
+        return sizes
     return [end - start for start, end in row_bounds(split_sizes, rows)]
 
 
@@ -145,9 +149,9 @@ def _multiply_groups(
     rows = p.a[first_row:end]
     if p.layout is Layout.TN:
         assert isinstance(p.b, Tensor)
-        a, b = torch.split(rows.mT, sizes, 1), torch.split(p.b[first_row:end], sizes)
+        a, b = rows.mT.split_with_sizes(sizes, 1), p.b[first_row:end].split_with_sizes(sizes)
     else:
-        a, b = torch.split(rows, sizes), _matrices(p.b[groups], p.layout is Layout.NT)
+        a, b = rows.split_with_sizes(sizes), _matrices(p.b[groups], p.layout is Layout.NT)
     if p.is_plain:
         for left, right, out in zip(a, b, outs, strict=True):
             torch.mm(left, right, out=out)
@@ -169,7 +173,7 @@ def _matrices(weights: Matrices, transposed: bool) -> tuple[Tensor, ...]:
 
 def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
     """The rows of each group; those past the last group are in none."""
-    return list(torch.split(rows[: sum(sizes)], sizes))
+    return list(rows[: sum(sizes)].split_with_sizes(sizes))
 
 
 def _spans(problem: GroupedGemm) -> Iterator[tuple[list[int], int, slice]]:
@@ -184,8 +188,8 @@ def _spans(problem: GroupedGemm) -> Iterator[tuple[list[int], int, slice]]:
             sizes, first_group, first_row = [], g, end
 
 
-def _on_host(split_sizes: Tensor) -> Sequence[int]:
-    sizes: Sequence[int] = split_sizes.tolist()
+def _on_host(split_sizes: Tensor) -> list[int]:
+    sizes: list[int] = split_sizes.tolist()
     return sizes
 
 
