@@ -18,7 +18,7 @@ from .activations import ActivationSpec
 from .backends import elementwise, grouped_mm, hopper, loop, rows
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
-from .backends.problem import GroupedGemm, Layout, Matrices, first, stacked
+from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes, stacked
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
 
@@ -213,8 +213,7 @@ def _activation_grads(
 def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        moved = sum(t.numel() * t.element_size() for t in (pre, scales, *also) if t is not None)
-        trace.record(trace.KernelCall(elementwise.name(pre, scales), "", 0, moved))
+        trace.record(trace.KernelCall(elementwise.name(pre, scales), "", 0, nbytes(pre, scales, *also)))
     return not (trace.active() or pre.is_meta)
 
 
@@ -237,8 +236,8 @@ def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
     """
     choice = _choose(problem)
     if trace.active():
-        more = sum(t.numel() * t.element_size() for t in also if t is not None)
-        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes + more))
+        moved = problem.bytes + nbytes(*also)
+        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
 

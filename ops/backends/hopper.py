@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor
 
 from ..activations import ActivationSpec
 from . import separate
+from .extension import TYPE_CODES, device_refusal
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices, address, first
 
@@ -19,7 +18,6 @@ NAME = "hopper"
 MAX_GROUPS = 512
 
 _LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -110,7 +108,7 @@ def launch(
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     workspace = a.new_empty(_C.WORKSPACE_BYTES, dtype=torch.uint8) if dynamic else None
     _C.grouped_gemm(
-        *(_LAYOUTS[layout], _TYPES[a.dtype], _TYPES[first(out).dtype]),
+        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[first(out).dtype]),
         *(device, torch.cuda.current_stream(device).cuda_stream),
         *_extents(layout, a, b, out),
         *(a.data_ptr(), a.stride(0)),
@@ -121,7 +119,7 @@ def launch(
         wide=index.dtype == torch.int64,
         accumulate=accumulate,
         bias=0 if bias is None else first(bias).data_ptr(),
-        bias_type=0 if bias is None else _TYPES[first(bias).dtype],
+        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
         bias_pitch=0 if bias is None else _place(bias).pitch,
         row_scale=_address(row_scale),
         bias_scale=_address(bias_scale),
@@ -132,27 +130,6 @@ def launch(
     )
     for tensor in [out] if isinstance(out, Tensor) else out:
         torch.autograd.graph.increment_version(tensor)
-
-
-@cache
-def extension() -> ModuleType | None:
-    """The compiled extension; None where the package was installed without it."""
-    try:
-        from .. import _C
-    except ImportError:
-        return None
-    return _C
-
-
-@cache
-def device_refusal(device: int) -> str | None:
-    """Why no problem can be run on this CUDA device; None: some can."""
-    if extension() is None:
-        return "is not built (install where nvcc is, with FUSIBLE_BUILD_CUDA=1)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"needs compute capability 9.0, got {capability[0]}.{capability[1]}"
-    return None
 
 
 class _Extents(NamedTuple):
@@ -210,7 +187,7 @@ def _factor_refusal(p: GroupedGemm) -> str | None:
         return "has no alpha for weight gradients"
     if isinstance(p.alpha, Tensor) and p.alpha.shape != (p.groups,):
         return f"needs an alpha for each group, got shape {list(p.alpha.shape)}"
-    if p.bias is not None and first(p.bias).dtype not in _TYPES:
+    if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
     return None
 

@@ -90,18 +90,6 @@ def multiply(
         out.copy_(result if beta is None else result + beta * out)
 
 
-def spans(split_sizes: Tensor, rows: int) -> Iterator[tuple[list[tuple[int, slice]], slice]]:
-    """Neighbouring groups and all their rows: at least ``_SPAN`` rows but for the last."""
-    groups: list[tuple[int, slice]] = []
-    for g, (start, end) in enumerate(row_bounds(split_sizes, rows)):
-        groups.append((g, slice(start, end)))
-        if end - groups[0][1].start >= _SPAN:
-            yield groups, slice(groups[0][1].start, end)
-            groups = []
-    if groups:
-        yield groups, slice(groups[0][1].start, groups[-1][1].stop)
-
-
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     """``out[g]`` = the sum of the rows of group g."""
     wide = torch.promote_types(rows.dtype, torch.float32)

@@ -76,8 +76,8 @@ class GroupedGemm:
     @property
     def bytes(self) -> int:
         """Every operand read once, the result written once (and read, if it counts)."""
-        sizes = [_nbytes(t) for t in (self.a, self.b, self.bias, self.row_scale, self.bias_scale) if t is not None]
-        return sum(sizes) + _nbytes(self.out) * (1 if self.beta is None else 2)
+        read = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale)
+        return read + nbytes(self.out) * (1 if self.beta is None else 2)
 
 
 def address(tensor: Tensor) -> int:
@@ -95,5 +95,7 @@ def stacked(matrices: Matrices) -> Tensor:
     return matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
 
 
-def _nbytes(matrices: Matrices) -> int:
-    return sum(m.numel() * m.element_size() for m in ([matrices] if isinstance(matrices, Tensor) else matrices))
+def nbytes(*tensors: Matrices | None) -> int:
+    """Bytes of all their elements; None has none."""
+    given = [t for t in tensors if t is not None]
+    return sum(m.numel() * m.element_size() for t in given for m in ([t] if isinstance(t, Tensor) else t))

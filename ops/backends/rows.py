@@ -8,21 +8,20 @@ import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
-from . import hopper
+from .extension import TYPE_CODES, device_refusal
 from .pointwise import QUICK, ActivationGrads
 
 NAME = "activation"
 _CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def usable(scales: Tensor | None, *tensors: Tensor | None) -> bool:
     """Whether the kernels are built for where the tensors are, and take their one dtype and their strides."""
     given = [t for t in tensors if t is not None]
-    if not given[0].is_cuda or hopper.device_refusal(given[0].get_device()) is not None:
+    if not given[0].is_cuda or device_refusal(given[0].get_device()) is not None:
         return False
     everything = given if scales is None else [*given, scales]
-    return len({t.dtype for t in given}) == 1 and all(t.is_contiguous() and t.dtype in _TYPES for t in everything)
+    return len({t.dtype for t in given}) == 1 and all(t.is_contiguous() and t.dtype in TYPE_CODES for t in everything)
 
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
@@ -66,11 +65,11 @@ def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, f
 
 
 def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
-    return *_place(pre), _TYPES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+    return *_place(pre), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
 
 
 def _scales(scales: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if scales is None else (scales.data_ptr(), _TYPES[scales.dtype])
+    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

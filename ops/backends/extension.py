@@ -1,0 +1,30 @@
+"""The compiled extension: whether it is there, for which devices, and its codes for dtypes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@cache
+def is_built() -> bool:
+    """Whether the package was installed with it."""
+    try:
+        from .. import _C  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@cache
+def device_refusal(device: int) -> str | None:
+    """Why none of its kernels can be run on this CUDA device; None: some can."""
+    if not is_built():
+        return "is not built (install where nvcc is, with FUSIBLE_BUILD_CUDA=1)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"needs compute capability 9.0, got {capability[0]}.{capability[1]}"
+    return None
