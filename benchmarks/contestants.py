@@ -14,6 +14,8 @@ from fusible.fuser import registry
 
 from .problem import Problem, Result
 
+STREAMS = 4
+
 
 @dataclass(frozen=True)
 class Contestant:
@@ -23,10 +25,14 @@ class Contestant:
     leaves: tuple[Tensor, ...]
     dy: Tensor
 
+    def backward(self, y: Tensor) -> tuple[Tensor, ...]:
+        """The gradients, from what a forward gave."""
+        return torch.autograd.grad(y, self.leaves, self.dy)
+
     def step(self) -> tuple[Tensor, ...]:
         """A forward and a backward."""
         y = self.forward()
-        return y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)
+        return y.detach(), *self.backward(y)
 
     def infer(self) -> Tensor:
         """A forward alone."""
@@ -84,6 +90,28 @@ def loop(problem: Problem) -> Contestant:
     return Contestant(forward, (x, scales, *(m.weight for m in (*ups, *downs))), problem.dy)
 
 
+def loop_on_streams(problem: Problem) -> Contestant:
+    """The loop, its experts by turns on four streams; autograd runs each backward on the stream of its forward."""
+    whole, sizes = loop(problem), problem.split_sizes.tolist()
+    x, scales, *weights = whole.leaves
+    streams = [torch.cuda.Stream() for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
+    half = len(weights) // 2
+
+    def forward() -> Tensor:
+        current = torch.cuda.current_stream()
+        parts = []
+        for stream in streams:
+            stream.wait_stream(current)
+        for g, (rows, scale) in enumerate(zip(torch.split(x, sizes), torch.split(scales, sizes), strict=True)):
+            with torch.cuda.stream(streams[g % STREAMS]):
+                parts.append(F.linear(_swiglu(F.linear(rows, weights[g]), scale), weights[half + g]))
+        for stream in streams:
+            current.wait_stream(stream)
+        return torch.cat(parts)
+
+    return Contestant(forward, whole.leaves, problem.dy)
+
+
 def grouped_mm(problem: Problem) -> Contestant:
     """``torch.nn.functional.grouped_mm`` and torch's own autograd."""
     return _by_grouped_mm(problem, _swiglu)
@@ -104,27 +132,29 @@ class Dense(Contestant):
     pre: Tensor
     hidden: Tensor
 
-    def step(self) -> tuple[Tensor, ...]:
-        self.infer()
+    def backward(self, y: Tensor) -> tuple[Tensor, ...]:
         dhidden, dw2 = self.dy @ self.w2, self.dy.mT @ self.hidden
         return dhidden, dw2, self.pre @ self.w1, self.pre.mT @ self.x
-
-    def infer(self) -> Tensor:
-        self.x @ self.w1.mT
-        return self.hidden @ self.w2.mT
 
 
 def dense(problem: Problem) -> Contestant:
     """A yardstick, not a peer: it computes no activation."""
     x, w1, w2 = problem.x, problem.w1[0], problem.w2[0]
     pre = x @ w1.mT
-    return Dense(lambda: x, (), problem.dy, w1, w2, x, pre, pre[:, : w2.shape[1]].contiguous())
+    hidden = pre[:, : w2.shape[1]].contiguous()
+
+    def forward() -> Tensor:
+        x @ w1.mT
+        return hidden @ w2.mT
+
+    return Dense(forward, (), problem.dy, w1, w2, x, pre, hidden)
 
 
 CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
     "fused": fused,
     "unfused": unfused,
     "loop": loop,
+    "loop-on-streams": loop_on_streams,
     "grouped_mm": grouped_mm,
     "grouped_mm+compile": grouped_mm_compiled,
     "dense": dense,
@@ -133,6 +163,8 @@ CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
 
 def refusal(name: str, problem: Problem) -> str | None:
     """Why a contestant cannot take part; None: it can."""
+    if name == "loop-on-streams":
+        return None if problem.x.is_cuda else "needs a CUDA device"
     if not name.startswith("grouped_mm"):
         return None
     if not problem.x.is_cuda or problem.x.dtype != torch.bfloat16:

@@ -3,8 +3,10 @@
     python -m fusible bench mlp                                   on this machine, small sizes
     python -m fusible bench mlp --preset mixtral --tokens 8192    on a GPU
 
-Times are medians of interleaved rounds in one run; ratios are to the loop over experts. The error is the largest, over
-output and gradients, of the relative error against float64 arithmetic on the same rounded inputs.
+Times are medians of interleaved rounds in one run, on a GPU each right after an untimed call of the same, as in a
+training. ``inference`` is a forward without grad. ``dense`` is one product of as many operations instead of each
+grouped one, and no activation: a yardstick, not a peer. The error is the largest, over output and gradients, of the
+relative error against float64 arithmetic on the same rounded inputs.
 """
 
 from __future__ import annotations
@@ -12,22 +14,26 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .contestants import CONTESTANTS, Contestant, race, refusal
+from .plots import add_plot_argument, bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
 from .report import Report, describe
 from .timing import interleaved, markdown, peak_bytes
 
 YARDSTICK = "dense"  # computes something else: it has no error
+PARTS = {"inference": "inference", "forward": "forward", "backward": "backward", "step": "both"}
 
 
 class Measured(NamedTuple):
-    """What one contestant did."""
+    """What one contestant did: seconds, bytes, the largest relative error."""
 
+    inference: float
     forward: float
+    backward: float
     step: float
     peak: int
     error: float | None
@@ -52,29 +58,41 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
 def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Measured]:
     """Checks, then times every contestant."""
     errors, device = check(problem, contestants), problem.x.device
-    forward = interleaved({name: c.infer for name, c in contestants.items()}, rounds, device)
-    step = interleaved({name: c.step for name, c in contestants.items()}, rounds, device)
+
+    def timed(part: str, **how: Any) -> dict[str, float]:
+        functions = {name: getattr(c, part) for name, c in contestants.items()}
+        return interleaved(functions, rounds, device, steady=problem.x.is_cuda, **how)
+
+    inference, forward, step = timed("infer"), timed("forward"), timed("step")
+    backward = timed("backward", given={name: c.forward for name, c in contestants.items()})
     peaks = {name: peak_bytes(c.step, device) for name, c in contestants.items()}
-    return {name: Measured(forward[name], step[name], peaks[name], errors.get(name)) for name in contestants}
+    return {
+        name: Measured(inference[name], forward[name], backward[name], step[name], peaks[name], errors.get(name))
+        for name in contestants
+    }
 
 
 def table(problem: Problem, measured: Mapping[str, Measured]) -> str:
-    """The measurements as Markdown."""
-    heading = ("", "forward, ms", "forward + backward, ms", "TFLOP/s", "time / loop", "peak memory, MB", "error")
-    base = measured.get("loop")
+    """The measurements as Markdown; speeds relative to the yardstick and to the loop, where they were measured."""
+    heading = [f"{part}, ms" for part in PARTS.values()]
+    heading += [f"{part} / dense" for part in PARTS.values()] if YARDSTICK in measured else []
+    heading += ["speed / loop"] if "loop" in measured else []
     rows = []
     for name, m in measured.items():
-        ratio = f"{m.step / base.step:.2f}" if base else ""
+        times = [f"{getattr(m, part) * 1e3:.3f}" for part in PARTS]
+        if YARDSTICK in measured:
+            times += [f"{getattr(measured[YARDSTICK], part) / getattr(m, part):.2f}" for part in PARTS]
+        times += [f"{measured['loop'].step / m.step:.2f}"] if "loop" in measured else []
         speed, error = 3 * problem.flops / m.step / 1e12, "" if m.error is None else f"{m.error:.1e}"
-        times = f"{m.forward * 1e3:.3f}", f"{m.step * 1e3:.3f}"
-        rows.append((name, *times, f"{speed:.3g}", ratio, f"{m.peak / 1e6:.1f}", error))
-    return markdown(heading, rows)
+        rows.append((name, *times, f"{speed:.3g}", f"{m.peak / 1e6:.1f}", error))
+    return markdown(("", *heading, "TFLOP/s", "peak memory, MB", "error"), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
     report, (experts, features, hidden, rows) = Report(args.out), sizes_of(args)
+    speeds: dict[str, dict[str, float]] = {}
     for distribution in args.distribution:
         splits = split_sizes(distribution, experts, rows)
         problem = Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
@@ -86,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = "\n".join([f"### {describe(problem)}, {distribution}\n", table(problem, measured), *notes])
         found = {name: m._asdict() for name, m in measured.items()}
         report.add(text, [{"problem": describe(problem), "distribution": distribution, "contestants": found}])
+        speeds[distribution] = {name: 3 * problem.flops / m.step / 1e12 for name, m in measured.items()}
+    if args.plot:
+        bars(args.plot, speeds, f"experts, forward and backward: {describe(problem)}", "TFLOP/s")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -93,6 +114,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="fusible bench mlp", description=description)
     add_size_arguments(parser, tokens=1024)
     add_run_arguments(parser, CONTESTANTS, rounds=30)
+    add_plot_argument(parser)
     return parser.parse_args(argv)
 
 

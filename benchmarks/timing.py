@@ -6,12 +6,13 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-Function = Callable[[], Any]
+Function = Callable[..., Any]
 _FLUSH_BYTES = 256 * 2**20  # more than the second-level cache of any GPU that we know
 
 
@@ -21,6 +22,7 @@ def interleaved(
     device: torch.device | str = "cpu",
     calls: int = 1,
     steady: bool = False,
+    given: Mapping[str, Function] | None = None,
 ) -> dict[str, float]:
     """Median seconds of one call of each function.
 
@@ -34,6 +36,7 @@ def interleaved(
         calls: how many calls make one measurement; more than one for what takes microseconds.
         steady: on CUDA the second-level cache is flushed before each measurement; with ``steady``, an untimed call of
             the same function goes before it instead, as in a run of many.
+        given: what makes the one argument of each function; anew for every call, and not timed.
     """
     clock = _CudaClock(flush=not steady) if torch.device(device).type == "cuda" else _host_seconds
     order, shuffler = list(functions), random.Random(0)
@@ -41,19 +44,25 @@ def interleaved(
     for turn in range(rounds + 1):
         shuffler.shuffle(order)
         for name in order:
+            make = given[name] if given else None
             if steady:
-                functions[name]()
-            measured = clock(functions[name], calls)
+                _prepared(functions[name], make)()
+            measured = clock([_prepared(functions[name], make) for _ in range(calls)])
             if turn:
                 seconds[name].append(measured)
     return {name: median(times) for name, times in seconds.items()}
 
 
-def _host_seconds(function: Function, calls: int) -> float:
+def _prepared(function: Function, make: Function | None) -> Function:
+    """The function, with its argument if there is something to make it."""
+    return function if make is None else partial(function, make())
+
+
+def _host_seconds(functions: Sequence[Function]) -> float:
     start = time.perf_counter()
-    for _ in range(calls):
+    for function in functions:
         function()
-    return (time.perf_counter() - start) / calls
+    return (time.perf_counter() - start) / len(functions)
 
 
 class _CudaClock:
@@ -62,17 +71,17 @@ class _CudaClock:
     def __init__(self, flush: bool) -> None:
         self._flush = torch.empty(_FLUSH_BYTES if flush else 0, dtype=torch.int8, device="cuda")
 
-    def __call__(self, function: Function, calls: int) -> float:
+    def __call__(self, functions: Sequence[Function]) -> float:
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._flush.zero_()
         start.record()
-        for _ in range(calls):
+        for function in functions:
             function()
         end.record()
         end.synchronize()
         milliseconds: float = start.elapsed_time(end)
-        return milliseconds / 1000 / calls
+        return milliseconds / 1000 / len(functions)
 
 
 def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:

@@ -1,4 +1,4 @@
-"""The command line: ``python -m fusible info | explain | demo | bench``."""
+"""The command line: ``python -m fusible info | explain | demo | roofline | bench``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config
-from .benchmarks import grouped_gemm, grouped_mlp
+from .benchmarks import grouped_gemm, grouped_mlp, roofline
 from .benchmarks.problem import add_size_arguments, sizes_of
 from .examples import moe_lm
 from .fuser import RefusedError, registry
@@ -100,6 +100,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info, "versions, device, which backends run here and why others do not"),
     "explain": (explain, "what the experts of a model run, and why; tables or a drawing"),
     "demo": (moe_lm.main, "train a small language model for a minute, and see how its experts run"),
+    "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (bench, "time the experts (bench mlp) or the grouped GEMM (bench grouped_gemm) against their peers"),
 }
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusible.benchmarks import gemm_contestants, grouped_gemm, grouped_mlp, host_overhead, timing
+from fusible.benchmarks import gemm_contestants, grouped_gemm, grouped_mlp, host_overhead, plots, roofline, timing
 from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
 from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
@@ -224,6 +226,50 @@ def test_bench_of_grouped_gemm_runs_without_ours(capsys: pytest.CaptureFixture[s
     assert "| TFLOP/s " in capsys.readouterr().out
 
 
+def test_roofline_prints_writes_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, plot = tmp_path / "roof", tmp_path / "roof.svg"
+    roofline.main([*SMALL, "--device", "cpu", "--out", str(out), "--plot", str(plot)])
+    printed = capsys.readouterr().out
+
+    assert re.match(r"Ceilings: [\d.]+ TFLOP/s, [\d.]+ TB/s", printed)
+    assert (tmp_path / "roof.md").read_text().strip() in printed
+    fc1 = json.loads((tmp_path / "roof.json").read_text())["results"][0]["products"][0]
+    moved = 4 * (40 * 16 + 3 * 48 * 16 + 40 * 48)
+    assert (fc1["product"], fc1["intensity"]) == ("fc1", pytest.approx(2 * 40 * 48 * 16 / moved))
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_bound_is_the_lower_of_both_ceilings() -> None:
+    roof = roofline.Ceilings(flops=100.0, bandwidth=10.0)
+
+    assert roof.bound(flops=50, moved=10) == 50
+    assert roof.bound(flops=5000, moved=10) == 100
+
+
+def test_bench_draws(tmp_path: Path) -> None:
+    plot = tmp_path / "bench.png"
+    grouped_mlp.main([*SMALL, "--device", "cpu", "--contestants", "fused", "loop", "--plot", str(plot)])
+
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_is_refused_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        roofline.main(["--plot", "somewhere.svg"])
+
+    assert "needs matplotlib: pip install fusible[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_roofline_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    roofline.main(["--preset", "small", *SMALL[:-2], "--dtype", "bf16", "--device", "cuda"])
+
+    assert "grouped_mm / bound" in capsys.readouterr().out
+
+
 @pytest.mark.cuda
 def test_bench_of_grouped_gemm_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--preset", "small", *SMALL[:-2], "--dtype", "bf16", "--device", "cuda"]
@@ -234,11 +280,10 @@ def test_bench_of_grouped_gemm_runs_on_cuda(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.cuda
 def test_bench_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
-    grouped_mlp.main(
-        [*SMALL[:-2], "--dtype", "bf16", "--device", "cuda", "--contestants", "fused", "loop", "grouped_mm"]
-    )
+    grouped_mlp.main([*SMALL[:-2], "--dtype", "bf16", "--device", "cuda", "--contestants", *CONTESTANTS])
 
-    assert "| grouped_mm " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(f"| {name} " in printed for name in CONTESTANTS)
 
 
 def test_host_overhead_prints_both_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,6 +314,23 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
     assert timing.peak_bytes(together) >= 16000
     assert timing.kept_bytes(one_after_the_other) == 0
     assert timing.kept_bytes(together) >= 16000
+
+
+def test_what_a_function_is_given_is_made_anew_for_every_call() -> None:
+    made, used = iter(range(100)), []
+
+    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, given={"f": lambda: next(made)})
+
+    assert used == list(range(9))  # three rounds, an untimed call before the two of each
+
+
+@pytest.mark.parametrize("name", ["fused", "loop"])
+def test_backward_alone_is_that_of_a_step(name: str) -> None:
+    contestant = CONTESTANTS[name](problem())
+
+    gradients = contestant.backward(contestant.forward())
+
+    torch.testing.assert_close(gradients, contestant.step()[1:])
 
 
 def test_interleaved_times_every_function() -> None:

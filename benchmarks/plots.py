@@ -1,0 +1,84 @@
+"""Plots of measurements, as SVG or PNG by the name of the file. Needs matplotlib: ``pip install fusible[plot]``."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Point(NamedTuple):
+    """What was measured at one place of a roofline: operations a byte, operations a second."""
+
+    name: str
+    intensity: float
+    flops: float
+
+
+def add_plot_argument(parser: ArgumentParser) -> None:
+    """``--plot FILE``, refused at once where there is nothing to draw with."""
+
+    def path(text: str) -> Path:
+        if find_spec("matplotlib") is None:
+            raise ArgumentTypeError("needs matplotlib: pip install fusible[plot]")
+        return Path(text)
+
+    parser.add_argument("--plot", type=path, metavar="FILE", help="draw it as well; .svg or .png")
+
+
+def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit: str) -> None:
+    """Bars side by side, for each name of each group."""
+    figure, axes = _figure(title)
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [group.get(name, 0.0) for group in groups.values()]
+        drawn = axes.bar([g + i * width for g in range(len(groups))], heights, width, label=name)
+        axes.bar_label(drawn, fmt="%.3g", fontsize=7)
+    axes.set_xticks([g + 0.4 - width / 2 for g in range(len(groups))], list(groups))
+    axes.set_ylabel(unit)
+    _write(figure, axes, file)
+
+
+def roofline(file: Path, points: Mapping[str, Sequence[Point]], peak: float, bandwidth: float, title: str) -> None:
+    """Points under the roof that ``peak`` (FLOP/s) and ``bandwidth`` (bytes/s) make; both axes logarithmic."""
+    figure, axes = _figure(title)
+    ridge, everything = peak / bandwidth, [p for some in points.values() for p in some]
+    left = min([p.intensity for p in everything] + [ridge]) / 2
+    right = max([p.intensity for p in everything] + [ridge]) * 2
+    roof = [bandwidth * left / 1e12, peak / 1e12, peak / 1e12]
+    axes.loglog([left, ridge, right], roof, color="black", linewidth=1, label="roof")
+    for (name, some), marker in zip(points.items(), "osv^D*xP", strict=False):
+        axes.loglog([p.intensity for p in some], [p.flops / 1e12 for p in some], marker, label=name, alpha=0.7)
+    axes.set_xlabel("FLOP a byte")
+    axes.set_ylabel("TFLOP/s")
+    _write(figure, axes, file)
+
+
+def curves(file: Path, lines: Mapping[str, Sequence[float]], title: str, x: str, y: str) -> None:
+    """Lines over the number of the value; the first is broad, so that another one on top of it is seen."""
+    figure, axes = _figure(title)
+    for i, (name, values) in enumerate(lines.items()):
+        axes.plot(
+            range(1, len(values) + 1), values, label=name, linewidth=4 if i == 0 else 1, alpha=0.5 if i == 0 else 1
+        )
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    _write(figure, axes, file)
+
+
+def _figure(title: str) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=9)
+    return figure, axes
+
+
+def _write(figure: Any, axes: Any, file: Path) -> None:
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(file)

@@ -1,0 +1,113 @@
+"""How near the kernels come to what the device can do: operations a byte, and the bound that follows from them.
+
+    python -m fusible roofline                                            all presets on a GPU
+    python -m fusible roofline --preset qwen3 --tokens 64 8192 --plot roofline.svg
+
+The two ceilings are measured first: the bandwidth of a large copy, which counts what is read and what is written, and
+the speed of a large matrix product. The bound of a product is min(peak, FLOP a byte x bandwidth), where every operand
+counts as read once and the result as written once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from .gemm_contestants import CONTESTANTS, products, refusal
+from .grouped_gemm import YARDSTICK, bytes_moved, measure
+from .plots import Point, add_plot_argument, roofline
+from .problem import DTYPES, PRESETS, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
+from .report import Report, describe
+from .timing import interleaved, markdown
+
+SIDE, COPIED = 8192, 2**30  # on a CPU an eighth, and a sixteenth
+
+
+class Ceilings(NamedTuple):
+    """What the device does at best."""
+
+    flops: float  # a second
+    bandwidth: float  # bytes a second, read and written
+
+    def bound(self, flops: int, moved: int) -> float:
+        """FLOP/s that are possible at most, for so many operations on so many bytes."""
+        return min(self.flops, flops / moved * self.bandwidth)
+
+
+def ceilings(device: str, dtype: torch.dtype, rounds: int) -> Ceilings:
+    """Measures them, on random data."""
+    cuda = torch.device(device).type == "cuda"
+    side, copied = (SIDE, COPIED) if cuda else (SIDE // 8, COPIED // 16)
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    source = torch.randint(256, (copied,), dtype=torch.uint8, device=device)
+    out, target = torch.empty_like(a), torch.empty_like(source)
+    functions = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+    seconds = interleaved(functions, rounds, device, calls=2, steady=True)
+    return Ceilings(2 * side**3 / seconds["product"], 2 * copied / seconds["copy"])
+
+
+def findings(problem: Problem, label: str, roof: Ceilings, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every product of the experts: how many operations a byte, how fast, how fast at most."""
+    found = []
+    for name, p in products(problem, args.main_grad):
+        functions = {who: CONTESTANTS[who](p) for who in args.contestants if refusal(who, p) is None}
+        print(f"{label}: {name} …", file=sys.stderr, flush=True)
+        measured, moved = measure(p, functions, args.rounds), bytes_moved(p)
+        speeds = {who: p.flops / m.seconds for who, m in measured.items()}
+        bound = roof.bound(p.flops, moved)
+        found.append({"product": name, "intensity": p.flops / moved, "bound": bound, "flops_per_second": speeds})
+    return found
+
+
+def table(found: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str:
+    """The findings as Markdown: speeds in TFLOP/s, and as shares of the bound."""
+    heading = ("", "FLOP a byte", "bound, TFLOP/s", *contestants, *(f"{who} / bound" for who in contestants))
+    rows = []
+    for f in found:
+        speeds = [f["flops_per_second"].get(who) for who in contestants]
+        shown = [f"{s / 1e12:.4g}" if s else "" for s in speeds] + [
+            f"{s / f['bound']:.2f}" if s else "" for s in speeds
+        ]
+        rows.append((f["product"], f"{f['intensity']:.4g}", f"{f['bound'] / 1e12:.4g}", *shown))
+    return markdown(heading, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures the ceilings, then every product of every preset, number of tokens and distribution; prints Markdown."""
+    args = _arguments(argv)
+    report, roof = Report(args.out), ceilings(args.device, DTYPES[args.dtype], args.rounds)
+    print(f"Ceilings: {roof.flops / 1e12:.4g} TFLOP/s, {roof.bandwidth / 1e12:.3g} TB/s.\n", flush=True)
+    points: dict[str, list[Point]] = {who: [] for who in args.contestants}
+    for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
+        sizes, label = sizes_of(args, preset, tokens), f"{preset}, {tokens} tokens, {distribution}"
+        splits = split_sizes(distribution, sizes.experts, sizes.rows)
+        problem = Problem.make(*sizes[:3], splits, args.device, DTYPES[args.dtype])
+        found = findings(problem, label, roof, args)
+        what = {"preset": preset, "tokens": tokens, "distribution": distribution, "ceilings": roof._asdict()}
+        report.add(
+            f"### {label}: {describe(problem)}\n\n{table(found, args.contestants)}", [{**what, "products": found}]
+        )
+        for f in found:
+            for who, speed in f["flops_per_second"].items():
+                points[who].append(Point(f["product"], f["intensity"], speed))
+    if args.plot:
+        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        roofline(args.plot, points, *roof, f"products of the experts, {args.dtype}, {where}")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
+    parser = argparse.ArgumentParser(prog="fusible roofline", description=description)
+    published = [name for name in PRESETS if name != "small"]
+    add_size_arguments(parser, [64, 8192] if cuda else [1024], published if cuda else ["small"], nargs="+")
+    add_run_arguments(parser, CONTESTANTS, rounds=5)
+    peers = [who for who in ("ours", "grouped_mm") if cuda or who == "ours"]
+    parser.set_defaults(contestants=[*peers, YARDSTICK])
+    parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
+    add_plot_argument(parser)
+    return parser.parse_args(argv)
