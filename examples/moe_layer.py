@@ -17,6 +17,7 @@ class Routing(NamedTuple):
     """Which tokens the experts see: row r is token ``tokens[r]``, and rows are sorted by expert."""
 
     tokens: Tensor  # [T * top_k]
+    rows: Tensor  # [T, top_k]: where the rows of a token are; the other way round
     split_sizes: Tensor  # [E]: how many rows each expert has; stays on the device
     scales: Tensor  # [T * top_k]: how much each row counts
     balance: Tensor  # a loss that is smallest, 1, when all experts are used alike
@@ -38,7 +39,7 @@ class Router(nn.Module):
         scales = (top / top.sum(-1, keepdim=True)).flatten()[order]
         # the share of rows that an expert gets, times the probability that it is given: arXiv 2101.03961, section 2.2
         balance = self.experts * (used / used.sum() * probabilities.mean(0)).sum()
-        return Routing(order // self.top_k, used, scales, balance)
+        return Routing(order // self.top_k, order.argsort().view_as(chosen), used, scales, balance)
 
 
 class MoELayer(nn.Module):
@@ -60,8 +61,8 @@ class MoELayer(nn.Module):
         routing = self.router(tokens)
         rows = tokens.index_select(0, routing.tokens)  # dispatch
         rows = self.experts(rows, split_sizes=routing.split_sizes, scales=routing.scales)
-        combined = torch.zeros_like(tokens).index_add(0, routing.tokens, rows.to(tokens.dtype))
-        return combined.view_as(x), routing.balance
+        combined = rows[routing.rows].sum(1)  # in a fixed order, unlike index_add on a GPU
+        return combined.to(x.dtype).view_as(x), routing.balance
 
 
 def main() -> None:

@@ -124,10 +124,11 @@ def train(model: LanguageModel, text: Tensor, seconds: float, steps: int | None 
     """Trains with AdamW, the rate rising for a tenth of the time and falling along a cosine; returns the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
     generator, losses, bar = torch.Generator().manual_seed(1), [], Bar()
+    device = model.positions.device
     for done in progress(seconds, steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1, done / 0.1 + 0.05) * 0.5 * (1 + math.cos(math.pi * done))
-        x, target = batch_of(text, BATCH, generator)
+        x, target = (t.to(device) for t in batch_of(text, BATCH, generator))
         logits, balance = model(x)
         loss = cross_entropy(logits, target)
         optimizer.zero_grad()

@@ -15,7 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusible.benchmarks import gemm_contestants, grouped_gemm, grouped_mlp, host_overhead, plots, roofline, timing
+from fusible.benchmarks import (
+    gemm_contestants,
+    grouped_gemm,
+    grouped_mlp,
+    host_overhead,
+    loss_curves,
+    plots,
+    roofline,
+    timing,
+)
 from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
 from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
@@ -237,6 +246,31 @@ def test_roofline_prints_writes_and_draws(capsys: pytest.CaptureFixture[str], tm
     moved = 4 * (40 * 16 + 3 * 48 * 16 + 40 * 48)
     assert (fc1["product"], fc1["intensity"]) == ("fc1", pytest.approx(2 * 40 * 48 * 16 / moved))
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+
+
+def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "curves.svg"
+    loss_curves.main(["--device", "cpu", "--steps", "3", "--out", str(tmp_path / "curves"), "--plot", str(plot)])
+    found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
+
+    assert list(found) == ["fused", "unfused", "unfused, loop"]
+    assert max(loss_curves.apart(found).values()) < 1e-4
+    assert found["fused"][0] == pytest.approx(math.log(256), abs=0.2)
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+    assert "| unfused, loop " in capsys.readouterr().out
+
+
+def test_curves_that_part_are_seen() -> None:
+    assert loss_curves.apart({"a": [1.0] * 30, "b": [1.0] * 25 + [3.0] * 5})["a"] == pytest.approx(0.5)
+
+
+@pytest.mark.cuda
+def test_loss_curves_agree_on_cuda() -> None:
+    found = loss_curves.losses("cuda", 200)
+    far = loss_curves.apart(found)
+
+    assert found["fused"][-1] < 3.5
+    assert max(far.values()) < 0.05, far
 
 
 def test_bound_is_the_lower_of_both_ceilings() -> None:

@@ -1,0 +1,80 @@
+"""The demo's model trained twice from one seed, with fused kernels and with those of PyTorch: the losses must agree.
+
+Run it with ``python -m fusible.benchmarks.loss_curves --out docs/loss_curves --plot docs/loss_curves.svg``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import fusible
+from fusible.examples.moe_lm import LanguageModel, read_text, train
+from fusible.fuser import registry
+
+from .plots import add_plot_argument, curves
+from .report import Report
+from .timing import markdown
+
+SMOOTHED = 20  # steps
+
+
+def losses(device: str, steps: int) -> dict[str, list[float]]:
+    """In nats a byte at every step: fused, op by op on the same kernels, and op by op on the fallback.
+
+    On CUDA the model computes in bfloat16 from float32 parameters, by autocast.
+    """
+    fallback = "grouped_mm" if device == "cuda" else "loop"
+    unfused = [fusion.name for fusion in registry]
+    ways = {
+        "fused": fusible.config(),
+        "unfused": fusible.config(disable_fusions=unfused),
+        f"unfused, {fallback}": fusible.config(disable_fusions=unfused, backend=fallback),
+    }
+    return {name: _losses(way, device, steps) for name, way in ways.items()}
+
+
+def _losses(way: contextlib.AbstractContextManager[object], device: str, steps: int) -> list[float]:
+    torch.manual_seed(0)
+    model, text = LanguageModel().to(device), read_text()
+    amp = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    with way, amp, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return train(model, text, 0, steps)
+
+
+def smoothed(values: Sequence[float]) -> torch.Tensor:
+    """The means of all runs of so many neighbouring values."""
+    return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(1)
+
+
+def apart(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """How far each smoothed curve is from that of the fallback, at most."""
+    *_, fallback = found.values()
+    return {name: float((smoothed(v) - smoothed(fallback)).abs().max()) for name, v in found.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains, prints a table, draws."""
+    parser = argparse.ArgumentParser(prog="loss_curves", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    add_plot_argument(parser)
+    args = parser.parse_args(argv)
+    found = losses(args.device, args.steps)
+    heading = ("loss, nats a byte", "first step", f"mean of the last {SMOOTHED}", "apart from the fallback, at most")
+    rows = []
+    for (name, values), far in zip(found.items(), apart(found).values(), strict=True):
+        rows.append((name, f"{values[0]:.4f}", f"{smoothed(values)[-1]:.4f}", f"{far:.4f}"))
+    Report(args.out).add(markdown(heading, rows), [{"losses": found}])
+    if args.plot:
+        curves(args.plot, found, f"the demo's model, {args.steps} steps, {args.device}", "step", "loss, nats a byte")
+
+
+if __name__ == "__main__":
+    main()
