@@ -253,7 +253,7 @@ def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_pa
     loss_curves.main(["--device", "cpu", "--steps", "3", "--out", str(tmp_path / "curves"), "--plot", str(plot)])
     found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
 
-    assert list(found) == ["fused", "unfused", "unfused, loop"]
+    assert list(found) == ["unfused, loop, nudged", "fused", "unfused", "unfused, loop"]
     assert max(loss_curves.apart(found).values()) < 1e-4
     assert found["fused"][0] == pytest.approx(math.log(256), abs=0.2)
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
@@ -267,10 +267,10 @@ def test_curves_that_part_are_seen() -> None:
 @pytest.mark.cuda
 def test_loss_curves_agree_on_cuda() -> None:
     found = loss_curves.losses("cuda", 200)
-    far = loss_curves.apart(found)
+    nudged, *far = loss_curves.apart(found).values()
 
     assert found["fused"][-1] < 3.5
-    assert max(far.values()) < 0.05, far
+    assert max(far) < 2 * max(nudged, 0.03), (nudged, far)
 
 
 def test_bound_is_the_lower_of_both_ceilings() -> None:
@@ -313,6 +313,7 @@ def test_bench_of_grouped_gemm_runs_on_cuda(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, where it imports its compiler
 def test_bench_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     grouped_mlp.main([*SMALL[:-2], "--dtype", "bf16", "--device", "cuda", "--contestants", *CONTESTANTS])
 
