@@ -5,6 +5,7 @@
 
 #include "fusible/activation.h"
 #include "fusible/device.h"
+#include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/zero_tail.h"
 
@@ -79,6 +80,24 @@ void zero_tail(int device, Address stream, Address data, int64_t tokens, int64_t
                      reinterpret_cast<cudaStream_t>(stream));
 }
 
+fusible::DenseRows dense_rows(Address data, int type, int64_t tokens, int64_t columns, int64_t pitch) {
+  return {pointer<void>(data), static_cast<fusible::DType>(type), tokens, columns, pitch};
+}
+
+void column_sums(int device, Address stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups,
+                 bool wide, Address scale, Address out, int out_type, Address workspace) {
+  fusible::column_sums({dense_rows(rows, type, tokens, columns, pitch), pointer<float>(scale), {pointer<void>(sizes), groups, wide},
+                        reinterpret_cast<void*>(out), static_cast<fusible::DType>(out_type), reinterpret_cast<float*>(workspace)},
+                       device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+void row_dots(int device, Address stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups, bool wide,
+              Address vectors, int vectors_type, Address out) {
+  fusible::row_dots({dense_rows(rows, type, tokens, columns, pitch), pointer<void>(vectors), static_cast<fusible::DType>(vectors_type),
+                     {pointer<void>(sizes), groups, wide}, reinterpret_cast<float*>(out)},
+                    device, reinterpret_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -100,5 +119,10 @@ PYBIND11_MODULE(_C, module) {
              "The backward of `activate`; 0 for what is not wanted.");
   module.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a, "sizes"_a, "groups"_a, "wide"_a,
              "Zeroes the rows past the last group.");
+  module.def("column_sums_workspace", &fusible::column_sums_workspace, "tokens"_a, "columns"_a, "groups"_a, "Bytes that column_sums needs.");
+  module.def("column_sums", &column_sums, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a,
+             "wide"_a, "scale"_a, "out"_a, "out_type"_a, "workspace"_a, "Sums over the rows of each group, each row times its scale (0: one).");
+  module.def("row_dots", &row_dots, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a, "wide"_a,
+             "vectors"_a, "vectors_type"_a, "out"_a, "Every row times the vector of its group, in fp32.");
   module.attr("TILE_VARIANTS") = fusible::kTileVariantCount;
 }

@@ -107,3 +107,35 @@ def zero_tail(
     groups: int,
     wide: bool,
 ) -> None: ...
+def column_sums_workspace(tokens: int, columns: int, groups: int) -> int: ...
+def column_sums(
+    device: int,
+    stream: int,
+    rows: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    pitch: int,
+    sizes: int,
+    groups: int,
+    wide: bool,
+    scale: int,
+    out: int,
+    out_type: int,
+    workspace: int,
+) -> None: ...
+def row_dots(
+    device: int,
+    stream: int,
+    rows: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    pitch: int,
+    sizes: int,
+    groups: int,
+    wide: bool,
+    vectors: int,
+    vectors_type: int,
+    out: int,
+) -> None: ...

@@ -183,8 +183,8 @@ class GroupedLinear(WeightGrads):
         """The gradients of the biases by name: sums of the rows of ``dy`` [T, N], scaled by ``row_scale`` if given."""
 
         def gradient() -> Tensor:
-            rows = dy if row_scale is None else dy * row_scale.reshape(-1, 1)
-            return kernels.column_sums(rows, split_sizes, self.expert_parameters("bias")[0].dtype)
+            scale = None if row_scale is None else row_scale.reshape(-1)
+            return kernels.column_sums(dy, split_sizes, self.expert_parameters("bias")[0].dtype, scale)
 
         return self.split_gradient("bias", gradient)
 

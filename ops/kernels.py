@@ -161,25 +161,27 @@ def activate_backward(
     return out
 
 
-def column_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """[E, N]: the sum of the rows of each group, in a fixed order; the gradient of a bias."""
-    out = rows.new_empty((split_sizes.shape[0], rows.shape[1]), dtype=dtype)
-    if not trace.active() and not rows.is_meta:
-        _row_kernels(rows).column_sums(rows, split_sizes, out)
+def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
+    out = tokens.new_empty((split_sizes.shape[0], tokens.shape[1]), dtype=dtype)
+    if not trace.active() and not tokens.is_meta:
+        _row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
     return out
 
 
-def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
-    out = rows.new_empty((rows.shape[0],), dtype=dtype)
-    if not trace.active() and not rows.is_meta:
-        _row_kernels(rows).row_dots(rows, vectors, split_sizes, out)
+    out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
+    if not trace.active() and not tokens.is_meta:
+        _row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
     return out
 
 
-def _row_kernels(rows: Tensor) -> RowKernels:
-    """What keeps split sizes on the device on CUDA, and makes no indices on CPU."""
-    return grouped_mm if rows.is_cuda else loop
+def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
+    """Our own where they can; else what keeps split sizes on the device on CUDA, and makes no indices on CPU."""
+    if rows.takes_groups(tokens, split_sizes, out):
+        return rows
+    return grouped_mm if tokens.is_cuda else loop
 
 
 def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
@@ -189,9 +191,8 @@ def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Of rows that are allocated here; by a kernel that touches nothing else where it is built for the device."""
-    kernels = rows if rows.usable(None, out) else _row_kernels(out)
-    kernels.zero_tail(out, split_sizes)
+    """Of rows that are allocated here; our own kernel touches nothing else."""
+    _row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
 
 
 def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:

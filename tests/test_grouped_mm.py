@@ -26,7 +26,7 @@ def _on_cpu(monkeypatch):
     monkeypatch.setattr(
         grouped_mm, "refusal", lambda p: aligned(p) if p.a.dtype == BF16 else f"needs bfloat16, got {p.a.dtype}"
     )
-    monkeypatch.setattr(kernels, "_row_kernels", lambda rows: grouped_mm)
+    monkeypatch.setattr(kernels, "_row_kernels", lambda *tensors: grouped_mm)
 
 
 def problem(layout, out_dtype=torch.float32, sizes=SIZES, listed=False, **how):
@@ -75,13 +75,14 @@ def test_scales_of_rows_and_of_the_bias():
     torch.testing.assert_close(*both(p), rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("scale", [None, torch.linspace(-1, 2, T)])
 @pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [0, 40, 0], [50, -3, 2]])
-def test_sums_and_dots_of_rows(sizes):
+def test_sums_and_dots_of_rows(sizes, scale):
     rows, vectors, sizes = unit(T, N, dtype=BF16, grad=False), unit(E, N, dtype=BF16, grad=False), torch.tensor(sizes)
     results = []
     for backend in (grouped_mm, loop):
         sums, dots, tail = torch.empty(E, N), torch.empty(T), torch.ones(T, N)
-        backend.column_sums(rows, sizes, sums)
+        backend.column_sums(rows, sizes, sums, scale)
         backend.row_dots(rows, vectors, sizes, dots)
         backend.zero_tail(tail, sizes)
         results.append((sums, dots, tail))

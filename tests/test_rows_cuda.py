@@ -100,3 +100,78 @@ def test_results_are_the_same_from_run_to_run():
         rows.backward(dhidden, pre, spec, s, grads)
 
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+CHUNKED = [[300, 0, 700, 1, 256, 0], [0, 0, 0, 0, 0, 0], [1400, 0, 0, 0, 0, 0], [2000, -5, 2**31 - 1, 0, 0, 0]]
+
+
+def by_group(sizes, rows):
+    """Slices of the groups, cut off where the buffer ends."""
+    start = 0
+    for size in sizes:
+        end = min(rows, start + max(0, size))
+        yield slice(start, end)
+        start = end
+
+
+def ragged_rows(rows, columns, dtype, pitch, sizes):
+    """Rows inside a wider buffer; NaN beside them and past the last group."""
+    buffer = torch.full((rows, pitch), float("nan"), device="cuda", dtype=dtype)
+    valid = min(rows, sum(max(0, size) for size in sizes))
+    buffer[:valid, :columns] = torch.randn(valid, columns, device="cuda").to(dtype)
+    return buffer[:, :columns]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("sizes", CHUNKED, ids=str)
+@pytest.mark.parametrize(("columns", "pitch"), [(264, 264), (8, 16), (5, 7), (2880, 2880)])
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_column_sums(dtype, columns, pitch, sizes, index, scaled):
+    tokens = ragged_rows(1500, columns, dtype, pitch, sizes)
+    scale = torch.rand(1500, device="cuda") if scaled else None
+    if scaled:
+        scale[sum(max(0, size) for size in sizes) :] = float("nan")
+    splits = torch.tensor(sizes, device="cuda", dtype=index)
+    sums = [torch.full((6, columns), float("nan"), device="cuda") for _ in range(2)]
+    for out in sums:
+        rows.column_sums(tokens, splits, out, scale)
+
+    exact = tokens.double() if scale is None else tokens.double() * scale.double().unsqueeze(1)
+    expected = torch.stack([exact[part].sum(0) for part in by_group(sizes, 1500)])
+    torch.testing.assert_close(sums[0].double(), expected, rtol=1e-5, atol=1e-3)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("sizes", CHUNKED, ids=str)
+@pytest.mark.parametrize(("columns", "pitch"), [(264, 264), (8, 16), (5, 7), (2880, 2880)])
+@pytest.mark.parametrize("vectors", STEP, ids=str)
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_row_dots(dtype, vectors, columns, pitch, sizes):
+    tokens = ragged_rows(1500, columns, dtype, pitch, sizes)
+    every = torch.randn(6, columns, device="cuda").to(vectors)
+    dots = [torch.full((1500,), float("nan"), device="cuda") for _ in range(2)]
+    for out in dots:
+        rows.row_dots(tokens, every, torch.tensor(sizes, device="cuda"), out)
+
+    expected = torch.zeros(1500, device="cuda", dtype=torch.float64)
+    for g, part in enumerate(by_group(sizes, 1500)):
+        expected[part] = tokens[part].double() @ every[g].double()
+    torch.testing.assert_close(dots[0].double(), expected, rtol=1e-5, atol=1e-3)
+    assert torch.equal(*dots)
+
+
+@pytest.mark.parametrize("experts", [1, 65, 700])
+def test_sums_of_any_number_of_groups(experts):
+    tokens = torch.randn(1500, 64, device="cuda")
+    sizes = torch.full((experts,), 1500 // experts, device="cuda")
+    out, dots = torch.empty(experts, 64, device="cuda"), torch.empty(1500, device="cuda")
+    rows.column_sums(tokens, sizes, out, None)
+    rows.row_dots(tokens, out, sizes, dots)
+
+    valid = 1500 // experts * experts
+    truth = tokens[:valid].double().view(experts, -1, 64).sum(1)
+    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-3)
+    expected = (tokens[:valid].double().view(experts, -1, 64) * truth.unsqueeze(1)).sum(-1).flatten()
+    torch.testing.assert_close(dots[:valid].double(), expected, rtol=1e-4, atol=1e-2)
+    assert dots[valid:].eq(0).all()

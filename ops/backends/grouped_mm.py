@@ -58,11 +58,12 @@ def linear_activation_backward(
     separate.backward(run, problem, pre, spec, scales, out)
 
 
-def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor) -> None:
-    """``out[g]`` = the sum of the rows of group g, in a fixed order."""
+def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g, each times its scale, in a fixed order."""
     sizes = _clamped_sizes(split_sizes, rows.shape[0])
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    out.copy_(torch.segment_reduce(rows.to(wide), "sum", lengths=sizes, axis=0, unsafe=True, initial=0))
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = wide if scale is None else wide * scale.unsqueeze(-1)
+    out.copy_(torch.segment_reduce(wide, "sum", lengths=sizes, axis=0, unsafe=True, initial=0))
 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:

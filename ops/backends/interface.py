@@ -43,8 +43,8 @@ class Backend(Protocol):
 class RowKernels(Protocol):
     """What else knows groups."""
 
-    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, /) -> None:
-        """``out[g]`` = the sum of the rows of group g."""
+    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None, /) -> None:
+        """``out[g]`` = the sum of the rows of group g, each times its ``scale`` [T], if there is one."""
 
     def row_dots(self, rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor, /) -> None:
         """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""

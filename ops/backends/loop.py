@@ -90,11 +90,12 @@ def multiply(
         out.copy_(result if beta is None else result + beta * out)
 
 
-def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor) -> None:
-    """``out[g]`` = the sum of the rows of group g."""
+def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g, each times its scale."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     for g, (start, end) in enumerate(row_bounds(split_sizes, rows.shape[0])):
-        out[g] = rows[start:end].sum(0, dtype=wide)
+        part = rows[start:end] if scale is None else rows[start:end] * scale[start:end].unsqueeze(-1)
+        out[g] = part.sum(0, dtype=wide)
 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:

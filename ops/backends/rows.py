@@ -1,4 +1,4 @@
-"""Our own CUDA kernels that pass over rows once: activations, and the zeroing of tails."""
+"""Our own CUDA kernels that pass over rows once: activations, sums and products by group, and the zeroing of tails."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..activations import ActivationSpec
 from .extension import TYPE_CODES, device_refusal
 from .pointwise import QUICK, ActivationGrads
+from .problem import Matrices, stacked
 
 NAME = "activation"
 _CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
@@ -22,6 +23,15 @@ def usable(scales: Tensor | None, *tensors: Tensor | None) -> bool:
         return False
     everything = given if scales is None else [*given, scales]
     return len({t.dtype for t in given}) == 1 and all(t.is_contiguous() and t.dtype in TYPE_CODES for t in everything)
+
+
+def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
+    """Whether the kernels that know groups take these rows [T, N], of any pitch."""
+    if not tokens.is_cuda or device_refusal(tokens.get_device()) is not None:
+        return False
+    dense = tokens.stride(-1) == 1 or tokens.shape[-1] == 1
+    indices = split_sizes.dtype in (torch.int32, torch.int64) and split_sizes.is_contiguous()
+    return dense and indices and tokens.dtype in TYPE_CODES and out.dtype in TYPE_CODES
 
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
@@ -46,6 +56,31 @@ def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor 
         torch.autograd.graph.increment_version(tensor)
 
 
+def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order."""
+    from .. import _C
+
+    scale = None if scale is None else scale.float().contiguous()
+    (tokens, columns), groups = rows.shape, split_sizes.shape[0]
+    workspace = rows.new_empty(_C.column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
+    factors = 0 if scale is None else scale.data_ptr()
+    _C.column_sums(*_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr())
+    torch.autograd.graph.increment_version(out)
+
+
+def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
+    """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
+    from .. import _C
+
+    every = stacked(vectors)
+    every = (every if every.dtype in (rows.dtype, torch.float32) else every.float()).contiguous()
+    dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    _C.row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
+    if dots is not out:
+        out.copy_(dots)
+    torch.autograd.graph.increment_version(out)
+
+
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
     from .. import _C
@@ -66,6 +101,11 @@ def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, f
 
 def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
     return *_place(pre), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+
+
+def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
+    dense = *_place(rows), rows.data_ptr(), TYPE_CODES[rows.dtype], *rows.shape, rows.stride(0)
+    return (*dense, split_sizes.data_ptr(), split_sizes.shape[0], split_sizes.dtype == torch.int64)
 
 
 def _scales(scales: Tensor | None) -> tuple[int, int]:
