@@ -1,5 +1,6 @@
 // fusible.ops._C: converts Python's integers and calls the C++ core, nothing else.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <sstream>
 
@@ -12,6 +13,7 @@
 namespace py = pybind11;
 using namespace py::literals;
 using Address = uintptr_t;
+using Addresses = std::vector<Address>;
 
 namespace {
 
@@ -28,18 +30,22 @@ const T* pointer(Address address) { return reinterpret_cast<const T*>(address); 
 void grouped_gemm(int layout, int operand, int output, int device, Address stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
                   Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out, int64_t out_pitch, int64_t out_group,
                   Address sizes, Address starts, bool wide, bool accumulate, Address bias, int bias_type, int64_t bias_pitch, Address row_scale,
-                  Address bias_scale, Address alphas, float alpha, Address workspace, int variant) {
+                  Address bias_scale, Address alphas, float alpha, Address betas, float beta, Address workspace, int variant,
+                  const Addresses& b_addresses, const Addresses& out_addresses, const Addresses& bias_addresses) {
   using fusible::DType;
   const DType type = static_cast<DType>(operand);
   fusible::GroupedGemm call{
-      .problem = {static_cast<fusible::Layout>(layout), type, static_cast<DType>(output), bias || row_scale || bias_scale || alphas || alpha != 1, groups, tokens, m, n, k},
+      .problem = {static_cast<fusible::Layout>(layout), type, static_cast<DType>(output),
+                  bias || !bias_addresses.empty() || row_scale || bias_scale || alphas || alpha != 1, groups, tokens, m, n, k},
       .a = {pointer<void>(a), type, a_pitch, 0},
-      .b = {pointer<void>(b), type, b_pitch, b_group},
-      .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group},
+      .b = {pointer<void>(b), type, b_pitch, b_group, b_addresses},
+      .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group, out_addresses},
       .groups = {pointer<void>(sizes), pointer<void>(starts), wide},
-      .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0}, pointer<float>(row_scale), pointer<float>(bias_scale),
+      .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0, bias_addresses}, pointer<float>(row_scale), pointer<float>(bias_scale),
                  pointer<float>(alphas), alpha},
       .accumulate = accumulate,
+      .betas = pointer<float>(betas),
+      .beta = beta,
       .workspace = reinterpret_cast<void*>(workspace),
       .variant = variant,
   };
@@ -107,11 +113,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a, "out_pitch"_a, "out_group"_a, "sizes"_a, "starts"_a, "wide"_a,
              "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1,
-             "workspace"_a = 0, "variant"_a = -1,
+             "betas"_a = 0, "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1, "b_addresses"_a = Addresses(), "out_addresses"_a = Addresses(),
+             "bias_addresses"_a = Addresses(),
              "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "affine"_a = false, "The configuration that grouped_gemm chooses, in words.");
-  module.attr("WORKSPACE_BYTES") = fusible::kWorkspaceBytes;
+  module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a, "What a launch needs for itself, aligned to 16 bytes.");
   module.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "type"_a, "rows"_a,
              "columns"_a, "pre"_a, "scales"_a, "scales_type"_a, "hidden"_a, "An activation times row scales. Curves: see fusible/activation.h.");
   module.def("activate_backward", &activate_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,

@@ -3,7 +3,6 @@
 from typing import TypedDict
 
 TILE_VARIANTS: int
-WORKSPACE_BYTES: int
 
 class DeviceProperties(TypedDict):
     name: str
@@ -44,9 +43,15 @@ def grouped_gemm(
     bias_scale: int = 0,
     alphas: int = 0,
     alpha: float = 1.0,
+    betas: int = 0,
+    beta: float = 1.0,
     workspace: int = 0,
     variant: int = -1,
+    b_addresses: list[int] = ...,
+    out_addresses: list[int] = ...,
+    bias_addresses: list[int] = ...,
 ) -> None: ...
+def workspace_bytes(groups: int) -> int: ...
 def grouped_gemm_config(
     layout: int,
     operand: int,

@@ -7,6 +7,7 @@ token buffer, the columns between a row's end and its pitch, the rows before and
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -44,6 +45,8 @@ class Case:
     row_scale: bool = False
     bias_scale: bool = False
     alpha: float | str = 1.0  # "groups": one for each
+    beta: float | str = 1.0  # with accumulate; "groups": one for each, 0 and 1 among them
+    separate: bool = False  # weights, their gradients and biases anywhere in memory
     index: torch.dtype = torch.int32
     groups: str = "sizes"  # or "starts" (with gaps), "offsets"
     pitch: int = 0  # elements between a row's end and the next
@@ -95,43 +98,66 @@ class Problem:
         self.row_scale = scale + 0.5 if case.row_scale else None
         self.bias_scale = (1.5 - scale) if case.bias_scale else None
         self.alphas = torch.rand(experts, generator=generator, device="cuda") + 0.5 if case.alpha == "groups" else None
+        self.betas = self._betas(generator) if case.beta == "groups" else None
         if not case.accumulate:
             self.out.fill_(-77.0)  # a number: a tail of NaN could not be told from a NaN that was written
         self.before = self.out.clone()
+        unread = self.beta_of_groups() == 0
+        if case.layout is not Layout.TN:
+            unread = self.valid & unread[self.member.clamp(min=0)]
+        self.out[unread] = math.nan  # beta = 0 does not read
+        self.given_b = anywhere(self.b) if case.separate and case.layout is not Layout.TN else self.b
+        self.given_out = anywhere(self.out) if case.separate and case.layout is Layout.TN else self.out
+        self.given_bias = anywhere(self.bias) if case.separate and self.bias is not None else self.bias
         self.sizes = torch.tensor(case.sizes, dtype=case.index, device="cuda") if case.groups != "offsets" else None
         first = {"sizes": None, "starts": self.starts, "offsets": [*self.starts, sum(case.sizes)]}[case.groups]
         self.first = None if first is None else torch.tensor(first, dtype=case.index, device="cuda")
+
+    def _betas(self, generator: torch.Generator) -> torch.Tensor:
+        betas = torch.rand(len(self.case.sizes), generator=generator, device="cuda") * 2 - 1
+        betas[::3], betas[1::5] = 0.0, 1.0
+        return betas
+
+    def beta_of_groups(self) -> torch.Tensor:
+        """What stands in the result counts this much: [E]."""
+        number = self.case.beta if isinstance(self.case.beta, float) else 1.0
+        return torch.full((len(self.case.sizes),), number, device="cuda") if self.betas is None else self.betas
+
+    def result(self) -> torch.Tensor:
+        """What was written; where the matrices are separate, put together."""
+        return torch.stack(self.given_out) if isinstance(self.given_out, list) else self.given_out
 
     def launch(self) -> None:
         case = self.case
         hopper.launch(
             case.layout,
             self.a,
-            self.b,
-            self.out,
+            self.given_b,
+            self.given_out,
             self.sizes,
             starts=self.first,
-            bias=self.bias,
+            bias=self.given_bias,
             row_scale=self.row_scale,
             bias_scale=self.bias_scale,
             alpha=case.alpha if isinstance(case.alpha, float) else 1.0,
             alphas=self.alphas,
             accumulate=case.accumulate,
+            beta=case.beta if isinstance(case.beta, float) else 1.0,
+            betas=self.betas,
             variant=case.variant,
             dynamic=case.dynamic,
         )
 
     def expected(self) -> torch.Tensor:
         """In float64; rows of no group keep what stood there."""
-        case, result = self.case, self.before.double()
+        case, result, betas = self.case, self.before.double(), self.beta_of_groups().double()
         for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
             rows = slice(start, start + size)
             a = self.a[rows].double()
             if case.layout is Layout.TN:
                 value = a.T @ self.b[rows].double()
-                result[g] = result[g] + value if case.accumulate else value
-                continue
-            value = a @ (self.b[g].double().T if case.layout is Layout.NT else self.b[g].double())
+            else:
+                value = a @ (self.b[g].double().T if case.layout is Layout.NT else self.b[g].double())
             value = value * (self.alphas[g].double() if self.alphas is not None else case.alpha)
             if self.bias is not None:
                 value = value + self.bias[g].double() * (
@@ -139,31 +165,50 @@ class Problem:
                 )
             if self.row_scale is not None:
                 value = value * self.row_scale[rows, None].double()
-            result[rows] = result[rows] + value if case.accumulate else value
+            where = g if case.layout is Layout.TN else rows
+            result[where] = betas[g] * result[where] + value if case.accumulate else value
         return result
 
     def check(self) -> None:
         """Launches, and compares every element of the result and of its surroundings."""
         case = self.case
-        buffer = self.out._base if self.out._base is not None else self.out
-        around = buffer.clone()
+        outs = self.given_out if isinstance(self.given_out, list) else [self.given_out]
+        surroundings = [(out, buffer_of(out), buffer_of(out).clone()) for out in outs]
         self.launch()
         torch.cuda.synchronize()
-        want, got = self.expected(), self.out.double()
+        want, got = self.expected(), self.result().double()
         depth = max(case.sizes, default=1) if case.layout is Layout.TN else 1
-        roundings = want.abs() + (
-            (want - self.before.double()).abs() if case.accumulate else 0
-        )  # the product's, then the sum's
+        old = self.before.double().abs()
+        roundings = want.abs()
+        if case.accumulate:  # what stood there times beta, the product, then the sum
+            roundings = roundings + (want.abs() + old if case.beta == 1.0 else want.abs() + 3 * old)
         tolerance = roundings * HALF_STEP[self.out.dtype] * 1.02 + 1e-4 * max(1, depth) ** 0.5
         wrong = ~((got - want).abs() <= tolerance)
         worst = (got - want).abs()[wrong].max() if wrong.any() else 0
         assert not wrong.any(), f"{int(wrong.sum())} wrong, the worst off by {worst:.3g}, first at {wrong.nonzero()[0]}"
         if case.layout is not Layout.TN:
             assert torch.equal(self.out[~self.valid], self.before[~self.valid]), "wrote into rows of no group"
-        outside = torch.ones_like(buffer, dtype=torch.bool)
-        outside[16:-16, : case.n] = False
-        bits = torch.int32 if buffer.element_size() == 4 else torch.int16  # NaN must stay the same NaN
-        assert torch.equal(buffer.view(bits)[outside], around.view(bits)[outside]), "wrote outside the result"
+        bits = torch.int32 if self.out.element_size() == 4 else torch.int16  # NaN must stay the same NaN
+        for out, buffer, around in surroundings:
+            outside = torch.ones_like(buffer, dtype=torch.bool)
+            torch.as_strided(outside, out.shape, out.stride(), out.storage_offset()).fill_(False)
+            assert torch.equal(buffer.view(bits)[outside], around.view(bits)[outside]), "wrote outside the result"
+
+
+def buffer_of(out: torch.Tensor) -> torch.Tensor:
+    """All of the tensor whose view it is."""
+    return out if out._base is None else out._base
+
+
+def anywhere(stacked: torch.Tensor) -> list[torch.Tensor]:
+    """The same matrices (or vectors), each in a buffer of NaN of its own, in no order and at no equal distances."""
+    shuffler, places = random.Random(len(stacked)), {}
+    for g in shuffler.sample(range(len(stacked)), len(stacked)):
+        before, rows = 8 * shuffler.randint(1, 40), stacked[g].numel() // stacked.shape[-1]
+        pitch = stacked.stride(-2) if stacked.dim() == 3 else stacked.shape[-1]
+        buffer = torch.full((before + rows * pitch + 8,), math.nan, dtype=stacked.dtype, device="cuda")
+        places[g] = buffer.as_strided(stacked.shape[1:], stacked.stride()[1:], before).copy_(stacked[g])
+    return [places[g] for g in range(len(stacked))]
 
 
 def check(case: Case, **changes: object) -> None:
@@ -352,29 +397,113 @@ def test_errors_name_the_problem() -> None:
         hopper.launch(Layout.NT, problem.a[:, 4:132], problem.b[:, :, :128], problem.out, problem.sizes)
 
 
-def test_separate_weights_at_equal_distances() -> None:
-    """Views of one storage, with other things between them, are read and written where they lie."""
-    storage = torch.full((5, 300, 136), math.nan, device="cuda", dtype=torch.bfloat16)
-    weights = [storage[g, 40:240] for g in range(5)]
-    for weight in weights:
-        weight.copy_(torch.randn(200, 136, device="cuda"))
-    sizes = torch.tensor([3, 0, 140, 5, 70], device="cuda")
-    x = torch.randn(218, 136, device="cuda", dtype=torch.bfloat16)
-    out, stacked = torch.empty(2, 218, 200, device="cuda", dtype=torch.bfloat16)
-    problem = GroupedGemm(Layout.NT, x, weights, sizes, out)
-    assert hopper.refusal(problem) is None
-    hopper.run(problem)
-    hopper.launch(Layout.NT, x, torch.stack(weights), stacked, sizes)
+@pytest.mark.parametrize("experts", [1, 3, 65, 512])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matrices_anywhere(layout: Layout, experts: int) -> None:
+    """Weights, their gradients and biases that lie at no equal distances are read and written where they lie."""
+    torch.manual_seed(1)
+    sizes = tuple(torch.randint(0, 2000 // experts + 3, (experts,)).tolist())
+    for dtype, out_dtype, pitch in product([torch.bfloat16, torch.float16], [None, torch.float32], [0, 24]):
+        case = Case(layout, sizes, k=136, n=200, dtype=dtype, out_dtype=out_dtype, pitch=pitch, separate=True)
+        check(case)
+        check(case, accumulate=True)
+        check(case, bias=dtype, alpha="groups")
+        check(case, bias=torch.float32, accumulate=True, beta="groups")
+    for variant in VARIANTS:
+        check(Case(layout, sizes, k=392, n=776, separate=True, variant=variant))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matrices_anywhere_give_the_same_bits(layout: Layout) -> None:
+    """Also from a graph, where the addresses are those of the capture."""
+    for separate in (False, True):
+        problem = Problem(Case(layout, RAGGED, bias=torch.bfloat16, separate=separate))
+        problem.launch()
+        if not separate:
+            want = problem.result().clone()
+            continue
+        assert torch.equal(problem.result(), want)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            problem.launch()
+        for _ in range(3):
+            if layout is Layout.TN:
+                torch._foreach_zero_(problem.given_out)
+            else:
+                problem.out[problem.valid] = 0
+            graph.replay()
+            assert torch.equal(problem.result(), want)
+
+
+def test_matrices_far_apart() -> None:
+    """More than 16 GB from the lowest to the highest."""
+    buffer = torch.empty(18 << 30, dtype=torch.uint8, device="cuda")
+    ends = [
+        buffer[start : start + 200 * 136 * 2].view(torch.bfloat16).view(200, 136) for start in (17 << 30, 0, 4 << 30)
+    ]
+    for matrix in ends:
+        matrix.copy_(torch.randn(200, 136, device="cuda"))
+    x, sizes = torch.randn(77, 136, device="cuda", dtype=torch.bfloat16), torch.tensor([30, 7, 40], device="cuda")
+    out, stacked = torch.empty(2, 77, 200, device="cuda", dtype=torch.bfloat16)
+    hopper.run(GroupedGemm(Layout.NT, x, ends, sizes, out))
+    hopper.run(GroupedGemm(Layout.NT, x, torch.stack(ends), sizes, stacked))
     assert torch.equal(out, stacked)
-    gradients = [torch.zeros(5, 250, 136, device="cuda")[g, 8:208] for g in range(5)]
-    assert "equal distances" in (hopper.refusal(GroupedGemm(Layout.TN, out, x, sizes, gradients)) or "")
-    together = torch.zeros(5, 250, 136, device="cuda")
-    hopper.run(GroupedGemm(Layout.TN, out, x, sizes, [together[g, 8:208] for g in range(5)]))
-    whole = torch.empty(5, 200, 136, device="cuda")
-    hopper.run(GroupedGemm(Layout.TN, out, x, sizes, whole))
-    assert torch.equal(together[:, 8:208], whole)
-    assert not together[:, :8].any()
-    assert not together[:, 208:].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("beta", [0.0, 0.5, -1.25, "groups"])
+def test_beta(layout: Layout, beta: float | str) -> None:
+    sizes = (131, 0, 77, 304, 1, 0, 512, 3)
+    for dtype, wide, alpha in product([torch.bfloat16, torch.float16], [False, True], [1.0, 0.75, "groups"]):
+        case = Case(
+            layout,
+            sizes,
+            dtype=dtype,
+            out_dtype=torch.float32 if wide else dtype,
+            alpha=alpha,
+            beta=beta,
+            accumulate=True,
+        )
+        check(case)
+        check(case, pitch=24, index=torch.int64, groups="starts")
+        check(case, groups="offsets", n=776)
+    check(Case(layout, tuple(g % 5 for g in range(512)), beta=beta, accumulate=True, separate=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_alpha_and_beta_through_the_door(layout: Layout) -> None:
+    """As the backend is called: numbers, tensors of one number, tensors of one for each group, in any dtype."""
+    case = Case(layout, RAGGED, accumulate=True)
+    numbers = torch.linspace(-1, 2, len(RAGGED), device="cuda", dtype=torch.float64)
+    for alpha, beta in product(
+        [None, 0.5, torch.tensor(0.5, device="cuda"), numbers], [None, 0, 1, 0.5, torch.tensor(0.5), numbers]
+    ):
+        problem, how = Problem(case), {"alpha": alpha, "beta": beta}
+        gemm = GroupedGemm(layout, problem.a, problem.b, problem.sizes, problem.out, **on_device(how))
+        assert hopper.refusal(gemm) is None
+        hopper.run(gemm)
+        of = {
+            name: torch.as_tensor(1.0 if f is None else f).double().cuda().expand(len(RAGGED))
+            for name, f in how.items()
+        }
+        other = replace(case, alpha="groups", beta="groups", accumulate=beta is not None)
+        problem.case, problem.alphas, problem.betas = other, of["alpha"].float(), of["beta"].float()
+        want = problem.expected()
+        old = problem.before.double().abs() if beta is not None else 0
+        assert ((problem.out.double() - want).abs() <= (2 * want.abs() + 6 * old) * 2.0**-8 * 1.02 + 1e-4).all()
+
+
+def on_device(factors: dict[str, object]) -> dict[str, object]:
+    return {name: f.cuda() if isinstance(f, torch.Tensor) else f for name, f in factors.items()}
+
+
+def test_bias_of_weight_gradients() -> None:
+    for accumulate, wide in product([False, True], [False, True]):
+        case = Case(
+            Layout.TN, RAGGED, bias=torch.bfloat16, accumulate=accumulate, out_dtype=torch.float32 if wide else None
+        )
+        for variant in VARIANTS:
+            check(case, variant=variant, alpha=0.5)
 
 
 def test_refusals_say_why() -> None:
@@ -392,11 +521,14 @@ def test_refusals_say_why() -> None:
         ({"a": x[:, :60], "b": weight[..., :60]}, "multiples of 8, got 60 and 72"),
         ({"a": x[:, 1:57], "b": weight[..., :56]}, "rows of a that are dense and aligned"),
         ({"b": weight.mT.contiguous().mT}, "rows of b that are dense"),
-        ({"beta": 0.5}, "another beta"),
+        ({"beta": sizes[:3]}, "a beta for each group or one for all, got shape [3]"),
         (
-            {"layout": Layout.TN, "b": out, "out": torch.zeros(4, 64, 72, device="cuda"), "alpha": 2.0},
-            "no alpha for weight gradients",
+            {"layout": Layout.TN, "b": out, "out": torch.zeros(4, 64, 72, device="cuda"), "row_scale": out[:, 0]},
+            "no rows to scale",
         ),
+        ({"b": [*weight[:3], weight[3].mT.contiguous().mT]}, "the same strides"),
+        ({"b": [*weight[:3], weight.new_zeros(72 * 64 + 4)[4:].view(72, 64)]}, "aligned to 16 bytes"),
+        ({"a": x[:1].expand(1 << 30, 64), "out": out[:1].expand(1 << 30, 72)}, "takes at most 1073741823 rows"),
         ({"split_sizes": sizes.float()}, "int32 or int64"),
     ]:
         assert words in (hopper.refusal(replace(problem, **changes)) or "")

@@ -88,11 +88,12 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
   for (int i = lane; i < kTileN; i += 32) {
     const int column = tile.column * kTileN + i;
     float bias = 0.f;
-    if (source.bias && column < source.columns) {
-      const size_t at = static_cast<size_t>(tile.group) * source.bias_pitch + column;
-      bias = source.bias_type == static_cast<int>(DType::kFloat32)   ? static_cast<const float*>(source.bias)[at]
-             : source.bias_type == static_cast<int>(DType::kFloat16) ? __half2float(static_cast<const __half*>(source.bias)[at])
-                                     : __bfloat162float(static_cast<const __nv_bfloat16*>(source.bias)[at]);
+    if ((source.bias || source.biases) && column < source.columns) {
+      const void* biases = source.biases ? source.biases[tile.group] : source.bias;
+      const int64_t at = source.biases ? column : tile.group * source.bias_pitch + column;
+      bias = source.bias_type == static_cast<int>(DType::kFloat32)   ? static_cast<const float*>(biases)[at]
+             : source.bias_type == static_cast<int>(DType::kFloat16) ? __half2float(static_cast<const __half*>(biases)[at])
+                                                                     : __bfloat162float(static_cast<const __nv_bfloat16*>(biases)[at]);
     }
     stage.bias[i] = bias;
   }
@@ -106,13 +107,13 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
   }
 }
 
-// One part of a deposit, as the thread that stores it sees it. The output map has two dimensions for rows (tensor_map.h); rows
+// One part of a deposit, as the thread that stores it sees it. The output map has three dimensions for rows (tensor_map.h); rows
 // that do not exist are out of bounds there, and the copy engine drops them.
 struct Destination {
   const CUtensorMap* map;
   uint64_t policy;  // for the L2 cache
   int column;       // first output column
-  int map_row[2];   // coordinates of the first row in the map
+  int map_row[3];   // coordinates of the first row in the map
   bool accumulate;  // add to what is there
 };
 template <class Layout>
@@ -120,8 +121,8 @@ DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
 #pragma unroll
   for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
     const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
-    if (d.accumulate) tma::add(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1]);
-    else tma::store(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1]);
+    if (d.accumulate) tma::add(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+    else tma::store(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
   tma::commit();
 }

@@ -50,22 +50,23 @@ struct TokenColumnsB : MnMajor {
     issue(stage + i * kBlockBytes, tile.column * kTileN + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
   }
 };
-// B [E, N, K], in halves.
+// B [N, K] of each group, in halves.
 template <int kTileN>
 struct WeightRows : KMajor {
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.group);
+    issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.place.near, tile.place.far);
   }
 };
-// B [E, K, N], in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
+// B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
 template <int kTileN>
 struct WeightColumns : MnMajor {
   static constexpr int kParts = kTileN == 192 ? 2 : 1, kPieces = kTileN / 64 * kParts, kDepth = kTileK / kParts;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth, tile.group);
+    issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth, tile.place.near,
+          tile.place.far);
   }
 };
 

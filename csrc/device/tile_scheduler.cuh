@@ -29,6 +29,7 @@ struct GroupTable {
 
 struct Tile {
   int group, tokens_start, tokens;  // the group, its first token in the buffer, its number of tokens
+  Place place;                      // of the group's matrix
   int row, rows;                    // the tile's first output row, counted within the group, and how many of its rows exist
   int column;                       // index of the column tile
   bool share_a;                     // both blocks of the cluster have these rows, and each its own column
@@ -96,6 +97,7 @@ class TileScheduler {
     tile.group = group_;
     tile.tokens_start = table_.start[group_];
     tile.tokens = table_.tokens[group_];
+    tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
     place(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }

@@ -51,14 +51,11 @@ DEVICE uint64_t policy_evict_first() {
 #define STORE(n) "cp.async.bulk.tensor." #n "d.global.shared::cta.bulk_group.L2::cache_hint"
 #define ADD(n) "cp.reduce.async.bulk.tensor." #n "d.global.shared::cta.add.tile.bulk_group.L2::cache_hint"
 #define FROM "l"(map), "r"(ptx::smem_address(from)), "l"(policy)
-DEVICE void store(const CUtensorMap* map, const void* from, uint64_t policy, int c0, int c1, int c2) {
-  asm volatile(STORE(3) " [%0, {%3, %4, %5}], [%1], %2;" ::FROM, "r"(c0), "r"(c1), "r"(c2) : "memory");
-}
 DEVICE void store(const CUtensorMap* map, const void* from, uint64_t policy, int c0, int c1, int c2, int c3) {
   asm volatile(STORE(4) " [%0, {%3, %4, %5, %6}], [%1], %2;" ::FROM, "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
-DEVICE void add(const CUtensorMap* map, const void* from, uint64_t policy, int c0, int c1, int c2) {
-  asm volatile(ADD(3) " [%0, {%3, %4, %5}], [%1], %2;" ::FROM, "r"(c0), "r"(c1), "r"(c2) : "memory");
+DEVICE void add(const CUtensorMap* map, const void* from, uint64_t policy, int c0, int c1, int c2, int c3) {
+  asm volatile(ADD(4) " [%0, {%3, %4, %5, %6}], [%1], %2;" ::FROM, "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 #undef FROM
 #undef ADD

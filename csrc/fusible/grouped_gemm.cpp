@@ -1,21 +1,52 @@
 #include "fusible/grouped_gemm.h"
 
+#include <algorithm>
 #include <mutex>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "kernels/kernel_entry.h"
+#include "kernels/prepare.h"
+#include "kernels/scale_groups.h"
 
 namespace fusible {
 namespace {
 
 int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+// The same matrices as one tensor, if they lie at equal distances.
+MatrixView settled(MatrixView m) {
+  const auto at = m.addresses;
+  if (at.empty()) return m;
+  const int64_t step = at.size() > 1 ? static_cast<int64_t>(at[1] - at[0]) : 16;
+  bool equal = step > 0 && step < (int64_t{1} << 40) && step % bytes_of(m.type) == 0;
+  for (size_t g = 0; equal && g < at.size(); ++g) equal = at[g] == at[0] + g * step;
+  m.data = reinterpret_cast<const void*>(equal ? at[0] : std::ranges::min(at));
+  if (equal) m.group_stride = step / bytes_of(m.type), m.addresses = {};
+  return m;
+}
+
+// Of matrices that lie anywhere.
+std::vector<Place> places_of(const MatrixView& m) {
+  std::vector<Place> places;
+  places.reserve(m.addresses.size());
+  for (const uintptr_t address : m.addresses) {
+    const uintptr_t distance = (address - reinterpret_cast<uintptr_t>(m.data)) / kNearBytes;
+    places.push_back({static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
+  }
+  return places;
+}
 
 void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
-  const int64_t step = m.type == DType::kFloat32 ? 4 : 8;
-  FUSIBLE_CHECK(reinterpret_cast<uintptr_t>(m.data) % 16 == 0, name, " is not aligned to 16 bytes. ", p);
+  const int64_t step = 16 / bytes_of(m.type);
+  FUSIBLE_CHECK(m.addresses.empty() || static_cast<int64_t>(m.addresses.size()) == p.groups, name, " has ", m.addresses.size(), " addresses. ", p);
+  uintptr_t bits = reinterpret_cast<uintptr_t>(m.data);
+  for (const uintptr_t address : m.addresses) bits |= address;
+  FUSIBLE_CHECK(bits % 16 == 0, name, " is not aligned to 16 bytes. ", p);
   FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch, " and a group stride of ", m.group_stride,
                 " elements; both must be multiples of 16 bytes. ", p);
 }
@@ -32,7 +63,7 @@ void check(const GroupedGemm& call, int device) {
   FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand, "operands must be both bf16 or both fp16. ", p);
   FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
                 p);
-  FUSIBLE_CHECK(!(p.affine && p.layout == Layout::kTN), "a weight gradient takes no bias and no factors. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
   check_matrix("a", call.a, p);
@@ -40,7 +71,7 @@ void check(const GroupedGemm& call, int device) {
   check_matrix("out", call.out, p);
 }
 
-GemmParams make_params(const GroupedGemm& call, const GemmConfig& config) {
+GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
   const GemmProblem& p = call.problem;
   const TileVariant& tile = config.tile();
   GemmParams params{};
@@ -59,12 +90,14 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config) {
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
-                  .skip_empty = call.accumulate,
-                  .counter = config.on_demand ? static_cast<unsigned*>(call.workspace) : nullptr};
+                  .skip_empty = call.accumulate && !call.affine.bias.data,
+                  .counter = workspace.counter,
+                  .places = workspace.places};
   params.affine = {.bias = call.affine.bias.data,
+                   .biases = workspace.biases,
                    .bias_type = static_cast<int>(call.affine.bias.type),
-                   .bias_pitch = static_cast<int>(call.affine.bias.pitch),
                    .columns = static_cast<int>(p.n),
+                   .bias_pitch = call.affine.bias.pitch,
                    .row_scale = call.affine.row_scale,
                    .bias_scale = call.affine.bias_scale,
                    .alphas = call.affine.alphas,
@@ -86,29 +119,49 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
 // Nothing to compute: the weight gradients of empty groups are zero.
 void clear_output(const GroupedGemm& call, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
-  const size_t element = p.output == DType::kFloat32 ? 4 : 2;
+  const size_t element = bytes_of(p.output);
   for (int64_t group = 0; group < p.groups; ++group) {
-    char* out = static_cast<char*>(const_cast<void*>(call.out.data)) + group * call.out.group_stride * element;
-    FUSIBLE_CUDA_CHECK(cudaMemset2DAsync(out, call.out.pitch * element, 0, p.n * element, p.m, stream), p);
+    const uintptr_t out = call.out.addresses.empty() ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
+                                                     : call.out.addresses[group];
+    FUSIBLE_CUDA_CHECK(cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
   }
 }
 
-}  // namespace
-
-void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream) {
-  check(call, device);
+// The workspace of this launch, filled; null for what it does not need.
+Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
-  const DeviceGuard guard(device);
-  if (p.tokens == 0) {
-    if (p.layout == Layout::kTN && !call.accumulate) clear_output(call, stream);
-    return;
-  }
-  const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  const KernelEntry kernel = find_kernel(p, config.variant);
-  allow_shared_memory(kernel, device, p, config);
-  GemmParams params = make_params(call, config);
+  const std::vector<Place> places = places_of(p.layout == Layout::kTN ? call.out : call.b);
+  const auto biases = call.affine.bias.addresses;
+  FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ", p);
+  if (!call.workspace) return {};
+  Workspace workspace = lay_out(call.workspace, p.groups);
+  if (!config.on_demand) workspace.counter = nullptr;
+  if (places.empty()) workspace.places = nullptr;
+  if (biases.empty()) workspace.biases = nullptr;
+  if (workspace.places || workspace.biases) FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
+  else if (workspace.counter) FUSIBLE_CUDA_CHECK(cudaMemsetAsync(workspace.counter, 0, sizeof(unsigned), stream), p, ": ", config);
+  return workspace;
+}
 
-  if (params.shape.counter) FUSIBLE_CUDA_CHECK(cudaMemsetAsync(params.shape.counter, 0, kWorkspaceBytes, stream), p, ": ", config);
+// What beta makes of the output before the product is added.
+void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, cudaStream_t stream) {
+  const GemmProblem& p = call.problem;
+  const ScaleGroups scale{.out = const_cast<void*>(call.out.data),
+                          .type = call.out.type,
+                          .pitch = call.out.pitch,
+                          .group_stride = call.out.group_stride,
+                          .columns = p.n,
+                          .places = p.layout == Layout::kTN ? params.shape.places : nullptr,
+                          .source = params.source,
+                          .groups = params.shape.groups,
+                          .tokens = params.shape.tokens,
+                          .fixed_rows = p.layout == Layout::kTN ? p.m : 0,
+                          .betas = call.betas,
+                          .beta = call.beta};
+  FUSIBLE_CUDA_CHECK(scale_groups(scale, device_properties(device).multiprocessors, stream), "beta of ", p);
+}
+
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, cudaStream_t stream) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
@@ -119,8 +172,33 @@ void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream) {
   launch.stream = stream;
   launch.attrs = &cluster;
   launch.numAttrs = 1;
-  void* arguments[] = {&params};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), p, ": ", config, ", ", kernel.shared_bytes, " bytes of shared memory");
+  void* arguments[] = {const_cast<GemmParams*>(&params)};
+  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ", kernel.shared_bytes,
+                     " bytes of shared memory");
+}
+
+}  // namespace
+
+int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
+
+void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
+  GroupedGemm call = wanted;
+  call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
+  if (!wanted.affine.bias.addresses.empty()) call.affine.bias.pitch = call.affine.bias.group_stride;
+  check(call, device);
+  const GemmProblem& p = call.problem;
+  const DeviceGuard guard(device);
+  if (p.tokens == 0) {
+    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1), "no tokens: bias and beta need them. ", p);
+    if (p.layout == Layout::kTN && !call.accumulate) clear_output(call, stream);
+    return;
+  }
+  const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
+  const KernelEntry kernel = find_kernel(p, config.variant);
+  allow_shared_memory(kernel, device, p, config);
+  const GemmParams params = make_params(call, config, fill_workspace(call, config, stream));
+  if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
+  launch(params, kernel, config, p, stream);
 }
 
 }  // namespace fusible

@@ -16,30 +16,33 @@ struct Groups {
 };
 
 // out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias); where `alphas`
-// [E] is null, `alpha` holds for every group. Not for kTN.
+// [E] is null, `alpha` holds for every group. kTN takes alpha and bias alone.
 struct Affine {
-  MatrixView bias{};  // [E, n]
+  MatrixView bias{};  // [E, n], `pitch` from one to the next, or wherever `addresses` say
   const float* row_scale = nullptr;
   const float* bias_scale = nullptr;
   const float* alphas = nullptr;
   float alpha = 1;
 };
 
-// Bytes of device memory that a launch needs for itself while it runs; any contents, aligned to 4 bytes.
-inline constexpr int kWorkspaceBytes = 4;
+// Bytes of device memory that a launch needs for itself while it runs; any contents, aligned to 16 bytes.
+int64_t workspace_bytes(int64_t groups);
 
 struct GroupedGemm {
   GemmProblem problem;
   MatrixView a, b, out;
   Groups groups;
   Affine affine;
-  bool accumulate = false;    // out += rather than out =
-  void* workspace = nullptr;  // null: a static schedule, which is slower where groups differ much
+  bool accumulate = false;       // out = beta * out + ... rather than out = ...
+  const float* betas = nullptr;  // [E], on the device; null: `beta` for all groups
+  float beta = 1;
+  void* workspace = nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
   int variant = -1;           // a tile variant instead of the cost model's
 };
 
 // Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not touched; an empty
-// group's weight gradient is zero (or left alone when accumulating).
+// group's weight gradient is zero (or beta times what it was when accumulating). What stands in `out` is not read where beta is 0, and
+// rounded to its type once more where beta is neither 0 nor 1, before the product is added.
 void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -56,6 +56,15 @@ uint32_t slab_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(
 
 using Extent = uint64_t;
 
+// The matrices of the groups, `rows` x `columns` each.
+CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns, const std::array<uint32_t, 4>& box) {
+  constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
+  const Bytes bytes(m);
+  if (m.addresses.empty())
+    return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), Extent(groups), 1}, {bytes.pitch, bytes.group, kNearBytes}, box);
+  return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), kNear, kFar}, {bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+}
+
 }  // namespace
 
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k) {
@@ -72,26 +81,22 @@ CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t column
 }
 
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n) {
-  const Bytes bytes(b);
-  return encode<3>(bytes.base, b.type, {Extent(k), Extent(n), Extent(groups)}, {bytes.pitch, bytes.group}, {64, uint32_t(tile_n / 2), 1});
+  return matrices_map(b, groups, n, k, {64, uint32_t(tile_n / 2), 1, 1});
 }
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
-  const Bytes bytes(b);
-  return encode<3>(bytes.base, b.type, {Extent(n), Extent(k), Extent(groups)}, {bytes.pitch, bytes.group},
-                   {64, tile_n == 192 ? 32u : 64u, 1});
+  return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
 }
 
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n) {
   // The base is moved back by T rows, so that both coordinates of a row add up to its own address.
   const Bytes bytes(out);
-  return encode<3>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1},
-                   {bytes.pitch, bytes.pitch}, {slab_columns(out.type), 64, 1});
+  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1, 1},
+                   {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), 64, 1, 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {
-  const Bytes bytes(out);
-  return encode<3>(bytes.base, out.type, {Extent(n), Extent(m), Extent(groups)}, {bytes.pitch, bytes.group}, {slab_columns(out.type), 64, 1});
+  return matrices_map(out, groups, m, n, {slab_columns(out.type), 64, 1, 1});
 }
 
 }  // namespace fusible

@@ -4,30 +4,37 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <span>
 
 #include "fusible/gemm_config.h"
 
 namespace fusible {
 
-// A row-major matrix, or (with `group_stride`) one for each group. Pitch and stride in elements.
+// A row-major matrix, or one for each group: at equal distances (`group_stride`), or where `addresses` say; `data` is then the lowest of
+// them. Pitch and stride in elements.
 struct MatrixView {
   const void* data;
   DType type;
   int64_t pitch, group_stride;
+  std::span<const uintptr_t> addresses{};
 };
+
+// The matrices of the groups have two dimensions more in their maps. At equal distances these are the group and zero; otherwise 16 bytes
+// and 16 GB of distance from the lowest address, so that one map reaches matrices anywhere in memory. A group's coordinates:
+inline constexpr int kNearBits = 30, kNearBytes = 16;
 
 // a[T, k], 64 tokens x 64 values of k.
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k);
 // a[T, columns] as depth: token s + r of a group of n tokens that starts at s is addressed as (2^30 - n + r, 2^30, s + n), and
 // r >= n loads as zero.
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns);
-// b[E, n, k], tile_n / 2 rows x 64 values of k.
+// b[n, k] of each group, tile_n / 2 rows x 64 values of k.
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n);
-// b[E, k, n], 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two blocks.
+// b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
-// out[T, n]: row s + r of a group is addressed as (T - n + r, s + n), and r >= n is dropped.
+// out[T, n]: row s + r of a group is addressed as (T - n + r, s + n, 0), and r >= n is dropped.
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n);
-// out[E, m, n].
+// out[m, n] of each group.
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n);
 
 }  // namespace fusible

@@ -118,7 +118,8 @@ struct GroupedGemmKernel {
       for (int part = 0; part < parts; ++part) {
         const int row = tile.row + (consumer + part / Layout::kParts * kConsumers) * 64;
         to.map_row[0] = kRaggedDepth ? row : p.shape.tokens - tile.tokens + row;
-        to.map_row[1] = kRaggedDepth ? tile.group : tile.tokens_start + tile.tokens;
+        to.map_row[1] = kRaggedDepth ? tile.place.near : tile.tokens_start + tile.tokens;
+        to.map_row[2] = kRaggedDepth ? tile.place.far : 0;
         barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
         store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
         slot.advance();

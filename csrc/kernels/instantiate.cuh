@@ -49,11 +49,7 @@ template <Layout kLayout, DType kOperand>
 KernelEntry kernel_entry(bool wide_output, bool affine, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<kTileVariantCount> kAll;
-  if constexpr (kLayout != Layout::kTN) {
-    if (affine) {
-      return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll) : entry_of_variant<kLayout, T, T, true>(variant, kAll);
-    }
-  }
+  if (affine) return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll) : entry_of_variant<kLayout, T, T, true>(variant, kAll);
   return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll) : entry_of_variant<kLayout, T, T, false>(variant, kAll);
 }
 

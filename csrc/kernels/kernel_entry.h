@@ -14,20 +14,29 @@ struct GroupSource {
   bool wide;  // int64 rather than int32
 };
 
+// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one tensor these are
+// the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and in 16 GB (fusible/tensor_map.h).
+struct Place {
+  int near, far;
+};
+
 struct TaskShape {
   int groups, tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
   bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
   unsigned* counter;  // zero at launch; null for a static schedule
+  const Place* places;  // of each group; null where the matrices are one tensor
 };
 
 // Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones (scales) or zeros
-// (bias); where `alphas` is null, `alpha` holds for every group.
+// (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are found through `biases`.
 struct AffineSource {
-  const void* bias;  // [groups, bias_pitch]
-  int bias_type;     // DType
-  int bias_pitch, columns;
+  const void* bias;           // [groups, bias_pitch]
+  const void* const* biases;  // [groups]; null where they are one tensor
+  int bias_type;              // DType
+  int columns;
+  int64_t bias_pitch;
   const float *row_scale, *bias_scale;  // [T]
   const float* alphas;                  // [groups]
   float alpha;

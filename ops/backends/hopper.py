@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -12,10 +14,11 @@ from ..activations import ActivationSpec
 from . import separate
 from .extension import TYPE_CODES, device_refusal
 from .pointwise import ActivationGrads
-from .problem import GroupedGemm, Layout, Matrices, address, first
+from .problem import GroupedGemm, Layout, Matrices, addresses, first
 
 NAME = "hopper"
 MAX_GROUPS = 512
+MAX_ROWS = 2**30 - 1
 
 _LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 
@@ -33,6 +36,8 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"gives {a.dtype} or float32, not {out.dtype}"
     if not 1 <= p.groups <= MAX_GROUPS:
         return f"takes 1 to {MAX_GROUPS} groups, got {p.groups}"
+    if p.rows > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
     if a.shape[-1] % 8 or out.shape[-1] % 8:
         return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
     if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
@@ -43,18 +48,21 @@ def refusal(problem: GroupedGemm) -> str | None:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
-    alphas = p.alpha.float() if isinstance(p.alpha, Tensor) else None
+    alpha, alphas = _factor(p.alpha, p.groups)
+    beta, betas = _factor(p.beta, p.groups)
     launch(
         p.layout,
         p.a,
         p.b,
         p.out,
         p.split_sizes,
-        accumulate=p.beta is not None,
+        accumulate=p.beta is not None and (betas is not None or beta != 0),
+        beta=beta,
+        betas=betas,
         bias=p.bias,
         bias_scale=p.bias_scale,
         row_scale=p.row_scale,
-        alpha=p.alpha if isinstance(p.alpha, (int, float)) else 1.0,
+        alpha=alpha,
         alphas=alphas,
     )
 
@@ -82,6 +90,8 @@ def launch(
     *,
     starts: Tensor | None = None,
     accumulate: bool = False,
+    beta: float = 1.0,
+    betas: Tensor | None = None,
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
@@ -90,12 +100,13 @@ def launch(
     variant: int = -1,
     dynamic: bool = True,
 ) -> None:
-    """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``, or ``out +=`` that.
+    """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
     Args:
         sizes: [E], of groups that follow one another; with ``starts`` [E], of groups anywhere in the rows.
         starts: alone, [E + 1] offsets.
-        alphas: fp32 [E], instead of ``alpha``.
+        accumulate: add ``beta`` times what stands in ``out``.
+        alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
     """
@@ -106,27 +117,34 @@ def launch(
     device = a.get_device()
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
-    workspace = a.new_empty(_C.WORKSPACE_BYTES, dtype=torch.uint8) if dynamic else None
+    extents, of_b, of_out, of_bias = _extents(layout, a, b, out), _place(b), _place(out), _bias_place(bias)
+    anywhere = of_b.addresses or of_out.addresses or of_bias.addresses
+    workspace = a.new_empty(_C.workspace_bytes(extents.groups), dtype=torch.uint8) if dynamic or anywhere else None
     _C.grouped_gemm(
         *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[first(out).dtype]),
         *(device, torch.cuda.current_stream(device).cuda_stream),
-        *_extents(layout, a, b, out),
+        *extents,
         *(a.data_ptr(), a.stride(0)),
-        *_place(b),
-        *_place(out),
+        *of_b[:3],
+        *of_out[:3],
         sizes=_address(sizes),
         starts=_address(starts),
         wide=index.dtype == torch.int64,
         accumulate=accumulate,
-        bias=0 if bias is None else first(bias).data_ptr(),
+        bias=of_bias.address,
         bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_pitch=0 if bias is None else _place(bias).pitch,
+        bias_pitch=of_bias.pitch,
         row_scale=_address(row_scale),
         bias_scale=_address(bias_scale),
         alphas=_address(alphas),
         alpha=alpha,
+        betas=_address(betas),
+        beta=beta,
         workspace=_address(workspace),
         variant=variant,
+        b_addresses=of_b.addresses,
+        out_addresses=of_out.addresses,
+        bias_addresses=of_bias.addresses,
     )
     for tensor in [out] if isinstance(out, Tensor) else out:
         torch.autograd.graph.increment_version(tensor)
@@ -143,11 +161,12 @@ class _Extents(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where matrices lie, in elements; ``group_stride`` is from one group's to the next's."""
+    """Where matrices lie: one tensor, strides in elements, or each at an address of its own."""
 
     address: int
     pitch: int
     group_stride: int
+    addresses: list[int]
 
 
 def _extents(layout: Layout, a: Tensor, b: Matrices, out: Matrices) -> _Extents:
@@ -161,51 +180,52 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _place(matrices: Matrices) -> _Place:
-    """Of one tensor, or of several at equal distances."""
     if isinstance(matrices, Tensor):
-        return _Place(matrices.data_ptr(), matrices.stride(-2), matrices.stride(0) if matrices.dim() == 3 else 0)
-    head, distance = matrices[0], _distance(matrices)
-    assert distance is not None
-    return _Place(head.data_ptr(), head.stride(0) if head.dim() == 2 else distance, distance)
+        return _Place(matrices.data_ptr(), matrices.stride(-2), matrices.stride(0) if matrices.dim() == 3 else 0, [])
+    return _Place(0, matrices[0].stride(0), 0, [matrix.data_ptr() for matrix in matrices])
 
 
-def _distance(matrices: Sequence[Tensor]) -> int | None:
-    """From one matrix to the next, in elements; None if not always the same, or backwards."""
-    addresses = [address(matrix) for matrix in matrices]
-    head = matrices[0]
-    step = addresses[1] - addresses[0] if len(addresses) > 1 else head.numel() * head.element_size()
-    if step <= 0 or any(addresses[0] + i * step != there for i, there in enumerate(addresses)):
-        return None
-    return step // head.element_size()
+def _bias_place(bias: Matrices | None) -> _Place:
+    if bias is None:
+        return _Place(0, 0, 0, [])
+    return _Place(bias.data_ptr(), bias.stride(0), 0, []) if isinstance(bias, Tensor) else _place(bias)
+
+
+def _factor(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
+    """A number for all groups, or one for each; 1 for None."""
+    if isinstance(factor, Tensor) and (factor.is_cuda or factor.dim()):
+        return 1.0, factor.to(torch.float32).expand(groups).contiguous()
+    return 1.0 if factor is None else float(factor), None
 
 
 def _factor_refusal(p: GroupedGemm) -> str | None:
     """Factors and biases that the kernels do not take."""
-    if p.beta is not None and not (isinstance(p.beta, (int, float)) and p.beta == 1):
-        return "adds to what stands in the result once or not at all, got another beta"
-    if p.layout is Layout.TN and not (p.alpha is None or (isinstance(p.alpha, (int, float)) and p.alpha == 1)):
-        return "has no alpha for weight gradients"
-    if isinstance(p.alpha, Tensor) and p.alpha.shape != (p.groups,):
-        return f"needs an alpha for each group, got shape {list(p.alpha.shape)}"
+    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
+        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
+            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
+        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
+            return f"needs {name} on {p.a.device}, got {factor.device}"
+    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
+        return "has no rows to scale in a weight gradient"
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
     return None
 
 
 def _place_refusal(p: GroupedGemm) -> str | None:
-    """Rows must be dense and begin at multiples of 16 bytes; matrices of several groups, at equal distances."""
+    """Rows must be dense and begin at multiples of 16 bytes; the matrices of several groups have the same strides."""
     for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
         tensor = first(matrices)
-        step = 16 // tensor.element_size()
-        if tensor.stride(-1) != 1 or any(stride % step for stride in tensor.stride()[:-1]) or address(tensor) % 16:
-            return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(tensor.stride())}"
-        if not isinstance(matrices, Tensor):
-            distance = _distance(matrices)
-            if distance is None or distance % step:
-                return f"needs the matrices of {name} at equal distances in memory"
+        strides, step = tensor.stride(), 16 // tensor.element_size()
+        if strides[-1] != 1 or any(stride % step for stride in strides[:-1]) or reduce(or_, addresses(matrices)) % 16:
+            return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
+        if not isinstance(matrices, Tensor) and any(matrix.stride() != strides for matrix in matrices):
+            return f"needs matrices of {name} with the same strides"
     for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
-        if vectors is not None and first(vectors).stride(-1) != 1:
+        if vectors is not None and any(vector.stride(-1) != 1 for vector in _listed(vectors)):
             return f"needs a dense {name}"
-    if p.bias is not None and not isinstance(p.bias, Tensor) and _distance(p.bias) is None:
-        return "needs the biases at equal distances in memory"
     return None
+
+
+def _listed(matrices: Matrices) -> Sequence[Tensor]:
+    return (matrices,) if isinstance(matrices, Tensor) else matrices

@@ -80,9 +80,12 @@ class GroupedGemm:
         return read + nbytes(self.out) * (1 if self.beta is None else 2)
 
 
-def address(tensor: Tensor) -> int:
-    """Where a tensor's elements lie; for a tensor without data, from the start of a storage that is aligned."""
-    return int(tensor.storage_offset()) * tensor.element_size() if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+def addresses(matrices: Matrices) -> list[int]:
+    """Where each begins, or the one tensor; for tensors without data, from the start of storages that are aligned."""
+    tensors = [matrices] if isinstance(matrices, Tensor) else matrices
+    if isinstance(tensors[0], FakeTensor):
+        return [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
+    return [tensor.data_ptr() for tensor in tensors]
 
 
 def first(matrices: Matrices) -> Tensor:
