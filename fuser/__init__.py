@@ -5,10 +5,11 @@ from .errors import ArgumentError, DoubleBackwardError, RefusedError
 from .explanation import Explanation
 from .fusion import Fusion, register_fusion, registry, unregister
 from .graph import OpGraph
+from .model_explanation import ModelExplanation, explain
 from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs, Spec
 from .pattern import Match, Pattern, optional
 from .plan import Plan
-from .sequential import Sequential, explain
+from .sequential import Sequential
 from .settings import Config, config
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Grads",
     "Keyword",
     "Match",
+    "ModelExplanation",
     "Op",
     "OpGraph",
     "Outputs",

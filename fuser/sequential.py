@@ -15,7 +15,7 @@ from .explanation import Explanation, Shape, explain_plan
 from .fusion import registry
 from .graph import OpGraph
 from .layout import Layout
-from .op import Op, is_hooked
+from .op import is_hooked
 from .plan import Plan, compile_plan
 
 
@@ -92,6 +92,11 @@ class Sequential(nn.Sequential):
         plan.check(call.values, runtime)
         return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
 
+    @property
+    def was_called(self) -> bool:
+        """Whether :meth:`explain` has a last call to tell about."""
+        return self._last is not None
+
     def _layout(self) -> Layout:
         layout = self._current_layout
         if layout is None or not layout.is_current():
@@ -122,16 +127,3 @@ class Sequential(nn.Sequential):
 
     def __mul__(self, times: int) -> Sequential:
         return type(self)(*super().__mul__(times))
-
-
-def explain(module: nn.Module, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
-    """:meth:`Sequential.explain` of a container, or of an op alone.
-
-    Raises:
-        TypeError: neither a container nor an op.
-    """
-    if isinstance(module, Op):
-        module = Sequential(module)
-    if not isinstance(module, Sequential):
-        raise TypeError(f"explain: expected a fusible.Sequential or an Op, got a {type(module).__name__}")
-    return module.explain(*args, op_kwargs=op_kwargs, **shared)

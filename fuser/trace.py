@@ -1,12 +1,14 @@
-"""What ``explain`` listens to: kernels, as ops would call them, on tensors that hold no data."""
+"""What ``explain`` listens to: kernels, as ops would call them, on tensors that hold no data. And names in profiles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 
 class KernelCall(NamedTuple):
@@ -46,6 +48,11 @@ def note(text: str) -> None:
     trace = _trace.get()
     if trace is not None:
         trace.notes.append(text)
+
+
+def named_range(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in a profile; costs nothing while no profiler runs."""
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
 
 
 @contextmanager

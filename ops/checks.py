@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fuser import ArgumentError, Spec
 from ..fuser.settings import current
 
 _INDEX_TYPES = (torch.int32, torch.int64)
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
@@ -70,6 +71,8 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
     if len(x.shape) < 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
+    if not is_plain(weight):
+        raise ArgumentError(_subclass(weight))
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
     dtype = product_dtype(x.dtype, autocast_dtype)
@@ -80,6 +83,16 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
             f"x: expected {weight.dtype}, the dtype of the weight, got {x.dtype}; cast one, or use autocast"
         )
     return x.dtype
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is its values: no subclass that says itself what operations do."""
+    kind = type(tensor)
+    if kind in _PLAIN:
+        return True
+    function: Any = kind.__torch_function__
+    default = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
+    return getattr(function, "__func__", function) in default and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def is_free_to_read(tensor: Tensor) -> bool:
@@ -94,6 +107,16 @@ def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> tor
     if autocast_dtype is None or not dtype.is_floating_point or dtype == torch.float64:
         return dtype
     return autocast_dtype
+
+
+def _subclass(weight: Tensor) -> str:
+    name = type(weight).__name__
+    if name == "DTensor":
+        return (
+            f"weight: expected a plain tensor, got a DTensor placed as {getattr(weight, 'placements', ())}; under "
+            "fully_shard call the module that was sharded, whose hooks gather its parameters; else give to_local()"
+        )
+    return f"weight: expected a plain tensor, got a {name}, whose operations the kernels would bypass"
 
 
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:

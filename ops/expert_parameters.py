@@ -21,6 +21,7 @@ class ExpertParameters(Op):
 
     num_groups: int
     per_group: dict[str, bool]
+    transposed_weight: bool
 
     def add_expert_parameter(self, name: str, data: Tensor, single: bool) -> None:
         """Registers ``data`` [E, ...] as one parameter, or as one a group."""
@@ -39,7 +40,16 @@ class ExpertParameters(Op):
         return [getattr(self, n) for n in self.parameter_names(name)]
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
-        """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs."""
+        """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
+
+        A weight is [E, N, K] however it is stored.
+        """
+        values = self._stored(name, dtype)
+        if name == "weight" and self.transposed_weight:
+            return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
+        return values
+
+    def _stored(self, name: str, dtype: torch.dtype | None) -> Matrices:
         parameters = self.expert_parameters(name)
         values = _as_one(parameters) if self.per_group[name] else parameters[0]
         if dtype is None or parameters[0].dtype == dtype:

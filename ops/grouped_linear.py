@@ -45,6 +45,7 @@ class GroupedLinear(WeightGrads):
         accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
             where ``weight.overwrite_main_grad`` is set) and does not go through autograd.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
+        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read there as it lies.
 
     Raises:
         ValueError: a size below 1.
@@ -75,6 +76,7 @@ class GroupedLinear(WeightGrads):
         scale_bias: bool = False,
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
+        transposed_weight: bool = False,
     ) -> None:
         super().__init__()
         for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
@@ -82,11 +84,13 @@ class GroupedLinear(WeightGrads):
                 raise ValueError(f"GroupedLinear: {name} must be at least 1, got {size}")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias = bias, scale_bias and bias
-        self.per_group = {}
-        shape = (num_groups, out_features, in_features)
-        self.add_expert_parameter("weight", torch.empty(shape, device=device, dtype=dtype), single_grouped_weight)
+        self.per_group, self.transposed_weight = {}, transposed_weight
+        sizes = (in_features, out_features) if transposed_weight else (out_features, in_features)
+        weight = torch.empty((num_groups, *sizes), device=device, dtype=dtype)
+        self.add_expert_parameter("weight", weight, single_grouped_weight)
         if bias:
-            self.add_expert_parameter("bias", torch.empty(shape[:2], device=device, dtype=dtype), single_grouped_bias)
+            data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
+            self.add_expert_parameter("bias", data, single_grouped_bias)
         self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
         required = type(self).keywords["bias_scale"]._replace(required=True)
         others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}

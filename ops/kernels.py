@@ -2,6 +2,7 @@
 
 Every function takes split sizes as a tensor on the device of the rows, writes into ``out`` where it is given, and then
 leaves the rows past the last group as they are; in what it allocates they are zero. Arguments have been checked.
+Weights that are the transposed view of dense ones are read as they lie, by the layout that says so.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def grouped_gemm(
     own = out is None
     if out is None:
         out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
+    layout, b = _as_it_lies(layout, b)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale)
     backend = _ready(problem)
     if backend is not None:
@@ -108,7 +110,8 @@ def grouped_linear_activation(
     columns = first(weight).shape[-2]
     pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
     hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
-    problem = GroupedGemm(Layout.NT, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
+    layout, weight = _as_it_lies(Layout.NT, weight)
+    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
     backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
@@ -129,7 +132,8 @@ def grouped_linear_activation_backward(
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`."""
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
-    problem = GroupedGemm(Layout.NN, dy, weight, split_sizes, out.pre)
+    layout, weight = _as_it_lies(Layout.NN, weight)
+    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre)
     backend = _ready(problem, pre, *out[1:])
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
@@ -193,6 +197,17 @@ def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
 def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Of rows that are allocated here; our own kernel touches nothing else."""
     _row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
+
+
+_FLIPPED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
+
+
+def _as_it_lies(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
+    """A transposed view of dense matrices as the matrices themselves, under the layout that transposes them."""
+    matrix = first(b)
+    if layout is Layout.TN or matrix.stride(-1) == 1 or matrix.stride(-2) != 1:
+        return layout, b
+    return _FLIPPED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
 def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from .expert_parameters import ExpertParameters
 from .kernels import Layout, Matrices
 
 Wgrad = Callable[..., Matrices]
-"""Computes ``dy^T x`` by group; takes ``out``, ``out_dtype`` and ``beta`` of the kernel."""
+"""Computes ``dy^T x`` by group, in the shape of the weight; takes ``out``, ``out_dtype``, ``beta`` of the kernel."""
 
 
 class WeightGrads(ExpertParameters):
@@ -44,9 +44,10 @@ class WeightGrads(ExpertParameters):
         if not wanted or x is None:
             return {}
         rows = x
+        left, right = (rows, dy) if self.transposed_weight else (dy, rows)
 
         def wgrad(**how: Any) -> Matrices:
-            return kernels.grouped_gemm(Layout.TN, dy, rows, split_sizes, **how)
+            return kernels.grouped_gemm(Layout.TN, left, right, split_sizes, **how)
 
         if self.delay_wgrad_compute:
             self._delay(wgrad, wanted, (rows, dy))

@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,10 @@ def test_own_fusions_change_nothing(grad: str) -> None:
 
 
 def modules() -> list[str]:
-    found = (
-        m.name for p in ("fuser", "ops") for m in pkgutil.walk_packages(getattr(fusible, p).__path__, f"fusible.{p}.")
-    )
-    return ["fusible", *(name for name in found if not name.endswith("_C"))]
+    packages = [importlib.import_module(f"fusible.{name}") for name in ("fuser", "ops", "integrations")]
+    found = (m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}."))
+    left_out = ("_C",) if find_spec("transformers") else ("_C", "integrations.transformers")
+    return ["fusible", *(name for name in found if not name.endswith(left_out))]
 
 
 def test_docstrings_run() -> None:

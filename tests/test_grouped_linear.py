@@ -563,3 +563,46 @@ def test_error_names_the_op():
 
 def test_repr():
     assert repr(layer(bias=False)) == "GroupedLinear(4, 8, 6, bias=False)"
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_transposed_weight_is_read_as_it_lies(single: bool, bias: bool) -> None:
+    plain = GroupedLinear(3, 6, 10, bias=bias, single_grouped_weight=single).double()
+    turned = GroupedLinear(3, 6, 10, bias=bias, single_grouped_weight=single, transposed_weight=True).double()
+    with torch.no_grad():
+        for mine, other in zip(turned.expert_parameters("weight"), plain.expert_parameters("weight"), strict=True):
+            mine.copy_(other.mT)
+        for mine, other in zip(*(op.expert_parameters("bias") if bias else [] for op in (turned, plain)), strict=True):
+            mine.copy_(other)
+    x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    results = []
+    for op in (plain, turned):
+        y = op(x, split_sizes=[2, 0, 4])
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *op.expert_parameters("weight")])))
+
+    torch.testing.assert_close(results[0][:2], results[1][:2])
+    for mine, other in zip(results[1][2:], results[0][2:], strict=True):
+        torch.testing.assert_close(mine, other.mT)
+
+
+def test_transposed_weight_accumulates_into_main_grad_in_its_own_shape() -> None:
+    op = GroupedLinear(2, 6, 10, bias=False, accumulate_into_main_grad=True, transposed_weight=True)
+    op.weight.main_grad = torch.ones(2, 6, 10)
+    x = torch.randn(5, 6)
+    op(x, split_sizes=[3, 2]).sum().backward()
+
+    torch.testing.assert_close(op.weight.main_grad[0] - 1, x[:3].sum(0)[:, None].expand(6, 10))
+
+
+def test_weight_of_a_subclass_is_refused() -> None:
+    class Quantised(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    op = GroupedLinear(2, 6, 10, bias=False)
+    op._parameters["weight"] = op.weight.detach().as_subclass(Quantised)
+
+    with pytest.raises(ArgumentError, match="expected a plain tensor, got a Quantised"):
+        op(torch.randn(5, 6), split_sizes=[3, 2])

@@ -32,7 +32,13 @@ def files(*folders):
 
 @pytest.mark.parametrize("path", files("fuser"), ids=lambda p: p.name)
 def test_the_compiler_imports_no_op(path):
-    assert not [name for name in imports(path) if name.split(".")[0] in ("ops", "fusible", "csrc", "tests")]
+    forbidden = ("ops", "integrations", "fusible", "csrc", "tests")
+    assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
+
+
+@pytest.mark.parametrize("path", files("ops"), ids=lambda p: p.name)
+def test_ops_import_no_integration(path):
+    assert not [name for name in imports(path) if name.split(".")[0] == "integrations"]
 
 
 @pytest.mark.parametrize("path", [p for p in files("ops") if p.parent.name != "backends"], ids=lambda p: p.name)
@@ -42,7 +48,7 @@ def test_only_the_door_imports_backends(path):
     assert path.name == "kernels.py" or all(name.split(".")[2] == VALUES for name in found)
 
 
-@pytest.mark.parametrize("path", files("fuser", "ops"), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", files("fuser", "ops", "integrations"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_packages_import_relatively(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "fusible"]
 

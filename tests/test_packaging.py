@@ -17,7 +17,7 @@ import pytest
 import fusible
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("fuser", "ops", "benchmarks", "examples")
+PACKAGES = ("fuser", "ops", "integrations", "benchmarks", "examples")
 
 
 def sources(*folders: str) -> Iterator[Path]:
@@ -43,14 +43,15 @@ def test_links_are_relative(package: str) -> None:
 
 def test_every_module_loads_once_and_every_fusion_registers_once() -> None:
     code = """
-import importlib, pkgutil, sys
+import importlib, importlib.util, pkgutil, sys
 from collections import Counter
 from pathlib import Path
 import fusible
 from fusible.fuser import registry
 print(sorted(f.name for f in registry))
+left_out = ("__main__", "_C", *(() if importlib.util.find_spec("transformers") else ("integrations.transformers",)))
 for module in pkgutil.walk_packages(fusible.__path__, "fusible."):
-    if not module.name.endswith(("__main__", "_C")):
+    if not module.name.endswith(left_out):
         importlib.import_module(module.name)
 files = Counter(Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None))
 root = Path(fusible.__file__).resolve().parent.parent
@@ -92,7 +93,7 @@ def imports(*folders: str) -> Iterator[tuple[str, str]]:
 
 
 def test_library_does_not_import_benchmarks_or_examples() -> None:
-    assert [i for i in imports("fuser", "ops") if {"benchmarks", "examples"} & {*i[1].split(".")}] == []
+    assert [i for i in imports("fuser", "ops", "integrations") if {"benchmarks", "examples"} & {*i[1].split(".")}] == []
 
 
 @pytest.mark.parametrize("name", ["conftest.py", "__init__.py"])

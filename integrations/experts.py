@@ -1,0 +1,143 @@
+"""The experts of a transformers model as a container of ours, on the parameters that the model owns."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Sequential
+from ..ops import GroupedLinear, Scale
+from ..ops.checks import is_plain
+from .gates import activation_of
+
+_CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Names(NamedTuple):
+    """What the parameters of an experts module are called; a bias that is not there is None."""
+
+    up: str
+    down: str
+    up_bias: str | None
+    down_bias: str | None
+
+    @classmethod
+    def of(cls, experts: Any) -> Names:
+        up, down = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+        return cls(up, down, f"{up}_bias", f"{down}_bias") if experts.has_bias else cls(up, down, None, None)
+
+
+class Parameters(NamedTuple):
+    """The parameters themselves, as they are at a call."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, experts: Any) -> Parameters:
+        return cls(*(None if name is None else getattr(experts, name) for name in Names.of(experts)))  # type: ignore[arg-type]
+
+
+class OwnStep(nn.Module):
+    """Runs a method or a child of the model's module where we have no op for it. Holds the module weakly."""
+
+    def __init__(self, experts: nn.Module, name: str, reason: str = "") -> None:
+        super().__init__()
+        self._experts, self._name, self.reason = weakref.ref(experts), name, reason
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = getattr(self._experts(), self._name)(x)
+        return y
+
+    def extra_repr(self) -> str:
+        return ": ".join(filter(None, (self._name, self.reason)))
+
+
+class _Built(NamedTuple):
+    """A container, and what it was built for."""
+
+    container: Sequential
+    key: tuple[Any, ...]
+
+
+_built: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
+
+
+def refusal(experts: Any) -> str | None:
+    """Why the parameters cannot be read as they are; None: they can."""
+    for name in filter(None, Names.of(experts)):
+        tensor = getattr(experts, name, None)
+        if not isinstance(tensor, Tensor):
+            return f"{name} is {'missing' if tensor is None else 'a ' + type(tensor).__name__}"
+        if not is_plain(tensor):
+            return f"{name} is a {type(tensor).__name__}, a tensor subclass with operations of its own"
+        if tensor.dtype not in _DTYPES:
+            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+    return None
+
+
+def container_of(experts: nn.Module) -> Sequential:
+    """The container that runs the experts, its linears on the parameters of now.
+
+    The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
+    """
+    parameters = Parameters.of(experts)
+    key = _key(experts, parameters)
+    built = _built.get(experts)
+    if built is None or built.key != key:
+        built = _built[experts] = _Built(_build(experts, parameters), key)
+    fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
+    _lend(fc1, parameters.up, parameters.up_bias)
+    _lend(fc2, parameters.down, parameters.down_bias)
+    return built.container
+
+
+def existing_container(experts: nn.Module) -> Sequential | None:
+    """The container that has run the experts; None if there was no call yet."""
+    built = _built.get(experts)
+    return None if built is None else built.container
+
+
+def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
+    """What the container depends on; everything else is looked up at every call."""
+    flags = experts.has_gate, experts.is_transposed, experts.is_concatenated
+    norm = getattr(experts, "has_post_expert_norm", False)
+    shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
+    constants = [experts.__dict__.get(name) for name in _CONSTANTS]
+    gate = getattr(type(experts), "_apply_gate", None), getattr(experts, "act_fn", None)
+    return (*flags, norm, *shapes, *constants, *gate)
+
+
+def _build(experts: Any, parameters: Parameters) -> Sequential:
+    op, reason = activation_of(experts)
+    gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    norm = {"norm": OwnStep(experts, "post_expert_norm")} if has_norm else {}
+    fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
+    return Sequential(OrderedDict(fc1=fc1, act=gate, fc2=fc2, **norm, scale=Scale()))
+
+
+def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
+    groups, rows, columns = weight.shape
+    sizes = (rows, columns) if experts.is_transposed else (columns, rows)
+    how = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
+    return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **how)
+
+
+def _lend(linear: Any, weight: Tensor, bias: Tensor | None) -> None:
+    """Puts tensors in the place of parameters: also such as are none, from a parametrization."""
+    linear._parameters["weight"] = weight
+    if bias is not None:
+        linear._parameters["bias"] = bias
+
+
+Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+"""An experts implementation: the module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]."""

@@ -1,0 +1,106 @@
+"""Which activation the experts of a transformers model have: read off the module, never off its configuration.
+
+A model's own gate is known by its name here; whether the gate is still what that name stood for is then tried out on
+numbers. What is not known, or has changed, runs as it is, between two grouped linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Op
+from ..ops import GLU, Activation, interleaved
+
+_ACTIVATIONS: dict[str, str] = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "silu": "silu",
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "ReLU": "relu",
+    "relu": "relu",
+    "ReLUSquaredActivation": "relu2",
+    "Sigmoid": "sigmoid",
+    "sigmoid": "sigmoid",
+}
+
+
+def _clamped(limit: str, alpha: str | None, offset: float, **how: Any) -> Callable[[nn.Module], GLU]:
+    """A clamped silu gate, whose constants are attributes of the module."""
+
+    def build(experts: nn.Module) -> GLU:
+        slope = 1.0 if alpha is None else float(getattr(experts, alpha))
+        return GLU("silu", limit=float(getattr(experts, limit)), alpha=slope, linear_offset=offset, **how)
+
+    return build
+
+
+_GATES: dict[str, Callable[[nn.Module], GLU]] = {
+    "GptOssExperts": _clamped("limit", "alpha", 1.0, layout=interleaved(1)),
+    "OpenAIPrivacyFilterExperts": _clamped("limit", "alpha", 1.0),
+    "MiniMaxM3VLExperts": _clamped("swiglu_limit", "swiglu_alpha", 1.0),
+    "DeepseekV4Experts": _clamped("limit", None, 0.0),
+    "HYV4Experts": _clamped("swiglu_limit", None, 0.0),
+    "Glm5NextTextExperts": _clamped("swiglu_limit", None, 0.0),
+}
+
+
+def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
+    """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
+    if not getattr(experts, "has_gate", True):
+        name = activation_name(experts.act_fn)
+        return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (Activation(name), "")
+    gate = getattr(type(experts), "_apply_gate", None)
+    if getattr(gate, "__name__", None) == "_default_apply_gate":
+        name = activation_name(experts.act_fn)
+        return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (GLU(name), "")
+    return _own_gate(experts)
+
+
+def activation_name(function: Any) -> str | None:
+    """Our name of an activation, a module or a function; None if it is none of ours."""
+    if isinstance(function, nn.GELU) and type(function) is nn.GELU:
+        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
+    found = _ACTIVATIONS.get(_name(function))
+    if found is None or not _agrees(function, Activation(found), _probe(1)):
+        return None
+    return found
+
+
+def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:
+    kind = next((base.__name__ for base in type(experts).__mro__ if "_apply_gate" in vars(base)), "")
+    if kind not in _GATES:
+        return None, f"{kind}._apply_gate is not known here"
+    op = _GATES[kind](experts)
+    if not _agrees(experts._apply_gate, op, _probe(2 * (op.spec.limit or 1.0))):
+        return None, f"{kind}._apply_gate is not what it was when this was written"
+    return op, ""
+
+
+def _agrees(function: Any, op: Activation | GLU, rows: Tensor) -> bool:
+    """Whether a function without parameters and an op give the same numbers and slopes."""
+    results = []
+    for f in (function, op):
+        x = rows.clone().requires_grad_()
+        with torch.enable_grad():
+            y = f(x)
+            (slope,) = torch.autograd.grad(y.sum(), x)
+        results.append((y.detach(), slope))
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*results, strict=True))
+
+
+def _probe(reach: float) -> Tensor:
+    """Rows of numbers on both sides of everything that a gate may treat in its own way."""
+    numbers = torch.linspace(-4 * reach, 4 * reach, 512, dtype=torch.float64)
+    return numbers.view(8, 64)[:, torch.arange(64) * 37 % 64]  # gate and up of a pair far from one another
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)

@@ -1,0 +1,115 @@
+"""Importing this registers the experts implementation ``"fusible"`` with Hugging Face transformers.
+
+    import fusible.integrations.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusible")
+
+or, for a model that is loaded, ``model.set_experts_implementation("fusible")``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.integrations import moe
+
+from ..fuser.model_explanation import add_finder
+from ..fuser.trace import named_range
+from .experts import Forward, container_of, existing_container, refusal
+from .routing import combine, dispatch, route
+
+NAME = "fusible"
+OLDEST = (5, 7)
+
+_warned: set[tuple[str, str]] = set()
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The routed experts of a layer: rows sorted by expert, both linears and what is between them, the weighted sum.
+
+    Args:
+        self: the experts module of the model.
+        hidden_states: [T, H].
+        top_k_index: int [T, k]; ids from the number of local experts on are of no expert here: they add nothing.
+        top_k_weights: [T, k], kept in their own dtype.
+
+    Returns:
+        [T, H], in the dtype of ``hidden_states``.
+    """
+    why = refusal(self)
+    if why is not None:
+        return _delegate(self, why, moe.grouped_mm_experts_forward)(self, hidden_states, top_k_index, top_k_weights)
+    container = container_of(self)
+    fc1: Any = container._modules["fc1"]
+    x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
+    with named_range("fusible::dispatch"):
+        routing = route(top_k_index, fc1.num_groups)
+        rows, scales = dispatch(x, top_k_weights, routing)
+    y = container(rows, split_sizes=routing.split_sizes, scales=scales)
+    with named_range("fusible::combine"):
+        return combine(y, routing).to(hidden_states.dtype)
+
+
+def register() -> None:
+    """Makes ``"fusible"`` an experts implementation; called once, by the import of this module.
+
+    Raises:
+        ImportError: transformers is too old to let others register.
+    """
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"fusible.integrations.transformers needs transformers {'.'.join(map(str, OLDEST))} or newer, "
+            f"found {transformers.__version__}"
+        )
+    moe.ExpertsInterface.register(NAME, experts_forward)
+    _register_fp8()
+    add_finder(_explained)
+
+
+def _register_fp8() -> None:
+    """The experts of FP8 models have a registry of their own: there, the stock implementation runs, with a warning."""
+    try:
+        from transformers.integrations import finegrained_fp8 as fp8
+    except ImportError:
+        return
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        stock = _delegate(self, "its weights are FP8", fp8.fp8_grouped_mm_experts_forward)
+        return stock(self, *args, **kwargs)
+
+    fp8.FP8ExpertsInterface.register(NAME, forward)
+
+
+def _delegate(experts: Any, why: str, stock: Forward) -> Forward:
+    """The stock implementation, after one warning for each class and reason."""
+    case = type(experts).__name__, why
+    if case not in _warned:
+        _warned.add(case)
+        warnings.warn(f"fusible: {case[0]} runs through transformers' own grouped_mm: {why}", stacklevel=4)
+    return stock
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def _explained(module: Any) -> Any:
+    """For ``fusible.explain(model)``: the container of an experts module, or what runs it instead."""
+    forward = getattr(type(module), "forward", None)
+    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate") or not hasattr(forward, "__wrapped__"):
+        return None
+    implementation = module.config._experts_implementation
+    if implementation != NAME:
+        return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
+    why = refusal(module)
+    if why is not None:
+        return f"transformers' own grouped_mm runs it: {why}"
+    return existing_container(module) or "no call yet"
+
+
+register()

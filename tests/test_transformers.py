@@ -1,0 +1,469 @@
+"""Models of transformers through our experts: the same numbers and gradients, on the model's own parameters."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusible
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from hugging_face import MODELS, experts_of, make  # noqa: E402
+
+from fusible.integrations import experts as adapter  # noqa: E402
+from fusible.integrations import transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _warn_again() -> None:
+    integration._warned.clear()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The difference of ``a`` from ``b``, relative to ``b`` (Frobenius norm)."""
+    a, b = a.detach(), b.detach()
+    return float((a - b).double().norm() / b.double().norm().clamp_min(1e-12))
+
+
+def step(model: Any, implementation: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss and all gradients of a training step."""
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(2))
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    return output.logits.detach(), output.loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_trains_as_eager(name: str) -> None:
+    model = make(name)
+    logits, loss, grads = step(model, "eager")
+    ours, our_loss, our_grads = step(model, "fusible")
+
+    assert relative(ours, logits) < 1e-6
+    assert relative(our_loss, loss) < 1e-6
+    assert our_grads.keys() == grads.keys()
+    assert {n for n, g in grads.items() if g is not None and relative(our_grads[n], g) > 5e-6} == set()
+    assert all(".experts." not in n or our_grads[n].abs().sum() > 0 for n in grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_experts_module_of_it_is_fused(name: str) -> None:
+    model = make(name)
+    step(model, "fusible")
+    layers = fusible.explain(model).layers
+
+    assert len(layers) == len(experts_of(model)) > 0
+    assert [layer.explanation.steps[0].name for layer in layers] == ["GroupedMLP"] * len(layers)
+    assert str(fusible.explain(model)).count("GroupedMLP") == len(layers)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "nemotron-h", "gemma-4"])
+def test_generates_what_eager_generates(name: str) -> None:
+    model = make(name).eval()
+    ids = torch.randint(2, 64, (1, 5), generator=torch.Generator().manual_seed(3))
+    texts = []
+    for implementation in ("eager", "fusible"):
+        model.set_experts_implementation(implementation)
+        texts.append(model.generate(ids, max_new_tokens=32, do_sample=False))
+
+    assert texts[0].shape[1] == 37
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
+def test_save_and_load(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    step(model, "fusible")
+    before, ids = model.state_dict(), torch.arange(2, 12).view(1, 10)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
+    other = type(model).from_pretrained(tmp_path, experts_implementation="eager")
+
+    assert loaded.get_experts_implementation()[""] == "fusible"
+    assert {n: relative(t, before[n]) for n, t in loaded.state_dict().items()} == dict.fromkeys(before, 0.0)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert relative(loaded(ids).logits, other(ids).logits) < 1e-6
+
+
+# --- an experts module alone ------------------------------------------------------------------------------------------
+
+
+def module(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The experts of the first layer that has some."""
+    experts = experts_of(make(name, dtype))[0]
+    experts.config._experts_implementation = "fusible"
+    return experts
+
+
+def inputs(experts: Any, tokens: int, top_k: int = 2, hidden: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, indices without repetition in a token, and weights that do not sum to one."""
+    generator = torch.Generator().manual_seed(4)
+    dtype = experts.down_proj.dtype
+    x = torch.randn(tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
+    index = torch.rand(tokens, experts.down_proj.shape[0], generator=generator).argsort(-1)[:, :top_k]
+    return x, index, torch.rand(tokens, top_k, generator=generator, dtype=dtype).requires_grad_()
+
+
+def results(experts: Any, implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of everything."""
+    experts.config._experts_implementation = implementation
+    y = experts(x, index, weights)
+    leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
+
+
+def assert_same(experts: Any, arguments: tuple[Tensor, Tensor, Tensor], tolerance: float = 1e-12) -> None:
+    eager, ours = results(experts, "eager", *arguments), results(experts, "fusible", *arguments)
+    assert {n for n, t in eager.items() if relative(ours[n], t) > tolerance} == set()
+    assert all(ours[n].shape == t.shape and ours[n].dtype == t.dtype for n, t in eager.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_module_gives_what_eager_gives(name: str, tokens: int) -> None:
+    experts = module(name)
+
+    assert_same(experts, inputs(experts, tokens))
+
+
+@pytest.mark.parametrize("name", ["mixtral, F = K", "qwen3, 2F = K", "gpt-oss, F = K"])
+def test_orientation_is_not_guessed_from_the_shape(name: str) -> None:
+    """Every weight is a number of its own: whatever is read the wrong way round gives another result."""
+    experts = module(name)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.arange(parameter.numel(), dtype=torch.float64).view_as(parameter).div(1e3).sin())
+
+    assert_same(experts, inputs(experts, 9))
+
+
+def test_one_expert_gets_all_rows() -> None:
+    experts = module("mixtral")
+    x, index, weights = inputs(experts, 6, top_k=1)
+
+    assert_same(experts, (x, torch.full_like(index, 2), weights))
+
+
+def test_no_tokens() -> None:
+    experts = module("gpt-oss")
+    ours = results(experts, "fusible", *inputs(experts, 0))
+
+    assert ours["y"].shape == (0, 32)
+    assert all(float(gradient.abs().sum()) == 0 for gradient in ours.values())
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "nemotron-h"])
+def test_ids_of_no_expert_add_nothing(name: str, share: float) -> None:
+    experts = module(name)
+    x, index, weights = inputs(experts, 8)
+    absent = torch.arange(8)[:, None] < 8 * share
+    absent = absent.expand(8, 2) & (torch.arange(2) < (2 if share == 1 else 1))
+    index = index.masked_fill(absent, experts.down_proj.shape[0])
+    found = results(experts, "fusible", x, index, weights)
+    present = results(experts, "fusible", x, index.masked_fill(absent, 0), weights.masked_fill(absent, 0.0))
+
+    assert torch.equal(found["weights"][absent], torch.zeros(int(absent.sum()), dtype=torch.float64))
+    assert relative(found["y"], present["y"]) < 1e-12
+    assert relative(found["x"], present["x"]) < 1e-12
+    assert all(relative(found[n], present[n]) < 1e-12 for n, _ in experts.named_parameters())
+
+
+def test_hidden_states_of_no_expert_may_be_nan() -> None:
+    experts = module("mixtral")
+    x, index, weights = inputs(experts, 4)
+    with torch.no_grad():
+        x[0] = torch.nan
+    index[0] = 4
+    found = results(experts, "fusible", x, index, weights)
+
+    assert all(bool(t.isfinite().all()) for t in found.values())
+    assert float(found["x"][0].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_bfloat16_is_as_exact_as_grouped_mm(name: str) -> None:
+    exact, rounded = module(name), module(name, torch.bfloat16)
+    with torch.no_grad():
+        for wide, narrow in zip(exact.parameters(), rounded.parameters(), strict=True):
+            wide.copy_(narrow)
+    arguments = inputs(rounded, 33)
+    wide_arguments = tuple(t.detach().double().requires_grad_() if t.is_floating_point() else t for t in arguments)
+    truth = results(exact, "eager", *wide_arguments)
+    ours, theirs = (results(rounded, n, *arguments) for n in ("fusible", "grouped_mm"))
+
+    assert {n for n, t in truth.items() if relative(ours[n], t) > 1.1 * relative(theirs[n], t) + 1e-4} == set()
+
+
+def test_weights_of_experts_are_not_rounded() -> None:
+    experts = module("mixtral", torch.bfloat16)
+    x, index, _ = inputs(experts, 16, top_k=1)
+    fine = torch.linspace(0.5, 0.51, 16).view(16, 1)  # all but a few of these are one number in bfloat16
+    one = experts(x, index, torch.ones(16, 1))
+    ours = experts(x, index, fine)
+
+    assert relative(ours, one.float() * fine) < relative((one * fine.bfloat16()), one.float() * fine)
+
+
+def test_autocast() -> None:
+    experts = module("gpt-oss", torch.float32)
+    x, index, weights = inputs(experts, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = experts(x, index, weights)
+    experts.config._experts_implementation = "eager"
+
+    assert ours.dtype == torch.float32
+    assert 1e-4 < relative(ours, experts(x, index, weights)) < 0.02
+
+
+def test_hidden_states_are_cast_to_the_weights() -> None:
+    experts = module("mixtral", torch.bfloat16)
+    x, index, weights = inputs(experts, 5)
+
+    assert experts(x.float(), index, weights).dtype == torch.float32
+    assert torch.equal(experts(x.float(), index, weights), experts(x, index, weights).float())
+
+
+def test_twice_is_bitwise_the_same() -> None:
+    experts = module("qwen3", torch.float32)
+    arguments = inputs(experts, 64, top_k=3)
+    first, second = (results(experts, "fusible", *arguments) for _ in range(2))
+
+    assert all(torch.equal(t, second[n]) for n, t in first.items())
+
+
+# --- parameters stay the model's --------------------------------------------------------------------------------------
+
+
+def test_model_shows_nothing_of_us() -> None:
+    model = make("mixtral")
+    names, modules = list(model.state_dict()), len(list(model.modules()))
+    places = {n: p.data_ptr() for n, p in model.named_parameters()}
+    step(model, "fusible")
+
+    assert list(model.state_dict()) == names
+    assert len(list(model.modules())) == modules
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == places
+
+
+def test_container_reads_the_parameters_as_they_lie() -> None:
+    experts = module("gpt-oss")
+    container = adapter.container_of(experts)
+
+    assert container.fc1.weight is experts.gate_up_proj
+    assert container.fc2.bias is experts.down_proj_bias
+
+
+def test_replaced_parameters_are_seen() -> None:
+    experts = module("mixtral")
+    arguments = inputs(experts, 7)
+    experts(*arguments)
+    experts.down_proj = nn.Parameter(torch.randn_like(experts.down_proj))
+
+    assert_same(experts, arguments)
+
+
+def test_parametrized_weights_get_their_gradients() -> None:
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    experts = module("mixtral")
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", Halved())
+
+    assert_same(experts, inputs(experts, 7))
+
+
+def test_changed_constant_of_a_gate_is_seen() -> None:
+    experts = module("gpt-oss")
+    arguments = inputs(experts, 7)
+    experts(*arguments)
+    experts.limit = 0.5
+
+    assert_same(experts, arguments)
+
+
+def test_copies_and_pickles_run() -> None:
+    experts = module("gpt-oss")
+    arguments = inputs(experts, 7)
+    y = experts(*arguments)
+
+    assert torch.equal(copy.deepcopy(experts)(*arguments), y)
+    assert torch.equal(pickle.loads(pickle.dumps(experts))(*arguments), y)
+
+
+def test_frozen_experts_cost_no_weight_gradient() -> None:
+    experts = module("mixtral").requires_grad_(False)
+    x, index, weights = inputs(experts, 7)
+    experts(x, index, weights).sum().backward()
+
+    assert x.grad is not None
+    assert all(p.grad is None for p in experts.parameters())
+
+
+def test_gradient_checkpointing() -> None:
+    model = make("qwen3")
+    _, _, plain = step(model.train(), "fusible")
+    plain = {n: g.clone() for n, g in plain.items()}
+    model.gradient_checkpointing_enable()
+    _, _, checkpointed = step(model, "fusible")
+
+    assert {n for n, g in plain.items() if relative(checkpointed[n], g) > 1e-6} == set()
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def custom(family: str, name: str, **sizes: Any) -> Any:
+    """An experts class of another model, with drawn weights."""
+    from importlib import import_module
+
+    config = transformers.PretrainedConfig(**{"hidden_size": 32, "hidden_act": "silu", **sizes})
+    config._experts_implementation = "fusible"
+    experts = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)(config).double()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(6))
+    return experts
+
+
+SIZES = {
+    **{"intermediate_size": 24, "moe_intermediate_size": 24, "swiglu_limit": 1.5, "swiglu_alpha": 1.702},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4},
+}
+KNOWN = {
+    "openai_privacy_filter": "OpenAIPrivacyFilterExperts",
+    "minimax_m3_vl": "MiniMaxM3VLExperts",
+    "deepseek_v4": "DeepseekV4Experts",
+    "hy_v4": "HYV4Experts",
+    "glm5_next": "Glm5NextTextExperts",
+}
+
+
+def steps_of(experts: Any) -> list[str]:
+    return [step.name for step in adapter.container_of(experts).explain().steps]
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_known_gate_fuses(family: str) -> None:
+    try:
+        experts = custom(family, KNOWN[family], **SIZES)
+    except ModuleNotFoundError:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+
+    assert_same(experts, inputs(experts, 9), 1e-6 if family == "openai_privacy_filter" else 1e-12)  # its eager is fp32
+    assert steps_of(experts) == ["GroupedMLP"]
+
+
+def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = module("gpt-oss")
+
+    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        return torch.tanh(gate) * up
+
+    monkeypatch.setattr(type(experts), "_apply_gate", _apply_gate)
+
+    assert_same(experts, inputs(experts, 9))
+    assert "OwnStep" in steps_of(experts)
+    assert "is not what it was" in str(adapter.container_of(experts))
+
+
+def test_unknown_gate_and_activation_run_as_they_are() -> None:
+    experts = module("mixtral")
+    experts.act_fn = nn.Softsign()
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts)[1] == "OwnStep"
+
+
+def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
+    experts = module("nemotron-h")
+    experts.act_fn = nn.Softsign()
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts)[1] == "OwnStep"
+
+
+def test_norm_after_the_experts() -> None:
+    experts = module("mixtral", torch.float32)
+    if not hasattr(experts, "has_post_expert_norm"):
+        pytest.skip(f"transformers {transformers.__version__} has no norms after experts")
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.RMSNorm(32)
+    theirs, ours = (results(experts, name, *inputs(experts, 9)) for name in ("grouped_mm", "fusible"))
+
+    assert "post_expert_norm.weight" in ours
+    assert {n for n, t in theirs.items() if relative(ours[n], t) > 5e-6} == set()
+
+
+# --- what is not ours -------------------------------------------------------------------------------------------------
+
+
+class Wrapped(Tensor):
+    """A weight whose operations are its own, such as a quantised one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_subclassed_weights_run_through_stock_with_one_warning() -> None:
+    experts = module("mixtral", torch.float32)
+    x, index, weights = inputs(experts, 5)
+    expected = experts(x, index, weights)
+    down = experts.down_proj.detach().as_subclass(Wrapped)
+    del experts.down_proj
+    experts.down_proj = down
+
+    with pytest.warns(UserWarning, match="grouped_mm: down_proj is a Wrapped, a tensor subclass"):
+        y = experts(x, index, weights)
+    assert relative(y.detach().as_subclass(Tensor), expected.detach()) < 1e-6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        experts(x, index, weights)
+
+
+def test_fp8_experts_run_through_stock_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    monkeypatch.setattr(fp8, "fp8_grouped_mm_experts_forward", lambda self, x, *_: x + 1)
+    forward = fp8.FP8ExpertsInterface().get_interface("fusible", None)
+
+    with pytest.warns(UserWarning, match="its weights are FP8"):
+        assert torch.equal(forward(nn.Module(), torch.zeros(2), None, None), torch.ones(2))
+
+
+def test_integer_weights_are_refused_with_the_reason() -> None:
+    experts = module("mixtral", torch.float32)
+    del experts.gate_up_proj
+    experts.gate_up_proj = torch.zeros(4, 48, 16, dtype=torch.uint8)
+
+    assert adapter.refusal(experts) == "gate_up_proj is uint8"
+
+
+def test_explain_says_what_runs_the_experts() -> None:
+    model = make("mixtral")
+    model.set_experts_implementation("eager")
+    assert "set_experts_implementation('fusible')" in str(fusible.explain(model))
+    model.set_experts_implementation("fusible")
+    assert "no call yet" in str(fusible.explain(model))
+
+
+def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.6.0")
+
+    with pytest.raises(ImportError, match=r"needs transformers 5\.7 or newer, found 5\.6\.0"):
+        integration.register()
