@@ -98,6 +98,12 @@ class Registry:
 
     def decide(self, graph: OpGraph, config: Config) -> Iterator[Decision]:
         """Tries every fusion, in order. The first to take an op has it."""
+        known = {fusion.name for fusion in self}
+        if not config.disable_fusions <= known:
+            unknown = ", ".join(sorted(config.disable_fusions - known))
+            warnings.warn(
+                f"config(disable_fusions): no fusion {unknown}; there are {', '.join(sorted(known))}", stacklevel=2
+            )
         taken: dict[str, str] = {}
         for fusion in self:
             for match in fusion.pattern.matches(graph):

@@ -226,6 +226,11 @@ def test_disabled_fusion_does_not_fire_and_says_so():
         assert reasons(model)["GroupedMLP"] == "disabled by config(disable_fusions=...)"
 
 
+def test_name_of_no_fusion_is_warned_of():
+    with config(disable_fusions={"GroupedMPL"}), pytest.warns(UserWarning, match="no fusion GroupedMPL; there are "):
+        mlp()(torch.randn(3, 4), split_sizes=SIZES, scales=torch.ones(3))
+
+
 def test_one_string_of_disabled_fusions_raises():
     with pytest.raises(ValueError, match=r"such as \{'GroupedMLP'\}"), config(disable_fusions="GroupedMLP"):
         pass
