@@ -20,7 +20,7 @@ from .plan import Plan, compile_plan
 
 
 class _Compiled:
-    """What a container keeps between calls: its layout, the plans, and for ``explain()`` the shapes of the last call."""
+    """What a container keeps between calls: its layout, its plans, and of the last call what ``explain()`` needs."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
