@@ -118,10 +118,11 @@ class WeightGrads(ExpertParameters):
             _flag(self._of_names(names))
             return
         parameters = self._of_names(names)
+        grads = []
         for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._write(wgrad, names, ExpertGroup(tuple([p.grad for p in parameters])), [True] * len(names))
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grads.append(parameter.grad)
+        self._write(wgrad, names, ExpertGroup(tuple(grads)), [True] * len(names))
 
     def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
         parameters, op = self._of_names(names), type(self).__name__
@@ -161,7 +162,7 @@ def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Says of those that want to know that their gradients are in ``main_grad``; returns them."""
     flagged = [p for p in parameters if hasattr(p, "grad_added_to_main_grad")]
     for parameter in flagged:
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = True
     return flagged
 
 
