@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import ArgumentError
-from .layout import Layout, Target
+from .layout import Bound, Layout, Reads, Target
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
 Given = list[dict[str, Any]]  # leaf -> keyword -> value
@@ -20,25 +20,63 @@ class Call(NamedTuple):
 
     Attributes:
         values: slot -> value; slot 0 is ``x``.
-        reads: leaf -> the (keyword, slot) that it was given.
+        reads: leaf -> the (keyword, slot) that it was given; one object for all equal calls of a layout.
     """
 
     values: list[Any]
-    reads: tuple[tuple[tuple[str, int], ...], ...]
+    reads: Reads
 
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> list[Any]:
         """What a plan may depend on: who reads which value, and what the tensors are like."""
-        likes = [(v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else type(v) for v in self.values]
-        return self.reads, tuple(likes)
+        key: list[Any] = [id(self.reads)]
+        for v in self.values:
+            key += (v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else (type(v),)
+        return key
 
 
 def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Call:
     """Gives every op its keywords.
 
+    A call whose arguments are all tensors, given as in an earlier call, is bound as that one was.
+
     Raises:
         ArgumentError: an argument that no op takes, that two ways give, or that is missing.
         IndexError: an int key out of range.
     """
+    form, arguments = _form(x, extra, op_kwargs, shared)
+    known = layout.bound.get(form) if form else None
+    if known is not None:
+        return Call([arguments[place] for place in known.places], known.reads)
+    call = _bind(layout, x, extra, op_kwargs, shared)
+    if form is not None:
+        place_of = {id(argument): place for place, argument in reversed(list(enumerate(arguments)))}
+        layout.bound[form] = Bound([place_of[id(value)] for value in call.values], call.reads)
+    return call
+
+
+def _form(
+    x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+) -> tuple[tuple[Any, ...] | None, list[Any]]:
+    """How the arguments are given and which of them are one tensor; None if not all are tensors. And all of them."""
+    form: list[Any] = [len(extra), *shared]
+    arguments = [x, *extra, *shared.values()]
+    for key, keywords in op_kwargs.items() if isinstance(op_kwargs, dict) else ():
+        if not isinstance(keywords, dict):
+            return None, arguments
+        form += (type(key), key, *keywords)
+        arguments += keywords.values()
+    for argument in arguments:
+        if not isinstance(argument, Tensor):
+            return None, arguments
+    ids = list(map(id, arguments))
+    if len(set(ids)) != len(ids):
+        form += map(ids.index, ids)
+    return None if op_kwargs is not None and not isinstance(op_kwargs, dict) else tuple(form), arguments
+
+
+def _bind(
+    layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+) -> Call:
     given: Given = [{} for _ in layout.leaves]
     if op_kwargs is not None:
         _bind_addressed(layout, given, op_kwargs)
@@ -47,7 +85,7 @@ def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs 
     missing = [slot for slot in layout.required if slot[1] not in given[slot[0]]]
     if missing or extra:
         _bind_positional(layout, given, missing, extra)
-    return _call(x, given)
+    return _call(layout, x, given)
 
 
 def _bind_addressed(layout: Layout, given: Given, op_kwargs: OpKwargs) -> None:
@@ -119,7 +157,7 @@ def _misfit(
     return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
 
 
-def _call(x: Tensor, given: Given) -> Call:
+def _call(layout: Layout, x: Tensor, given: Given) -> Call:
     values: list[Any] = [x]
     slots = {id(x): 0}
     reads = []
@@ -132,7 +170,7 @@ def _call(x: Tensor, given: Given) -> Call:
                 values.append(value)
             row.append((name, slot))
         reads.append(tuple(row))
-    return Call(values, tuple(reads))
+    return Call(values, layout.reads.setdefault(tuple(reads), tuple(reads)))
 
 
 def _shown(key: Any) -> str:

@@ -42,8 +42,11 @@ class Chain(Op):
         long = f"{role}_{keyword}"
         return long if long in self.keywords else keyword if keyword in self.keywords else None
 
-    def inputs(self) -> Any:
-        return ((f"{role}.{name}", p) for role, part in self.parts.items() for name, p in part.inputs())
+    def input_names(self) -> tuple[str, ...]:
+        return tuple([f"{role}.{name}" for role, part in self.parts.items() for name in part.input_names()])
+
+    def input_tensors(self) -> list[Tensor]:
+        return [tensor for part in self.parts.values() for tensor in part.input_tensors()]
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")
@@ -89,7 +92,7 @@ class Chain(Op):
         needs: dict[str, frozenset[str]] = {}
         flows, inner = "x" in needs_grad, self._inner()
         for role, part in self.parts.items():
-            names = {n for n, _ in part.inputs() if f"{role}.{n}" in needs_grad} | ({"x"} if flows else set())
+            names = {n for n in part.input_names() if f"{role}.{n}" in needs_grad} | ({"x"} if flows else set())
             names |= {k for k in part.keywords if self.takes(role, k) in needs_grad or (flows and k in inner)}
             needs[role] = frozenset(names)
             flows = bool(names)
@@ -135,8 +138,7 @@ class FusedOp(Chain):
 
     def __init__(self, **roles: Op | None) -> None:
         super().__init__(**{role: op for role, op in roles.items() if op is not None})
-        for role in (role for role, op in roles.items() if op is None):
-            setattr(self, role, None)
+        self.__dict__.update(roles)  # found at once; nn.Module's look-up of children is slow
 
 
 class Composite(Chain):

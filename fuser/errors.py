@@ -9,6 +9,10 @@ class ArgumentError(TypeError, ValueError):
     Both a ``TypeError``, as any bad call in Python is, and a ``ValueError``, which callers of other op fusers expect.
     """
 
+    def located(self, where: str) -> ArgumentError:
+        """The same error, the op in front of what it says."""
+        return ArgumentError(f"{where}: {self}")
+
 
 class DoubleBackwardError(RuntimeError):
     """Somebody asked for a second derivative; ops have first-order gradients only."""

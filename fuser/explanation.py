@@ -204,7 +204,7 @@ def _explain_op(
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
-    for _, parameter in op.inputs():  # alive for as long as their storages are compared, or an address comes back
+    for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
     with trace.recording() as seen, torch.no_grad():
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype)

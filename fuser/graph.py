@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx
 import torch
@@ -16,8 +16,7 @@ from .op import Op
 X = ".x"  # the node of the input of the first op
 
 
-@dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """What a fusion may ask about an input: never its shape or its values, since plans are kept for other ones."""
 
     dtype: torch.dtype
@@ -51,6 +50,10 @@ class OpGraph:
         for (reader, name), (maker, output) in layout.channels.items():
             _connect(graph, layout.leaves[maker].label, layout.leaves[reader].label, name, output)
         return cls(graph)
+
+    def inputs(self) -> list[TensorInfo | None]:
+        """What is known of the inputs, in the order of their slots."""
+        return [info["info"] for _, info in self.nx.nodes.items() if "info" in info]
 
     def leaf(self, node: str) -> Leaf | None:
         """The leaf of an op node, None for an input."""

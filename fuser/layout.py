@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -41,6 +41,16 @@ class Target:
         return f"op {self.label} ({type(self.module).__name__})"
 
 
+Reads = tuple[tuple[tuple[str, int], ...], ...]  # leaf -> the (keyword, slot) that it is given
+
+
+class Bound(NamedTuple):
+    """How a form of call was bound: which of its arguments is the value of each slot, and who reads which slot."""
+
+    places: list[int]
+    reads: Reads
+
+
 class Layout:
     """The leaves of a container and the ways to address them.
 
@@ -49,6 +59,7 @@ class Layout:
         channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
         takers: keyword -> the leaves that take it.
         required: the (leaf, keyword) that a call must give, in op order, then signature order.
+        bound: the forms of calls that have been bound; ``reads``: every way of reading among them, once.
     """
 
     def __init__(self, container: nn.Sequential, container_type: type[nn.Sequential]) -> None:
@@ -56,6 +67,8 @@ class Layout:
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
+        self.bound: dict[tuple[Any, ...], Bound] = {}
+        self.reads: dict[Reads, Reads] = {}
         self._container_type = container_type
         self._by_index: list[Target] = []
         self._by_name: dict[str, Target] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
@@ -92,15 +92,28 @@ class Op(nn.Module, ABC):
         """
         return None
 
-    def inputs(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters by name, as they are now: a replaced parameter is seen at the next call."""
-        if self._modules:
-            return self.named_parameters(remove_duplicate=False)
-        return ((name, p) for name, p in self._parameters.items() if p is not None)
+        return zip(self.input_names(), self.input_tensors(), strict=True)
+
+    def input_names(self) -> tuple[str, ...]:
+        """The names alone; they change with the structure only."""
+        return tuple([name for name, _ in self._named()])
+
+    def input_tensors(self) -> list[Tensor]:
+        """The parameters alone, in the order of their names."""
+        return [p for _, p in self._named()]
 
     def decision_key(self) -> tuple[Any, ...]:
         """What fusions may read of the parameters; part of the key of the plan cache."""
-        return tuple([(p.dtype, p.device, p.requires_grad) for _, p in self.inputs()])
+        if not (self._parameters or self._modules):
+            return ()
+        return tuple([(name, p.dtype, p.device, p.requires_grad) for name, p in self._named()])
+
+    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
+        if self._modules:
+            return self.named_parameters(remove_duplicate=False)
+        return [(name, p) for name, p in self._parameters.items() if p is not None]
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import legality
-from .autograd import Runtime, check, locating, run
+from .autograd import Runtime, check, run
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
@@ -32,7 +32,7 @@ class Step:
     reads: Reads
     x: int
     outputs: tuple[int, ...]
-    hooked: bool
+    input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     late: bool  # reads what an earlier step computes, besides x
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
 
@@ -42,11 +42,13 @@ class Step:
 
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
-        for leaf, reads in zip(self.leaves, self.leaf_reads, strict=True):
+        for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
             if leaf.op is None or x is None or reads is None:
                 return None
-            with locating(str(leaf)):
+            try:
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
+            except ArgumentError as error:
+                raise error.located(str(leaf)) from None
         return x
 
     def check_late(self, values: list[Any], runtime: Runtime) -> None:
@@ -59,14 +61,14 @@ class Step:
 
     def run(self, values: list[Any], runtime: Runtime) -> None:
         """Runs on the values so far, and adds its outputs to them."""
-        x, keywords = values[self.x], {name: values[slot] for name, slot in self.reads}
-        if not isinstance(self.module, Op):
-            values.append(self.module(x))
-        elif self.hooked:
-            result = self.module(x, **keywords)
-            values.extend(result if self.module.extra_outputs else (result,))
+        module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
+        if self.input_names is not None:
+            values += run(module, x, keywords, runtime, self.input_names)  # type: ignore[arg-type]
+        elif isinstance(module, Op):
+            result = module(x, **keywords)
+            values.extend(result if module.extra_outputs else (result,))
         else:
-            values.extend(run(self.module, x, keywords, runtime))
+            values.append(module(x))
         for slot in self.dead:
             values[slot] = None
 
@@ -114,8 +116,7 @@ class Plan:
 
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
-            module = step.module
-            yield from (p for _, p in (module.inputs() if isinstance(module, Op) else module.named_parameters()))
+            yield from step.module.parameters()
 
 
 def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
@@ -191,7 +192,8 @@ class _Builder:
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, is_hooked(leaf.module), self._late(reads))
+        names = None if leaf.op is None or is_hooked(leaf.op) else leaf.op.input_names()
+        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, self._late(reads))
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -202,7 +204,7 @@ class _Builder:
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, False, self._late(reads))
+        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), self._late(reads))
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

@@ -35,7 +35,7 @@ def _take(saved: Any, tensors: list[Tensor]) -> Any:
         tensors.append(saved)
         return _HOLE
     if isinstance(saved, tuple):
-        return _rebuild(saved, [_take(item, tensors) for item in saved])
+        return _rebuilt(saved, [item if item is None else _take(item, tensors) for item in saved])
     if isinstance(saved, dict):
         return {key: _take(item, tensors) for key, item in saved.items()}
     return saved
@@ -45,11 +45,12 @@ def _put(rest: Any, tensors: Any) -> Any:
     if rest is _HOLE:
         return next(tensors)
     if isinstance(rest, tuple):
-        return _rebuild(rest, [_put(item, tensors) for item in rest])
+        return _rebuilt(rest, [item if item is None else _put(item, tensors) for item in rest])
     if isinstance(rest, dict):
         return {key: _put(item, tensors) for key, item in rest.items()}
     return rest
 
 
-def _rebuild(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
+def _rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """``like`` with other items, as its own type if that is a named tuple."""
+    return tuple.__new__(type(like), items) if hasattr(like, "_fields") else tuple(items)

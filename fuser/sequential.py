@@ -19,12 +19,26 @@ from .op import is_hooked
 from .plan import Plan, compile_plan
 
 
+class _Compiled:
+    """What a container keeps between calls: its layout, its plans, and of the last call what ``explain()`` needs."""
+
+    def __init__(self) -> None:
+        self.layout: Layout | None = None
+        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.last: _Last | None = None
+
+
 class _Last(NamedTuple):
-    """The shape of the last call, for ``explain()`` without arguments. Holds no tensors."""
+    """The last call: of each value the shape, or what is no tensor. Holds no tensors."""
 
     plan: Plan
-    shapes: list[Shape]
+    seen: list[Any]
     runtime: Runtime
+
+    def explain(self) -> Explanation:
+        infos = self.plan.graph.inputs()
+        shapes = [Shape(tuple(s), *i) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
+        return explain_plan(self.plan, shapes, self.runtime)
 
 
 class Sequential(nn.Sequential):
@@ -36,15 +50,13 @@ class Sequential(nn.Sequential):
     torch.Size([3, 4])
     """
 
-    _plans: dict[Any, Plan]
-    _current_layout: Layout | None
-    _last: _Last | None
+    _compiled: _Compiled
 
     def __init__(self, *modules: Any) -> None:
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             modules = (OrderedDict(modules[0]),)
         super().__init__(*modules)
-        self._forget()
+        self._compiled = _Compiled()
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
@@ -68,7 +80,7 @@ class Sequential(nn.Sequential):
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
         plan = self._plan(layout, call, runtime)
-        self._last = _Last(plan, [Shape.of(v) for v in call.values], runtime)
+        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
         return plan(call.values, runtime)
 
     def explain(
@@ -83,9 +95,9 @@ class Sequential(nn.Sequential):
             ArgumentError: as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
-            if self._last is None:
+            if self._compiled.last is None:
                 raise ValueError("explain: there was no call yet; give it what you would give forward")
-            return explain_plan(*self._last)
+            return self._compiled.last.explain()
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
         plan = self._plan(layout, call, runtime)
@@ -98,27 +110,28 @@ class Sequential(nn.Sequential):
         return self._last is not None
 
     def _layout(self) -> Layout:
-        layout = self._current_layout
+        compiled = self._compiled
+        layout = compiled.layout
         if layout is None or not layout.is_current():
-            self._plans.clear()
-            layout = self._current_layout = Layout(self, Sequential)
+            compiled.plans.clear()
+            layout = compiled.layout = Layout(self, Sequential)
         return layout
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
-        switches = settings.current()
-        ops = tuple([(leaf.op.decision_key(), is_hooked(leaf.op)) if leaf.op else None for leaf in layout.leaves])
-        key = (*call.key(), ops, runtime, switches, registry.version)
-        plan = self._plans.get(key)
+        switches, key = settings.current(), call.key()
+        for leaf in layout.leaves:
+            if leaf.op is not None:
+                key += (leaf.op.decision_key(), is_hooked(leaf.op))
+        signature = (*key, runtime, id(switches), registry.version)
+        plan = self._compiled.plans.get(signature)
         if plan is None:
-            plan = self._plans[key] = compile_plan(OpGraph.of(layout, call), registry, switches)
+            plan = compile_plan(OpGraph.of(layout, call), registry, switches)
+            self._compiled.plans[signature] = plan
         return plan
 
-    def _forget(self) -> None:
-        self._plans, self._current_layout, self._last = {}, None, None
-
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_plans": {}, "_current_layout": None, "_last": None}
+        return {**self.__dict__, "_compiled": _Compiled()}
 
     def __add__(self, other: nn.Sequential) -> Sequential:
         if not isinstance(other, nn.Sequential):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Config:
-    """What :func:`config` sets; see there."""
+    """What :func:`config` sets; see there. Those in force are one object wherever they are equal, and stay alive."""
 
     strict: bool = False
     deterministic: bool = True
@@ -20,7 +21,12 @@ class Config:
     debug: bool = False
 
 
-_current: ContextVar[Config] = ContextVar("fusible_config", default=Config())
+@cache
+def _config(**switches: Any) -> Config:
+    return Config(**switches)
+
+
+_current: ContextVar[Config] = ContextVar("fusible_config", default=_config(**vars(Config())))
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 
 
@@ -65,13 +71,14 @@ def config(
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if isinstance(disable_fusions, str):
         raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{disable_fusions!r}}}")
-    changes: dict[str, Any] = {
+    given: dict[str, Any] = {
         "strict": strict,
         "deterministic": deterministic,
         "backend": backend,
         "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
         "debug": debug,
     }
-    switches = replace(current(), **{name: value for name, value in changes.items() if value is not None})
+    changes = {name: value for name, value in given.items() if value is not None}
+    switches = _config(**{**vars(current()), **changes})
     with using(switches):
         yield switches

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..fuser import Op
-from .backends.problem import Matrices
+from .backends.problem import Matrices, first
+from .expert_group import ExpertGroup, as_one
 
 
 class ExpertParameters(Op):
@@ -22,6 +24,11 @@ class ExpertParameters(Op):
     num_groups: int
     per_group: dict[str, bool]
     transposed_weight: bool
+    _groups: dict[str, ExpertGroup]
+
+    def init_expert_parameters(self) -> None:
+        """To be called before parameters are added."""
+        self.per_group, self._groups = {}, {}
 
     def add_expert_parameter(self, name: str, data: Tensor, single: bool) -> None:
         """Registers ``data`` [E, ...] as one parameter, or as one a group."""
@@ -33,47 +40,76 @@ class ExpertParameters(Op):
 
     def parameter_names(self, name: str) -> list[str]:
         """The registered names of an expert parameter, in group order."""
-        return [f"{name}{i}" for i in range(self.num_groups)] if self.per_group[name] else [name]
+        return list(_names(name, self.num_groups)) if self.per_group[name] else [name]
 
     def expert_parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters themselves, as they are now."""
-        return [getattr(self, n) for n in self.parameter_names(name)]
+        return list(self._now(name)) if self.per_group[name] else [self.one_parameter(name)]
+
+    def one_parameter(self, name: str) -> nn.Parameter:
+        """The parameter, or the first group's: all are of its shape, dtype and device."""
+        name = f"{name}0" if self.per_group[name] else name
+        found = self._parameters.get(name)
+        return getattr(self, name) if found is None else found
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
 
         A weight is [E, N, K] however it is stored.
         """
-        values = self._stored(name, dtype)
+        values = self._group(name).values() if self.per_group[name] else self.one_parameter(name)
+        if dtype is not None and first(values).dtype != dtype:
+            values = values.to(dtype) if isinstance(values, Tensor) else tuple(value.to(dtype) for value in values)
         if name == "weight" and self.transposed_weight:
             return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
         return values
 
-    def _stored(self, name: str, dtype: torch.dtype | None) -> Matrices:
-        parameters = self.expert_parameters(name)
-        values = _as_one(parameters) if self.per_group[name] else parameters[0]
-        if dtype is None or parameters[0].dtype == dtype:
-            return tuple(parameters) if values is None else values
-        return tuple(p.to(dtype) for p in parameters) if values is None else values.to(dtype)
+    def input_names(self) -> tuple[str, ...]:
+        """The groups of parameters count as one each, under their common name; what else is registered, by its own."""
+        return (*self.per_group, *[name for name, _ in self._others()])
 
-    def split_gradient(self, name: str, gradient: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
-        """The gradient [E, ...] by parameter name; computed once, when the first is asked for."""
-        if not self.per_group[name]:
-            return {name: gradient}
-        made: list[Tensor] = []
+    def input_tensors(self) -> list[Tensor]:
+        """A parameter, or the tensor that stands for those of all groups: its gradient is theirs, stacked."""
+        own: list[Tensor] = []
+        for name, split in self.per_group.items():
+            own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
+        return own + [p for _, p in self._others()]
 
-        def part(i: int) -> Tensor:
-            if not made:
-                made.append(gradient())
-            return made[0][i]
+    def _has_stand_ins(self, name: str) -> bool:
+        """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""
+        return False
 
-        return {n: partial(part, i) for i, n in enumerate(self.parameter_names(name))}
+    def _now(self, name: str) -> tuple[nn.Parameter, ...]:
+        """The parameters of the groups, as they are now."""
+        try:
+            return _getter(name, self.num_groups)(self._parameters)
+        except KeyError:  # not registered as such: a replica, a parametrization
+            return tuple([getattr(self, n) for n in _names(name, self.num_groups)])
+
+    def _group(self, name: str) -> ExpertGroup:
+        """The parameters of the groups, and what is known of them."""
+        parameters, group = self._now(name), self._groups.get(name)
+        if group is None or not group.holds(parameters):
+            group = self._groups[name] = ExpertGroup(parameters)
+        return group
+
+    def _others(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """What is registered besides the parameters of the groups."""
+        count = sum(self.num_groups if split else 1 for split in self.per_group.values())
+        if not self._modules and len(self._parameters) <= count:
+            return ()
+        own = {n for name in self.per_group for n in self.parameter_names(name)}
+        return [(name, p) for name, p in self._named() if name not in own]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to()`` and its kin: what they scatter is put into one storage again."""
+        self._groups.clear()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._gather()
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_groups": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """So are the parts of a copy or a pickle."""
@@ -83,11 +119,12 @@ class ExpertParameters(Op):
     def _gather(self) -> None:
         for name in (name for name, split in self.per_group.items() if split):
             parameters = self.expert_parameters(name)
-            if not parameters[0].is_meta and _as_one(parameters) is None:
+            if not parameters[0].is_meta and as_one(parameters) is None:
                 for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):
                     parameter.data = part
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._groups.clear()
         for name, split in self.per_group.items():
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
             if split and one in state_dict and len(state_dict[one]) == self.num_groups:
@@ -97,13 +134,13 @@ class ExpertParameters(Op):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-def _as_one(parameters: list[nn.Parameter]) -> Tensor | None:
-    """The parameters as one stacked tensor over their common storage; None if they do not lie one after the other."""
-    first = parameters[0]
-    if first.is_meta or not first.is_contiguous():
-        return None
-    base, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage().data_ptr()
-    for i, p in enumerate(parameters):
-        if p.data_ptr() != base + i * step or p.untyped_storage().data_ptr() != storage or p.dtype != first.dtype:
-            return None
-    return first.detach().as_strided((len(parameters), *first.shape), (first.numel(), *first.stride()))
+@cache
+def _names(name: str, groups: int) -> tuple[str, ...]:
+    return tuple([f"{name}{i}" for i in range(groups)])
+
+
+@cache
+def _getter(name: str, groups: int) -> Callable[[Any], tuple[nn.Parameter, ...]]:
+    """Looks all of them up in a dictionary."""
+    names = _names(name, groups)
+    return itemgetter(*names) if groups > 1 else lambda parameters: (parameters[names[0]],)

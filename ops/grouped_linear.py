@@ -84,7 +84,8 @@ class GroupedLinear(WeightGrads):
                 raise ValueError(f"GroupedLinear: {name} must be at least 1, got {size}")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias = bias, scale_bias and bias
-        self.per_group, self.transposed_weight = {}, transposed_weight
+        self.init_expert_parameters()
+        self.transposed_weight = transposed_weight
         sizes = (in_features, out_features) if transposed_weight else (out_features, in_features)
         weight = torch.empty((num_groups, *sizes), device=device, dtype=dtype)
         self.add_expert_parameter("weight", weight, single_grouped_weight)
@@ -104,7 +105,7 @@ class GroupedLinear(WeightGrads):
             nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
-        firsts = [self.expert_parameters(name)[0] for name in self.per_group]
+        firsts = [self.one_parameter(name) for name in self.per_group]
         return tuple([(p.dtype, p.device, p.requires_grad) for p in firsts])
 
     def check(
@@ -117,7 +118,7 @@ class GroupedLinear(WeightGrads):
         bias_scale: Tensor | None = None,
         autocast_dtype: torch.dtype | None = None,
     ) -> Spec:
-        weight = self.expert_parameters("weight")[0]
+        weight = self.one_parameter("weight")
         dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
@@ -161,9 +162,8 @@ class GroupedLinear(WeightGrads):
         needs_grad: frozenset[str],
     ) -> Saved:
         """What the wanted gradients need, and no more."""
-        trains = not needs_grad.isdisjoint(self.parameter_names("weight"))
         return self.Saved(
-            rows if trains else None,
+            rows if "weight" in needs_grad else None,
             weight if "x" in needs_grad else None,
             split_sizes,
             self.matrices("bias") if "bias_scale" in needs_grad else None,
@@ -184,13 +184,13 @@ class GroupedLinear(WeightGrads):
         return grads
 
     def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:
-        """The gradients of the biases by name: sums of the rows of ``dy`` [T, N], scaled by ``row_scale`` if given."""
+        """The gradient of the biases, stacked: sums of the rows of ``dy`` [T, N], scaled by ``row_scale`` if given."""
 
         def gradient() -> Tensor:
             scale = None if row_scale is None else row_scale.reshape(-1)
-            return kernels.column_sums(dy, split_sizes, self.expert_parameters("bias")[0].dtype, scale)
+            return kernels.column_sums(dy, split_sizes, self.one_parameter("bias").dtype, scale)
 
-        return self.split_gradient("bias", gradient)
+        return {"bias": gradient}
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}"

@@ -7,7 +7,7 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,8 +105,12 @@ def grouped_linear_activation(
     bias_scale: Tensor | None = None,
     scales: Tensor | None = None,
     keep_pre: bool,
+    interior: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
-    """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept."""
+    """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept.
+
+    The tail of ``pre`` is unspecified; so is that of ``hidden`` if it is ``interior``, read by grouped products only.
+    """
     columns = first(weight).shape[-2]
     pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
     hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
@@ -115,7 +119,8 @@ def grouped_linear_activation(
     backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
-        _zero_tails(split_sizes, pre, hidden)
+        if not interior:
+            _zero_tail(hidden, split_sizes)
     return pre, hidden
 
 
@@ -130,14 +135,18 @@ def grouped_linear_activation_backward(
     want_scales: bool,
     want_hidden: bool,
 ) -> ActivationGrads:
-    """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`."""
+    """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`.
+
+    The tail of the scales' gradient is zero; what only grouped products read has an unspecified one.
+    """
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre)
     backend = _ready(problem, pre, *out[1:])
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
-        _zero_tails(split_sizes, *out)
+        if out.scales is not None:
+            _zero_tail(out.scales.unsqueeze(-1), split_sizes)
     return out
 
 
@@ -186,12 +195,6 @@ def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels
     if rows.takes_groups(tokens, split_sizes, out):
         return rows
     return grouped_mm if tokens.is_cuda else loop
-
-
-def _zero_tails(split_sizes: Tensor, *tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is not None:
-            _zero_tail(tensor if tensor.dim() == 2 else tensor.unsqueeze(-1), split_sizes)
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
@@ -250,8 +253,9 @@ def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
 
     ``also`` are the tensors that the kernel reads or writes besides those of the problem.
     """
-    choice = _choose(problem)
-    if trace.active():
+    tracing = trace.active()
+    choice = _choose(problem, tracing)
+    if tracing:
         moved = problem.bytes + nbytes(*also)
         trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved))
         return None
@@ -265,24 +269,42 @@ class _Choice(NamedTuple):
     reason: str
 
 
-def _choose(problem: GroupedGemm) -> _Choice:
+_CHOSEN: dict[tuple[Hashable, ...], _Choice] = {}  # what the first backend takes
+
+
+def _choose(problem: GroupedGemm, tracing: bool) -> _Choice:
     """The first backend that can run the problem, or the one that the configuration asks for.
 
     Raises:
         RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
     """
-    settings = current()
-    if not problem.a.is_cuda and settings.backend == "auto" and not trace.active():
-        return _Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
+    only = current().backend
+    if tracing:
+        return _ask(problem, only)
+    if not problem.a.is_cuda and only == "auto":
+        return _ON_CPU
+    kind = problem.kind if only in ("auto", _BACKENDS[0].NAME) else None
+    choice = None if kind is None else _CHOSEN.get(kind)
+    if choice is None:
+        choice = _ask(problem, only)
+        if kind is not None and choice.backend is _BACKENDS[0]:
+            _CHOSEN[kind] = choice
+    return choice
+
+
+_ON_CPU = _Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
+
+
+def _ask(problem: GroupedGemm, only: str) -> _Choice:
     refusals: list[str] = []
     for backend in _BACKENDS:
-        if settings.backend not in ("auto", backend.NAME):
+        if only not in ("auto", backend.NAME):
             continue
         why = backend.refusal(problem)
         if why is None:
             reason = "; ".join(refusals)
-            if reason and settings.strict and problem.a.is_cuda:
+            if reason and current().strict and problem.a.is_cuda:
                 raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
             return _Choice(backend, reason)
         refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{settings.backend} is not built'}")
+    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{only} is not built'}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..fuser import Grads
 from . import kernels
+from .expert_group import ExpertGroup
 from .expert_parameters import ExpertParameters
 from .kernels import Layout, Matrices
 
@@ -35,13 +36,12 @@ class WeightGrads(ExpertParameters):
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def weight_grads(self, dy: Tensor, x: Tensor | None, split_sizes: Tensor, needs_grad: frozenset[str]) -> Grads:
-        """The gradients of the weights by name, from ``dy`` [T, N] and ``x`` [T, K].
+        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K].
 
         Args:
             needs_grad: the names that autograd wants, without a role in front.
         """
-        wanted = [name for name in self.parameter_names("weight") if name in needs_grad]
-        if not wanted or x is None:
+        if "weight" not in needs_grad or x is None:
             return {}
         rows = x
         left, right = (rows, dy) if self.transposed_weight else (dy, rows)
@@ -50,14 +50,14 @@ class WeightGrads(ExpertParameters):
             return kernels.grouped_gemm(Layout.TN, left, right, split_sizes, **how)
 
         if self.delay_wgrad_compute:
-            self._delay(wgrad, wanted, (rows, dy))
-            return dict.fromkeys(wanted)
+            self._delay(wgrad, self._trained(), (rows, dy))
+            return {"weight": None}
         if self.accumulate_into_main_grad:
-            self._into_main_grad(wgrad, wanted)
-            return {name: _dummy(getattr(self, name)) for name in wanted}
-        dtype = getattr(self, wanted[0]).dtype
-        grads = self.split_gradient("weight", lambda: wgrad(out_dtype=dtype))  # type: ignore[arg-type, return-value]
-        return {name: grads[name] for name in wanted}
+            names = self._trained()
+            self._into_main_grad(wgrad, names)
+            return {"weight": self._stand_in(names)}
+        dtype = self.one_parameter("weight").dtype
+        return {"weight": lambda: wgrad(out_dtype=dtype)}  # type: ignore[dict-item, return-value]
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for :meth:`backward_dw`."""
@@ -85,9 +85,22 @@ class WeightGrads(ExpertParameters):
         self._hooks.append(hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_delayed": deque()}
+        return {**super().__getstate__(), "_delayed": deque()}
 
-    def _delay(self, wgrad: Wgrad, names: list[str], reads: tuple[Tensor, ...]) -> None:
+    def _has_stand_ins(self, name: str) -> bool:
+        return name == "weight" and self.accumulate_into_main_grad
+
+    def _trained(self) -> tuple[str, ...]:
+        """The names of the weights that are not frozen."""
+        names = tuple(self.parameter_names("weight"))
+        flags = [p.requires_grad for p in self.expert_parameters("weight")]
+        return names if all(flags) else tuple([name for name, flag in zip(names, flags, strict=True) if flag])
+
+    def _of_names(self, names: tuple[str, ...]) -> list[nn.Parameter]:
+        everything = len(names) == self.num_groups or not self.per_group["weight"]
+        return self.expert_parameters("weight") if everything else [getattr(self, name) for name in names]
+
+    def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
         versions = [t._version for t in reads]
 
@@ -99,39 +112,67 @@ class WeightGrads(ExpertParameters):
 
         self._delayed.append(later)
 
-    def _finish(self, wgrad: Wgrad, names: list[str]) -> None:
+    def _finish(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
         if self.accumulate_into_main_grad:
             self._into_main_grad(wgrad, names)
-            for name in names:
-                _dummy(getattr(self, name), allocate=False)
+            _flag(self._of_names(names))
             return
-        parameters = [getattr(self, name) for name in names]
+        parameters = self._of_names(names)
+        grads = []
         for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self._write(wgrad, names, [p.grad for p in parameters], [True] * len(names))
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grads.append(parameter.grad)
+        self._write(wgrad, names, ExpertGroup(tuple(grads)), [True] * len(names))
 
-    def _into_main_grad(self, wgrad: Wgrad, names: list[str]) -> None:
-        parameters = [getattr(self, name) for name in names]
-        grads = [_main_grad(type(self).__name__, name, p) for name, p in zip(names, parameters, strict=True)]
-        self._write(wgrad, names, grads, [not getattr(p, "overwrite_main_grad", False) for p in parameters])
+    def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
+        parameters, op = self._of_names(names), type(self).__name__
+        fetched = tuple([_fetched(p) for p in parameters])
+        group = self._groups.get("main_grad")
+        if group is None or not group.holds(fetched):
+            checked = [_main_grad(op, *each) for each in zip(names, parameters, fetched, strict=True)]
+            group = self._groups["main_grad"] = ExpertGroup(tuple(checked))
+        self._write(wgrad, names, group, [not getattr(p, "overwrite_main_grad", False) for p in parameters])
 
-    def _write(self, wgrad: Wgrad, names: list[str], targets: list[Tensor], add: list[bool]) -> None:
+    def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
-        everything = names == self.parameter_names("weight")
+        everything = names == tuple(self.parameter_names("weight"))
         if everything and len(set(add)) == 1:
-            wgrad(out=targets if self.per_group["weight"] else targets[0], beta=1.0 if add[0] else None)
+            wgrad(
+                out=targets.values() if self.per_group["weight"] else targets.tensors[0], beta=1.0 if add[0] else None
+            )
+            torch.autograd.graph.increment_version(targets.tensors)
             return
-        gradient = wgrad(out_dtype=targets[0].dtype)
-        for name, target, adds in zip(names, targets, add, strict=True):
+        gradient = wgrad(out_dtype=targets.tensors[0].dtype)
+        for name, target, adds in zip(names, targets.tensors, add, strict=True):
             part = gradient[self.parameter_names("weight").index(name)]
             target.add_(part) if adds else target.copy_(part)
 
+    def _stand_in(self, names: tuple[str, ...]) -> Tensor | None:
+        """What autograd is given for gradients that lie in ``main_grad``, as Megatron's optimizer hooks expect it."""
+        flagged = _flag(self._of_names(names))
+        if not flagged:
+            return None
+        zeros = any([getattr(p, "zero_out_wgrad", False) for p in flagged])
+        groups = (self.num_groups,) if self.per_group["weight"] else ()
+        gradient = flagged[0].new_empty((*groups, *flagged[0].shape))
+        return gradient.zero_() if zeros else gradient
 
-def _main_grad(op: str, name: str, parameter: nn.Parameter) -> Tensor:
-    """The parameter's ``main_grad`` in the parameter's shape, same memory."""
+
+def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Says of those that want to know that their gradients are in ``main_grad``; returns them."""
+    flagged = [p for p in parameters if hasattr(p, "grad_added_to_main_grad")]
+    for parameter in flagged:
+        parameter.grad_added_to_main_grad = True
+    return flagged
+
+
+def _fetched(parameter: nn.Parameter) -> Any:
     fetch = getattr(parameter, "get_main_grad", None)
-    grad = fetch() if fetch is not None else getattr(parameter, "main_grad", None)
+    return fetch() if fetch is not None else getattr(parameter, "main_grad", None)
+
+
+def _main_grad(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
+    """The parameter's ``main_grad`` in the parameter's shape, same memory; itself if it has that shape."""
     if not isinstance(grad, Tensor):
         raise RuntimeError(
             f"{op}: accumulate_into_main_grad needs {name}.main_grad, which is not set; "
@@ -142,6 +183,8 @@ def _main_grad(op: str, name: str, parameter: nn.Parameter) -> Tensor:
             f"{op}: {name}.main_grad must be floating-point, on {parameter.device}, of shape {list(parameter.shape)}; "
             f"got {grad.dtype} on {grad.device}, shape {list(grad.shape)}"
         )
+    if grad.shape == parameter.shape:
+        return grad
     try:
         return grad.view(parameter.shape)
     except RuntimeError:
@@ -149,13 +192,3 @@ def _main_grad(op: str, name: str, parameter: nn.Parameter) -> Tensor:
             f"{op}: {name}.main_grad, of shape {list(grad.shape)} and strides {list(grad.stride())}, "
             f"cannot be viewed as {list(parameter.shape)}; make it contiguous"
         ) from None
-
-
-def _dummy(parameter: nn.Parameter, allocate: bool = True) -> Tensor | None:
-    """What autograd is given for a gradient that lies in ``main_grad``, as Megatron's optimizer hooks expect it."""
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    if not allocate:
-        return None
-    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)

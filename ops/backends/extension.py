@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -10,10 +11,23 @@ TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 @cache
+def compiled() -> Any:
+    """The extension. Importing it does not initialise CUDA."""
+    from .. import _C
+
+    return _C
+
+
+def stream(device: int) -> int:
+    """The address of the current stream of a CUDA device, without an object for it."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+@cache
 def is_built() -> bool:
     """Whether the package was installed with it."""
     try:
-        from .. import _C  # noqa: F401
+        compiled()
     except ImportError:
         return False
     return True

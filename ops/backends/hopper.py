@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..activations import ActivationSpec
 from . import separate
-from .extension import TYPE_CODES, device_refusal
+from .extension import TYPE_CODES, compiled, device_refusal, stream
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices, addresses, first
 
@@ -110,54 +110,30 @@ def launch(
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
     """
-    from .. import _C
-
-    index = sizes if sizes is not None else starts
+    library, device, index = compiled(), a.get_device(), starts if sizes is None else sizes
     assert index is not None
-    device = a.get_device()
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     extents, of_b, of_out, of_bias = _extents(layout, a, b, out), _place(b), _place(out), _bias_place(bias)
     anywhere = of_b.addresses or of_out.addresses or of_bias.addresses
-    workspace = a.new_empty(_C.workspace_bytes(extents.groups), dtype=torch.uint8) if dynamic or anywhere else None
-    _C.grouped_gemm(
-        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[first(out).dtype]),
-        *(device, torch.cuda.current_stream(device).cuda_stream),
+    workspace = a.new_empty(_workspace_bytes(extents[0]), dtype=torch.uint8) if dynamic or anywhere else None
+    library.grouped_gemm(  # by position: names cost as much as the launch
+        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[first(out).dtype], device, stream(device)),
         *extents,
         *(a.data_ptr(), a.stride(0)),
         *of_b[:3],
         *of_out[:3],
-        sizes=_address(sizes),
-        starts=_address(starts),
-        wide=index.dtype == torch.int64,
-        accumulate=accumulate,
-        bias=of_bias.address,
-        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_pitch=of_bias.pitch,
-        row_scale=_address(row_scale),
-        bias_scale=_address(bias_scale),
-        alphas=_address(alphas),
-        alpha=alpha,
-        betas=_address(betas),
-        beta=beta,
-        workspace=_address(workspace),
-        variant=variant,
-        b_addresses=of_b.addresses,
-        out_addresses=of_out.addresses,
-        bias_addresses=of_bias.addresses,
+        *(_address(sizes), _address(starts), index.dtype == torch.int64, accumulate),
+        *(of_bias.address, 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias.pitch),
+        *(_address(row_scale), _address(bias_scale), _address(alphas), alpha, _address(betas), beta),
+        *(_address(workspace), variant, of_b.addresses, of_out.addresses, of_bias.addresses),
     )
-    for tensor in [out] if isinstance(out, Tensor) else out:
-        torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version(out)
 
 
-class _Extents(NamedTuple):
-    """Of the products of all groups; ``m`` for TN only, where ``k`` is the group's own."""
-
-    groups: int
-    tokens: int
-    m: int
-    n: int
-    k: int
+@cache
+def _workspace_bytes(groups: int) -> int:
+    return int(compiled().workspace_bytes(groups))
 
 
 class _Place(NamedTuple):
@@ -169,10 +145,15 @@ class _Place(NamedTuple):
     addresses: list[int]
 
 
-def _extents(layout: Layout, a: Tensor, b: Matrices, out: Matrices) -> _Extents:
+def _extents(layout: Layout, a: Tensor, b: Matrices, out: Matrices) -> tuple[int, int, int, int, int]:
+    """Groups, tokens, m, n, k of the products of all groups; ``m`` for TN only, where ``k`` is the group's own."""
     if layout is Layout.TN:
-        return _Extents(len(out), a.shape[0], a.shape[1], first(b).shape[1], 0)
-    return _Extents(len(b), a.shape[0], 0, first(out).shape[1], a.shape[1])
+        return _count(out), a.shape[0], a.shape[1], first(b).shape[1], 0
+    return _count(b), a.shape[0], 0, first(out).shape[1], a.shape[1]
+
+
+def _count(matrices: Matrices) -> int:
+    return matrices.shape[0] if isinstance(matrices, Tensor) else len(matrices)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -181,7 +162,8 @@ def _address(tensor: Tensor | None) -> int:
 
 def _place(matrices: Matrices) -> _Place:
     if isinstance(matrices, Tensor):
-        return _Place(matrices.data_ptr(), matrices.stride(-2), matrices.stride(0) if matrices.dim() == 3 else 0, [])
+        strides = matrices.stride()
+        return _Place(matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0, [])
     return _Place(0, matrices[0].stride(0), 0, [matrix.data_ptr() for matrix in matrices])
 
 

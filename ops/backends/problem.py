@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,9 +22,11 @@ class Layout(Enum):
     TN = "TN"  # a [T, M], b [T, N] -> [E, M, N]: gradient of the weights; the contraction is ragged
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
+
+    Nobody changes one; it is not frozen because that makes it four times as slow to make.
 
     Attributes:
         split_sizes: int32 or int64 [E], on the device of ``a``: rows of each group.
@@ -61,6 +63,34 @@ class GroupedGemm:
             return self.a.shape[1], self.b.shape[1] if isinstance(self.b, Tensor) else 0, self.rows
         weight = self.b[0]
         return self.rows, weight.shape[0 if self.layout is Layout.NT else 1], self.a.shape[1]
+
+    @property
+    def kind(self) -> tuple[Hashable, ...] | None:
+        """What decides whether a backend takes it: all but T and the addresses; None where it takes more to say.
+
+        Equal kinds are taken alike. There is none for matrices that are tensors of their own, and for factors [E].
+        """
+        a, b, out, sizes = self.a, self.b, self.out, self.split_sizes
+        if not (isinstance(b, Tensor) and isinstance(out, Tensor)):
+            return None
+        extras = self._extras_kind()
+        if extras is None:
+            return None
+        types = a.dtype, b.dtype, out.dtype, sizes.dtype, a.device
+        shapes = a.shape[1], b.shape[-1], out.shape[-1], sizes.shape[0], a.stride(), b.stride(), out.stride()
+        places = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15, sizes.is_contiguous()
+        return self.layout, *types, *shapes, *places, *extras
+
+    def _extras_kind(self) -> tuple[Hashable, ...] | None:
+        """Of the factors and the bias."""
+        if isinstance(self.alpha, Tensor) or isinstance(self.beta, Tensor):
+            return None
+        vectors = []
+        for vector in (self.bias, self.bias_scale, self.row_scale):
+            if vector is not None and not (isinstance(vector, Tensor) and vector.is_contiguous()):
+                return None
+            vectors.append(None if vector is None else vector.dtype)
+        return self.alpha, self.beta, *vectors
 
     @property
     def is_plain(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
-from .extension import TYPE_CODES, device_refusal
+from .extension import TYPE_CODES, compiled, device_refusal, stream
 from .pointwise import QUICK, ActivationGrads
 from .problem import Matrices, stacked
 
@@ -16,13 +17,17 @@ NAME = "activation"
 _CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
 
 
-def usable(scales: Tensor | None, *tensors: Tensor | None) -> bool:
+def usable(scales: Tensor | None, rows: Tensor, *more: Tensor | None) -> bool:
     """Whether the kernels are built for where the tensors are, and take their one dtype and their strides."""
-    given = [t for t in tensors if t is not None]
-    if not given[0].is_cuda or device_refusal(given[0].get_device()) is not None:
+    if not rows.is_cuda or device_refusal(rows.get_device()) is not None:
         return False
-    everything = given if scales is None else [*given, scales]
-    return len({t.dtype for t in given}) == 1 and all(t.is_contiguous() and t.dtype in TYPE_CODES for t in everything)
+    dtype = rows.dtype
+    if dtype not in TYPE_CODES or not rows.is_contiguous():
+        return False
+    for tensor in more:
+        if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
+            return False
+    return scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous())
 
 
 def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
@@ -36,46 +41,39 @@ def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
     """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
-    from .. import _C
-
     columns = out.shape[-1]
     places = pre.data_ptr(), *_scales(scales), out.data_ptr()
-    _C.activate(*_activation(spec, columns), *_rows(pre, columns), *places)
+    compiled().activate(*_activation(spec, columns), *_rows(pre, columns), *places)
     torch.autograd.graph.increment_version(out)
 
 
 def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
     """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
-    from .. import _C
-
     columns = dhidden.shape[-1]
     given = dhidden.data_ptr(), pre.data_ptr(), *_scales(scales)
     wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
-    _C.activate_backward(*_activation(spec, columns), *_rows(pre, columns), *given, *wanted)
-    for tensor in (t for t in out if t is not None):
-        torch.autograd.graph.increment_version(tensor)
+    compiled().activate_backward(*_activation(spec, columns), *_rows(pre, columns), *given, *wanted)
+    torch.autograd.graph.increment_version([t for t in out if t is not None])
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order."""
-    from .. import _C
-
     scale = None if scale is None else scale.float().contiguous()
     (tokens, columns), groups = rows.shape, split_sizes.shape[0]
-    workspace = rows.new_empty(_C.column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
+    workspace = rows.new_empty(compiled().column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
     factors = 0 if scale is None else scale.data_ptr()
-    _C.column_sums(*_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr())
+    compiled().column_sums(
+        *_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr()
+    )
     torch.autograd.graph.increment_version(out)
 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-    from .. import _C
-
     every = stacked(vectors)
     every = (every if every.dtype in (rows.dtype, torch.float32) else every.float()).contiguous()
     dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    _C.row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
+    compiled().row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
     if dots is not out:
         out.copy_(dots)
     torch.autograd.graph.increment_version(out)
@@ -83,16 +81,15 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
-    from .. import _C
-
-    size = out.element_size()
+    size, device = out.element_size(), out.get_device()
     row_bytes = out.shape[1] * size if out.dim() == 2 else size
     rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
     wide = split_sizes.dtype == torch.int64
-    _C.zero_tail(*_place(out), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
+    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
     torch.autograd.graph.increment_version(out)
 
 
+@cache
 def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
     alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
     limit = math.inf if spec.limit is None else spec.limit
@@ -100,18 +97,21 @@ def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, f
 
 
 def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
-    return *_place(pre), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+    device = pre.get_device()
+    return device, stream(device), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
 
 
 def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
-    dense = *_place(rows), rows.data_ptr(), TYPE_CODES[rows.dtype], *rows.shape, rows.stride(0)
+    dense = (
+        rows.get_device(),
+        stream(rows.get_device()),
+        rows.data_ptr(),
+        TYPE_CODES[rows.dtype],
+        *rows.shape,
+        rows.stride(0),
+    )
     return (*dense, split_sizes.data_ptr(), split_sizes.shape[0], split_sizes.dtype == torch.int64)
 
 
 def _scales(scales: Tensor | None) -> tuple[int, int]:
     return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    device = tensor.get_device()
-    return device, torch.cuda.current_stream(device).cuda_stream

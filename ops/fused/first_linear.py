@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,16 @@ from .. import kernels
 from ..activations import ActivationSpec
 from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
+
+
+class Part(NamedTuple):
+    """A part of a fused op: its role, and for inputs that are no parameters the fused op's name and the part's."""
+
+    role: str
+    inputs: tuple[tuple[str, str], ...]
+
+
+FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 
 
 class FirstLinear(NamedTuple):
@@ -33,12 +44,20 @@ def forward(
     needs_grad: frozenset[str],
     autocast_dtype: torch.dtype | None,
     keep_pre: bool,
+    interior: bool,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x).to(product_dtype(x.dtype, autocast_dtype))
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
+    factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
     pre, hidden = kernels.grouped_linear_activation(
-        rows, weight, sizes, activation, bias=bias, bias_scale=flat(bias_scale), scales=flat(scales), keep_pre=keep_pre
+        rows,
+        weight,
+        sizes,
+        activation,
+        keep_pre=keep_pre,
+        interior=interior,
+        **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad))
 
@@ -50,23 +69,25 @@ def backward(fc1: GroupedLinear, saved: GroupedLinear.Saved, dpre: Tensor, needs
 
 def flat(column: Tensor | None) -> Tensor | None:
     """A number a row, as [T]."""
-    return None if column is None else column.reshape(-1)
+    return column if column is None or column.dim() == 1 else column.reshape(-1)
 
 
-def names_of(role: str, needs_grad: frozenset[str], keywords: dict[str, str]) -> frozenset[str]:
-    """What a part must give: its parameters' names without the role, and its keywords by their name in the part.
-
-    ``keywords`` maps the fused op's names to the part's.
-    """
-    prefix = f"{role}."
+@lru_cache(maxsize=4096)
+def names_of(part: Part, needs_grad: frozenset[str]) -> frozenset[str]:
+    """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
+    prefix = f"{part.role}."
     inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
-    return frozenset(inside | {part for own, part in keywords.items() if own in needs_grad})
+    return frozenset(inside | {name for own, name in part.inputs if own in needs_grad})
 
 
-def filed(role: str, grads: Grads, keywords: dict[str, str]) -> dict[str, Gradient]:
+def filed(part: Part, grads: Grads) -> dict[str, Gradient]:
     """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
-    own = {part: name for name, part in keywords.items()}
-    return {own.get(name, f"{role}.{name}"): gradient for name, gradient in grads.items()}
+    return {_own_name(part, name): gradient for name, gradient in grads.items()}
 
 
-__all__ = ["FirstLinear", "backward", "filed", "flat", "forward", "input_grad", "names_of"]
+@lru_cache(maxsize=4096)
+def _own_name(part: Part, name: str) -> str:
+    return next((own for own, inner in part.inputs if inner == name), f"{part.role}.{name}")
+
+
+__all__ = ["FC1", "FirstLinear", "Part", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

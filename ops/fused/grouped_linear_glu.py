@@ -13,9 +13,7 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows
 from ..scale import Scale
 from . import first_linear
-from .first_linear import flat, names_of
-
-_FC1 = {"x": "x", "fc1_bias_scale": "bias_scale"}
+from .first_linear import FC1, flat, names_of
 
 
 @register_fusion(
@@ -44,10 +42,9 @@ class GroupedLinearGLU(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
-        needs, spec = names_of("fc1", needs_grad, _FC1), self.act.spec
-        half = first_linear.forward(
-            self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype, bool(needs_grad)
-        )
+        needs, spec = names_of(FC1, needs_grad), self.act.spec
+        how = autocast_dtype, bool(needs_grad), False
+        half = first_linear.forward(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, *how)
         return half.hidden.view(*x.shape[:-1], half.hidden.shape[-1]), self.Saved(half.saved, half.pre, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
@@ -57,8 +54,8 @@ class GroupedLinearGLU(FusedOp):
         activated = kernels.activate_backward(
             as_rows(dy), saved.pre, self.act.spec, flat(saved.scales), want_scales=want_scales
         )
-        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.pre, names_of("fc1", needs_grad, _FC1))
-        grads: dict[str, Gradient] = first_linear.filed("fc1", fc1, _FC1)
+        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.pre, names_of(FC1, needs_grad))
+        grads: dict[str, Gradient] = first_linear.filed(FC1, fc1)
         if saved.scales is not None and activated.scales is not None:
             grads["scales"] = activated.scales.view_as(saved.scales)
         return grads

@@ -8,6 +8,7 @@ kernel that is given the product ``s o`` serves both places of the scale.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,10 +21,9 @@ from ..grouped_linear import GroupedLinear, as_rows
 from ..kernels import ActivationGrads, Layout
 from ..scale import Scale
 from . import first_linear
-from .first_linear import filed, flat, names_of
+from .first_linear import FC1, Part, filed, flat, names_of
 
-_FC1 = {"x": "x", "fc1_bias_scale": "bias_scale"}
-_FC2 = {"fc2_bias_scale": "bias_scale"}
+_FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
 
 def _buffer_holds_y(match: Match) -> bool:
@@ -71,48 +71,33 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         through = _through(needs_grad)
-        needs, keep = names_of("fc1", needs_grad, _FC1), through or _trains(needs_grad)
-        half = first_linear.forward(
-            self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype, keep
-        )
+        how = names_of(FC1, needs_grad), autocast_dtype, through or _trains(needs_grad), True
+        half = first_linear.forward(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, *how)
         hidden, sizes = half.hidden, half.saved.split_sizes
         weight, bias = self.fc2.matrices("weight", hidden.dtype), self._bias()
         out = None if output is None else output.view(-1, self.fc2.out_features)
-        how = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
-        y = kernels.grouped_gemm(Layout.NT, hidden, weight, sizes, out=out, **how)  # type: ignore[arg-type]
+        factors = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
+        y = kernels.grouped_gemm(Layout.NT, hidden, weight, sizes, out=out, **factors)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
-        fc2 = self._saved(hidden, sizes, weight, fc2_bias_scale, needs_grad, through)
+        needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
+        fc2 = self.fc2.saved(hidden, hidden, weight, sizes, fc2_bias_scale, None, needs)
         saved = self.Saved(half.saved, fc2, half.pre, scales, out_scale_scales)
         return y.view(*x.shape[:-1], self.fc2.out_features) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
         activated = self._through_fc2(saved, rows, needs_grad)
-        fc2 = self._fc2_grads(saved, rows, activated.hidden, names_of("fc2", needs_grad, _FC2))
-        grads: dict[str, Gradient] = filed("fc2", fc2, _FC2)
-        needs = names_of("fc1", needs_grad, _FC1)
+        fc2 = self._fc2_grads(saved, rows, activated.hidden, names_of(_FC2, needs_grad))
+        grads: dict[str, Gradient] = filed(_FC2, fc2)
+        needs = names_of(FC1, needs_grad)
         if needs:
-            grads |= filed("fc1", first_linear.backward(self.fc1, saved.fc1, activated.pre, needs), _FC1)
+            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, activated.pre, needs))
         if activated.scales is not None:
             grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
 
     def _bias(self) -> kernels.Matrices | None:
         return self.fc2.matrices("bias") if self.fc2.has_bias else None
-
-    def _saved(
-        self,
-        hidden: Tensor,
-        sizes: Tensor,
-        weight: kernels.Matrices,
-        bias_scale: Tensor | None,
-        needs_grad: frozenset[str],
-        through: bool,
-    ) -> GroupedLinear.Saved:
-        """Of the second linear: all but its input, which is computed again."""
-        needs = names_of("fc2", needs_grad, _FC2) | ({"x"} if through else set())
-        needs |= {"bias_scale"} if self.fc2.has_bias and "out_scale_scales" in needs_grad else set()
-        return self.fc2.saved(hidden, hidden, weight, sizes, bias_scale, None, frozenset(needs))._replace(x=None)
 
     def _through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
@@ -163,6 +148,15 @@ class GroupedMLP(FusedOp):
         return grads
 
 
+@lru_cache(maxsize=4096)
+def _kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
+    """The gradients that decide what is kept of the second linear: all but its weight's, whose input is made again."""
+    needs = set(names_of(_FC2, needs_grad)) | ({"x"} if _through(needs_grad) else set())
+    needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
+    return frozenset(needs - {"weight"})
+
+
+@lru_cache(maxsize=4096)
 def _through(needs_grad: frozenset[str]) -> bool:
     """Whether a wanted gradient lies behind the second linear."""
     return any(not name.startswith("fc2") for name in needs_grad)
@@ -170,7 +164,7 @@ def _through(needs_grad: frozenset[str]) -> bool:
 
 def _trains(needs_grad: frozenset[str]) -> bool:
     """Whether the second linear's weights are wanted, which need its input."""
-    return any(name.startswith("fc2.weight") for name in needs_grad)
+    return "fc2.weight" in needs_grad
 
 
 def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
