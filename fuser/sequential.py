@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -39,6 +39,22 @@ class _Last(NamedTuple):
         infos = self.plan.graph.inputs()
         shapes = [Shape(tuple(s), *i) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
         return explain_plan(self.plan, shapes, self.runtime)
+
+
+class StateFormat(NamedTuple):
+    """What containers load besides their own names and layout, and what they save."""
+
+    read: Callable[[Sequential, dict[str, Any], str], str | None]
+    """Given a container, a state dict to rewrite, and the container's prefix in it; returns what is wrong, if so."""
+    write: Callable[[Sequential, dict[str, Any], str], None]
+
+
+_state_formats: list[StateFormat] = []
+
+
+def add_state_format(form: StateFormat) -> None:
+    """Lets all containers read and write it."""
+    _state_formats.append(form)
 
 
 class Sequential(nn.Sequential):
@@ -107,7 +123,7 @@ class Sequential(nn.Sequential):
     @property
     def was_called(self) -> bool:
         """Whether :meth:`explain` has a last call to tell about."""
-        return self._last is not None
+        return self._compiled.last is not None
 
     def _layout(self) -> Layout:
         compiled = self._compiled
@@ -129,6 +145,20 @@ class Sequential(nn.Sequential):
             plan = compile_plan(OpGraph.of(layout, call), registry, switches)
             self._compiled.plans[signature] = plan
         return plan
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, in the logical layout."""
+        state = super().state_dict(*args, **kwargs)
+        for form in _state_formats:
+            form.write(self, state, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for form in _state_formats:
+            wrong = form.read(self, state_dict, prefix)
+            if wrong is not None:
+                args[-1].append(f"{prefix.removesuffix('.') or type(self).__name__}: {wrong}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": _Compiled()}

@@ -53,6 +53,8 @@ from .ops import (
     interleaved,
 )
 
+from . import integrations  # isort: skip  containers learn the layouts of others
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -101,6 +103,7 @@ __all__ = [
     "config",
     "explain",
     "grouped_gemm",
+    "integrations",
     "interleaved",
     "optional",
     "register_fusion",

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config
-from .benchmarks import grouped_gemm, grouped_mlp, roofline
+from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline
 from .benchmarks.problem import add_size_arguments, sizes_of
 from .examples import moe_lm
 from .fuser import RefusedError, registry
@@ -90,18 +90,25 @@ def _refusal(backend: str, device: str, dtype: torch.dtype) -> str | None:
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Times the experts, or the grouped GEMM alone; the first argument says which, and is ``mlp`` if left out."""
+    """Times the experts, the grouped GEMM alone, or a transformers block; the first argument says which (``mlp``)."""
     which, rest = (argv[0], argv[1:]) if argv and argv[0] in BENCHMARKS else ("mlp", argv)
     BENCHMARKS[which](rest)
 
 
-BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {"mlp": grouped_mlp.main, "grouped_gemm": grouped_gemm.main}
+BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
+    "mlp": grouped_mlp.main,
+    "grouped_gemm": grouped_gemm.main,
+    "hf": hf.main,
+}
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info, "versions, device, which backends run here and why others do not"),
     "explain": (explain, "what the experts of a model run, and why; tables or a drawing"),
     "demo": (moe_lm.main, "train a small language model for a minute, and see how its experts run"),
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
-    "bench": (bench, "time the experts (bench mlp) or the grouped GEMM (bench grouped_gemm) against their peers"),
+    "bench": (
+        bench,
+        "time the experts (mlp), the grouped GEMM (grouped_gemm), or blocks of transformers (hf)",
+    ),
 }
 
 

@@ -2,3 +2,7 @@
 
 ``import fusible.integrations.transformers`` is what a user of Hugging Face models writes.
 """
+
+from . import loading
+
+__all__ = ["loading"]

@@ -19,6 +19,7 @@ from fusible.benchmarks import (
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
+    hf,
     host_overhead,
     loss_curves,
     plots,
@@ -390,3 +391,29 @@ def test_turns_are_taken_in_random_order() -> None:
     assert len(turns) == 80  # an untimed call before each
     assert all(sorted(r) == sorted("aabbccdd") for r in rounds)
     assert len({tuple(r) for r in rounds}) > 3
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe", "mixtral", "gpt-oss"])
+def test_bench_of_transformers_prints_and_writes(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = ["--shrink", "64", "--tokens", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
+    hf.main(["--model", model, *small, "--out", str(tmp_path / "hf")])
+    printed = capsys.readouterr().out
+
+    assert printed.strip() == (tmp_path / "hf.md").read_text().strip()
+    (result,) = json.loads((tmp_path / "hf.json").read_text())["results"]
+    assert result["implementations"].keys() == {"eager", "grouped_mm", "batched_mm", "fusible"}
+    assert result["implementations"]["batched_mm"]["step"] is None
+    assert min(result["implementations"]["fusible"]["decode"].values()) > 0
+
+
+def test_wrong_implementation_of_transformers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    block = hf.Block(hf.MODELS["gpt-oss"], 64, "cpu", torch.float32)
+    true = hf.error
+    monkeypatch.setattr(hf, "error", lambda block, name: true(block, name) + 1e-3 * (name == "fusible"))
+
+    with pytest.raises(InaccurateError, match="fusible: relative error"):
+        hf.check(block, ["eager", "grouped_mm", "fusible"])

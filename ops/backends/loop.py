@@ -148,6 +148,8 @@ def _multiply_groups(
     start = first_row
     for g, (left, right, out) in enumerate(zip(a, b, outs, strict=True), first_group):
         own = slice(start, start + sizes[g - first_group])
+        if own.stop == start and p.layout is not Layout.TN:
+            continue  # no rows, nothing to write
         start, bias = own.stop, None if p.bias is None else p.bias[g]
         multiply(
             left, right, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, own), _rows(p.row_scale, own)

@@ -1,0 +1,238 @@
+"""The mixture-of-experts block of transformers models, router included, by each experts implementation.
+
+    python -m fusible bench hf --model qwen3-moe                     on a GPU
+    python -m fusible bench hf --model gpt-oss --shrink 16 --tokens 64    small, on a CPU
+
+One layer of the real configuration with random weights. Times are medians of interleaved rounds in one run; decode is a
+forward without gradients. The error is the largest, over output and gradients of the experts, of the relative error
+against the eager implementation in float32 on the same rounded weights, with the same choice of experts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .problem import DTYPES, InaccurateError
+from .report import Report
+from .timing import interleaved, markdown, peak_bytes
+
+DECODE = (1, 16, 64)
+ROWS_CHECKED = 256
+STOCK = ("eager", "grouped_mm", "batched_mm")
+IMPLEMENTATIONS = (*STOCK, "fusible")
+PREFILL_TOO_LARGE = ("batched_mm",)  # copies the weights of an expert for every row
+
+
+class Model(NamedTuple):
+    """Where transformers has a block, and the sizes of a published configuration."""
+
+    folder: str
+    config: str
+    block: str
+    sizes: dict[str, int]
+
+
+MODELS = {
+    "qwen3-moe": Model(
+        "qwen3_moe",
+        "Qwen3MoeConfig",
+        "Qwen3MoeSparseMoeBlock",
+        {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+    ),
+    "mixtral": Model(
+        "mixtral",
+        "MixtralConfig",
+        "MixtralSparseMoeBlock",
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "gpt-oss": Model(
+        "gpt_oss",
+        "GptOssConfig",
+        "GptOssMLP",
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4},
+    ),
+}
+
+
+class Block:
+    """A block whose experts implementation can be switched, and its inputs."""
+
+    def __init__(self, model: Model, shrink: int, device: str, dtype: torch.dtype) -> None:
+        import fusible.integrations.transformers  # noqa: F401
+
+        sizes = {n: max(16, size // shrink & -16) if n.endswith("_size") else size for n, size in model.sizes.items()}
+        classes = import_module(f"transformers.models.{model.folder}.modeling_{model.folder}")
+        self.config = getattr(import_module("transformers"), model.config)(**sizes)
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.module: Any = getattr(classes, model.block)(self.config).to(dtype)
+        for parameter in self.module.parameters():
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        self.hidden, self.device, self.dtype = self.config.hidden_size, device, dtype
+        self.top_k, self.experts = self.config.num_experts_per_tok, self.module.experts
+
+    def rows(self, tokens: int, grad: bool = False) -> Tensor:
+        """Hidden states of unit variance."""
+        return torch.randn(1, tokens, self.hidden, device=self.device, dtype=self.dtype).requires_grad_(grad)
+
+    def use(self, implementation: str) -> None:
+        """Switches."""
+        self.config._experts_implementation = implementation
+
+    def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
+        """The block's forward without gradients, as a function."""
+
+        def run() -> Tensor:
+            self.use(implementation)
+            with torch.no_grad():
+                return self._output(x)
+
+        return run
+
+    def step(self, implementation: str, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Forward and backward."""
+        dy, leaves = torch.randn_like(x), [x, *self.module.parameters()]
+
+        def run() -> tuple[Tensor, ...]:
+            self.use(implementation)
+            return torch.autograd.grad(self._output(x), leaves, dy)
+
+        return run
+
+    def _output(self, x: Tensor) -> Tensor:
+        y = self.module(x)
+        output: Tensor = y[0] if isinstance(y, tuple) else y
+        return output.view_as(x)
+
+
+def error(block: Block, implementation: str) -> float:
+    """The largest relative error of the experts' output and gradients; see above."""
+    truth = _results(block, "eager", torch.float32)
+    return max(_distance(a, b) for a, b in zip(_results(block, implementation, block.dtype), truth, strict=True))
+
+
+def _results(block: Block, implementation: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator(block.device).manual_seed(1)
+    how: dict[str, Any] = {"generator": generator, "device": block.device}
+    x = torch.randn(ROWS_CHECKED, block.hidden, **how).to(block.dtype).to(dtype).requires_grad_()
+    index = torch.rand(ROWS_CHECKED, block.experts.num_experts, **how).argsort(-1)[:, : block.top_k]
+    weights = torch.rand(ROWS_CHECKED, block.top_k, **how).softmax(-1).requires_grad_()
+    parameters = {n: p.detach().to(dtype).requires_grad_() for n, p in block.experts.named_parameters()}
+    block.use(implementation)
+    y = torch.func.functional_call(block.experts, parameters, (x, index, weights))
+    return y.detach(), *torch.autograd.grad(y.float().square().sum(), [x, weights, *parameters.values()])
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b).norm() / b.double().norm())
+
+
+def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
+    """The error of each.
+
+    Raises:
+        InaccurateError: ours is more than twice as far from the truth as the best of the others.
+    """
+    errors = {name: error(block, name) for name in implementations}
+    others = [errors[name] for name in implementations if name in STOCK]
+    allowed = 2 * min(others, default=0.0) + 8 * torch.finfo(block.dtype).eps
+    if errors.get("fusible", 0.0) > allowed:
+        raise InaccurateError(f"fusible: relative error {errors['fusible']:.2e}, allowed {allowed:.2e}")
+    return errors
+
+
+class Measured(NamedTuple):
+    """What one implementation did; None: not run."""
+
+    forward: float | None
+    step: float | None
+    peak: int | None
+    decode: dict[int, float]
+    error: float
+
+
+def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, Measured]:
+    """Checks, then times."""
+    errors, device = check(block, implementations), block.device
+    large = [name for name in implementations if name not in PREFILL_TOO_LARGE]
+    x = block.rows(tokens, grad=True)
+    forward = interleaved({name: block.forward(name, x) for name in large}, rounds, device)
+    step = interleaved({name: block.step(name, x) for name in large}, rounds, device)
+    peaks = {name: peak_bytes(block.step(name, x), device) for name in large}
+    decode: dict[str, dict[int, float]] = {name: {} for name in implementations}
+    for count in DECODE:
+        few = block.rows(count)
+        times = interleaved({name: block.forward(name, few) for name in implementations}, 5 * rounds, device)
+        for name, seconds in times.items():
+            decode[name][count] = seconds
+    return {n: Measured(forward.get(n), step.get(n), peaks.get(n), decode[n], errors[n]) for n in implementations}
+
+
+def table(measured: Mapping[str, Measured], tokens: int) -> str:
+    """The measurements as Markdown."""
+    decode = [f"decode {count}, ms" for count in DECODE]
+    times = (f"forward, {tokens} tokens, ms", "forward + backward, ms", "time / grouped_mm", "peak memory, MB")
+    base = measured["grouped_mm"].step if "grouped_mm" in measured else None
+    rows = []
+    for name, m in measured.items():
+        ratio = f"{m.step / base:.2f}" if m.step and base else ""
+        peak = "" if m.peak is None else f"{m.peak / 1e6:.0f}"
+        few = [_milliseconds(m.decode[count]) for count in DECODE]
+        rows.append((name, _milliseconds(m.forward), _milliseconds(m.step), ratio, peak, *few, f"{m.error:.1e}"))
+    return markdown(("", *times, *decode, "error"), rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.3f}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark for every model that is asked for, and prints Markdown."""
+    args = _arguments(argv)
+    report = Report(args.out)
+    for name in args.model:
+        block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype])
+        print(f"{name}: {', '.join(args.implementations)} …", file=sys.stderr, flush=True)
+        measured = measure(block, args.implementations, args.tokens, args.rounds)
+        about = _describe(name, block)
+        found = {n: m._asdict() for n, m in measured.items()}
+        report.add(f"### {about}\n\n{table(measured, args.tokens)}", [{"model": about, "implementations": found}])
+
+
+def _describe(name: str, block: Block) -> str:
+    import transformers
+
+    config = block.config
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    sizes = f"E={block.experts.num_experts}, K={block.hidden}, F={width}, top {block.top_k}"
+    where = torch.cuda.get_device_name() if block.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    return f"{name}: {sizes}, {str(block.dtype).removeprefix('torch.')}, {where}, {versions}"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="fusible bench hf", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3-moe"])
+    parser.add_argument("--tokens", type=int, default=8192 if cuda else 64)
+    parser.add_argument(
+        "--shrink", type=int, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
+    )
+    parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=list(IMPLEMENTATIONS))
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--rounds", type=int, default=10 if cuda else 3)
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

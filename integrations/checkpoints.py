@@ -1,0 +1,147 @@
+"""Checkpoints of others as ours and back: functions from a state dict to a state dict.
+
+Each converts the experts of every layer that it finds and leaves everything else alone. ``names`` are those of the two
+linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. What a layout does not say of
+itself is an argument, and never guessed: whether matrices are transposed, whether gate and up alternate.
+
+``load_state_dict`` of a container reads these formats by itself where nothing is ambiguous; see :mod:`loading`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from . import layouts
+from .layouts import Layer
+
+State = Mapping[str, Any]
+Names = tuple[str, str]
+
+_HUGGING_FACE = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|up|down)_proj(_bias)?)$"
+_TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
+
+
+def from_hugging_face(
+    state: State, names: Names, *, transposed: bool = False, interleaved: bool = False
+) -> dict[str, Any]:
+    """From the names of transformers' experts modules: ``gate_up_proj`` (or ``up_proj``), ``down_proj``, biases.
+
+    Args:
+        transposed: matrices are [E, in, out], as in gpt-oss.
+        interleaved: gate and up columns alternate, as in gpt-oss.
+    """
+    return _convert(state, _HUGGING_FACE, names, lambda part: layouts.from_hugging_face(part, transposed, interleaved))
+
+
+def to_hugging_face(
+    state: State, names: Names, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
+) -> dict[str, Any]:
+    """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called."""
+    return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
+
+
+def from_torchtitan(state: State, names: Names) -> dict[str, Any]:
+    """From ``w1``, ``w2``, ``w3`` or ``w13``, ``w2`` of torchtitan's experts, with or without shape suffixes."""
+    return _convert(state, _TORCHTITAN, names, layouts.from_torchtitan)
+
+
+def to_torchtitan(state: State, names: Names) -> dict[str, Any]:
+    """To ``w1``, ``w2``, ``w3``.
+
+    Raises:
+        ValueError: the experts have biases.
+    """
+    return _convert_back(state, names, layouts.to_torchtitan)
+
+
+def from_transformer_engine(
+    state: State, names: Names, *, te_names: Names = ("0", "2"), glu_interleave_size: int | None = None
+) -> dict[str, Any]:
+    """From a ``transformer_engine.pytorch.ops.Sequential`` of grouped linears.
+
+    Args:
+        te_names: of the two linears there.
+        glu_interleave_size: the one that the activation there had: rows of gate and up alternate in blocks.
+    """
+    rest = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    for prefix, (up, down) in _pairs(rest, te_names, numbered=True):
+        layer = layouts.from_transformer_engine(up, down, glu_interleave_size)
+        for name, part in zip(te_names, (up, down), strict=True):
+            for key in part:
+                del rest[f"{prefix}{name}.{key}"]
+        rest |= _ours(layer, prefix, names)
+    return rest
+
+
+def to_transformer_engine(
+    state: State, names: Names, *, te_names: Names = ("0", "2"), glu_interleave_size: int | None = None
+) -> dict[str, Any]:
+    """The inverse of :func:`from_transformer_engine`."""
+
+    def convert(layer: Layer) -> dict[str, Tensor]:
+        parts = layouts.to_transformer_engine(layer, glu_interleave_size)
+        named = zip(te_names, parts, strict=True)
+        return {f"{name}.{key}": tensor for name, part in named for key, tensor in part.items()}
+
+    return _convert_back(state, names, convert)
+
+
+def _convert(
+    state: State, pattern: str, names: Names, convert: Callable[[Mapping[str, Tensor]], Layer]
+) -> dict[str, Any]:
+    rest, layers = dict(state), dict[str, dict[str, Tensor]]()
+    for key in state:
+        match = re.match(pattern, key)
+        if match and isinstance(state[key], Tensor) and state[key].dim() >= 2 + (not key.endswith("_bias")):
+            layers.setdefault(match["layer"], {})[match["name"]] = rest.pop(key)
+    for prefix, part in layers.items():
+        try:
+            rest |= _ours(convert(part), prefix, names)
+        except KeyError as missing:
+            raise ValueError(f"{prefix}{missing.args[0]} is missing; there are {', '.join(sorted(part))}") from None
+    return rest
+
+
+def _convert_back(state: State, names: Names, convert: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Any]:
+    rest = dict(state)
+    for prefix, (up, down) in _pairs(state, names, numbered=False):
+        for name, part in zip(names, (up, down), strict=True):
+            for key in part:
+                del rest[f"{prefix}{name}.{key}"]
+        layer = Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias"))
+        rest |= {f"{prefix}{name}": tensor for name, tensor in convert(layer).items()}
+    return rest
+
+
+def _pairs(
+    state: State, names: Names, numbered: bool
+) -> Iterator[tuple[str, tuple[dict[str, Tensor], dict[str, Tensor]]]]:
+    """For every prefix under which both linears stand: their parameters by name."""
+    number = r"\d+" if numbered else ""
+    pattern = rf"(?P<prefix>(.*\.)?){re.escape(names[0])}\.weight{'0' if numbered else ''}$"
+    for prefix in [match["prefix"] for key in state if (match := re.match(pattern, key))]:
+        found = tuple(
+            {
+                key.removeprefix(f"{prefix}{name}."): state[key]
+                for key in state
+                if re.fullmatch(rf"{re.escape(prefix)}{re.escape(name)}\.(weight|bias){number}", key)
+            }
+            for name in names
+        )
+        if all(found) and found[0][f"weight{'0' if numbered else ''}"].dim() == (2 if numbered else 3):
+            yield prefix, (found[0], found[1])
+
+
+def _ours(layer: Layer, prefix: str, names: Names) -> dict[str, Tensor]:
+    first, second = (f"{prefix}{name}" for name in names)
+    named = {
+        f"{first}.weight": layer.up,
+        f"{second}.weight": layer.down,
+        f"{first}.bias": layer.up_bias,
+        f"{second}.bias": layer.down_bias,
+    }
+    return {name: tensor for name, tensor in named.items() if tensor is not None}

@@ -1,0 +1,112 @@
+"""How others store the experts of one layer, and how we do: pure functions on tensors.
+
+Ours is the logical layout: a matrix an expert, [out, in], gate rows before up rows, whatever a kernel reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Part = Mapping[str, Tensor]
+"""The tensors of one layer, by their names in it."""
+
+
+class Layer(NamedTuple):
+    """The experts of one layer: up [E, N, K] with N = 2F where gated, down [E, K, F], their biases [E, N], [E, K]."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+def interleave(tensor: Tensor, block: int, dim: int) -> Tensor:
+    """From gate, then up, to ``block`` of gate before as many of up, and so on, along a dimension."""
+    return _swapped(tensor, dim, (2, -1, block))
+
+
+def deinterleave(tensor: Tensor, block: int, dim: int) -> Tensor:
+    """The inverse of :func:`interleave`."""
+    return _swapped(tensor, dim, (-1, 2, block))
+
+
+def _swapped(tensor: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
+    """A dimension, counted from the end, taken apart into three, of which the first two change places."""
+    end = dim % tensor.dim() + 2
+    apart: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return apart.transpose(end - 2, end - 1).flatten(end - 2, end)
+
+
+def from_hugging_face(part: Part, transposed: bool, interleaved: bool) -> Layer:
+    """``gate_up_proj`` or ``up_proj``, and ``down_proj``; ``interleaved``: gate and up columns alternate."""
+    name = "gate_up_proj" if "gate_up_proj" in part else "up_proj"
+    up, down = (part[n].mT if transposed else part[n] for n in (name, "down_proj"))
+    bias = part.get(f"{name}_bias")
+    if interleaved:
+        up, bias = deinterleave(up, 1, -2), None if bias is None else deinterleave(bias, 1, -1)
+    return Layer(up.contiguous(), down.contiguous(), bias, part.get("down_proj_bias"))
+
+
+def to_hugging_face(layer: Layer, gated: bool, transposed: bool, interleaved: bool) -> dict[str, Tensor]:
+    """The inverse of :func:`from_hugging_face`."""
+    name, (up, down, bias, down_bias) = "gate_up_proj" if gated else "up_proj", layer
+    if interleaved:
+        up, bias = interleave(up, 1, -2), None if bias is None else interleave(bias, 1, -1)
+    weights = (w.mT.contiguous() if transposed else w for w in (up, down))
+    biases = {f"{name}_bias": bias, "down_proj_bias": down_bias}
+    return {**dict(zip((name, "down_proj"), weights, strict=True)), **_given(biases)}
+
+
+def from_torchtitan(part: Part) -> Layer:
+    """``w1`` gate [E, F, K], ``w3`` up, ``w2`` down [E, K, F]; or ``w13`` [E, F, 2, K]. Shape suffixes are allowed."""
+    named = {name.partition("_")[0]: tensor for name, tensor in part.items()}
+    if "w13" in named:
+        return Layer(named["w13"].transpose(1, 2).flatten(1, 2), named["w2"])
+    return Layer(torch.cat([named["w1"], named["w3"]], 1), named["w2"])
+
+
+def to_torchtitan(layer: Layer) -> dict[str, Tensor]:
+    """``w1``, ``w2``, ``w3``, of experts that are gated and have no biases."""
+    if layer.up_bias is not None or layer.down_bias is not None:
+        raise ValueError("to_torchtitan: its grouped experts have no biases")
+    gate, up = layer.up.chunk(2, 1)
+    return {"w1": gate.contiguous(), "w2": layer.down, "w3": up.contiguous()}
+
+
+def from_transformer_engine(up: Part, down: Part, glu_interleave_size: int | None) -> Layer:
+    """``weight0``, ``weight1``, … and ``bias0``, … of the two linears."""
+    weight, bias = _stacked(up, "weight"), _stacked(up, "bias")
+    assert weight is not None
+    if glu_interleave_size is not None:
+        weight = deinterleave(weight, glu_interleave_size, -2)
+        bias = None if bias is None else deinterleave(bias, glu_interleave_size, -1)
+    down_weight = _stacked(down, "weight")
+    assert down_weight is not None
+    return Layer(weight, down_weight, bias, _stacked(down, "bias"))
+
+
+def to_transformer_engine(layer: Layer, glu_interleave_size: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The inverse of :func:`from_transformer_engine`."""
+    up, bias = layer.up, layer.up_bias
+    if glu_interleave_size is not None:
+        up = interleave(up, glu_interleave_size, -2)
+        bias = None if bias is None else interleave(bias, glu_interleave_size, -1)
+    pairs = ({"weight": up, "bias": bias}, {"weight": layer.down, "bias": layer.down_bias})
+    first, second = (
+        {f"{name}{i}": part for name, stack in pair.items() if stack is not None for i, part in enumerate(stack)}
+        for pair in pairs
+    )
+    return first, second
+
+
+def _stacked(part: Part, name: str) -> Tensor | None:
+    count = sum(key.startswith(name) and key[len(name) :].isdigit() for key in part)
+    return torch.stack([part[f"{name}{i}"] for i in range(count)]) if count else part.get(name)
+
+
+def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -1,0 +1,135 @@
+"""What ``load_state_dict`` of a container of experts understands by itself, and what its ``state_dict`` writes.
+
+It reads the names of torchtitan and of transformers, where the shapes leave one reading; the linears themselves read
+one tensor or one an expert. It writes the logical layout: gate rows before up rows, also where the GLU reads them
+interleaved, and interleaves again what it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..fuser import Composite, Sequential
+from ..fuser.sequential import StateFormat, add_state_format
+from ..ops import GroupedLinear
+from ..ops.glu import Activated
+from . import layouts
+from .layouts import Layer
+
+_TITAN = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("w13", "w2"))
+_HUGGING_FACE = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
+
+
+class _Experts(NamedTuple):
+    """The two linears of a container, their names in it, and the activation in between."""
+
+    names: tuple[str, str]
+    linears: tuple[GroupedLinear, GroupedLinear]
+    activation: Activated
+
+
+def read(container: Sequential, state: dict[str, Any], prefix: str) -> str | None:
+    """Puts our names and layout into ``state``; returns what is wrong with what stands there, if something is."""
+    experts, wrong = _experts(container), None
+    if experts is not None:
+        wrong = _read_foreign(experts, state, prefix)
+    for linear, block, name in _interleaved(container):
+        _each(linear, state, f"{prefix}{name}.", lambda t, dim, b=block: layouts.interleave(t, b, dim))
+    return wrong
+
+
+def write(container: Sequential, state: dict[str, Any], prefix: str) -> None:
+    """Puts the logical layout into ``state``, which a ``state_dict`` has filled."""
+    for linear, block, name in _interleaved(container):
+        _each(linear, state, f"{prefix}{name}.", lambda t, dim, b=block: layouts.deinterleave(t, b, dim))
+
+
+def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str | None:
+    for form in (*_TITAN, *_HUGGING_FACE):
+        if not all(isinstance(state.get(f"{prefix}{name}"), Tensor) for name in form):
+            continue
+        names = (*form, *(f"{name}_bias" for name in form if name.endswith("_proj")))
+        part = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
+        layer = layouts.from_torchtitan(part) if form in _TITAN else _from_hugging_face(experts, part)
+        if isinstance(layer, str):
+            return layer
+        for name in part:
+            del state[f"{prefix}{name}"]
+        _put(experts, layer, state, prefix)
+        return None
+    return None
+
+
+def _from_hugging_face(experts: _Experts, part: dict[str, Tensor]) -> Layer | str:
+    """The layer; or why a conversion by hand is needed, and which."""
+    shapes = [tensor.shape for name, tensor in part.items() if not name.endswith("_bias")]
+    expected = [_logical(linear) for linear in experts.linears]
+    straight = shapes == expected
+    turned = shapes == [(e, k, n) for e, n, k in expected]
+    fix = "convert it with fusible.integrations.checkpoints.from_hugging_face"
+    if straight and turned:
+        return f"the matrices are square, so their orientation is not to be seen: {fix}(transposed=...)"
+    if turned and experts.activation.spec.gated:
+        return f"the matrices are transposed, and gate and up may alternate: {fix}(transposed=True, interleaved=...)"
+    if not straight and not turned:
+        return f"expected up and down of shapes {expected}, got {[list(s) for s in shapes]}"
+    return layouts.from_hugging_face(part, turned, False)
+
+
+def _logical(linear: GroupedLinear) -> tuple[int, int, int]:
+    return linear.num_groups, linear.out_features, linear.in_features
+
+
+def _put(experts: _Experts, layer: Layer, state: dict[str, Any], prefix: str) -> None:
+    pairs = ((layer.up, layer.up_bias), (layer.down, layer.down_bias))
+    for name, linear, (weight, bias) in zip(experts.names, experts.linears, pairs, strict=True):
+        state[f"{prefix}{name}.weight"] = weight.mT.contiguous() if linear.transposed_weight else weight
+        if bias is not None:
+            state[f"{prefix}{name}.bias"] = bias
+
+
+def _experts(container: Sequential) -> _Experts | None:
+    """The container as experts: a grouped linear, an activation, whatever has no parameters, a grouped linear."""
+    linears = {name: m for name, m in container.named_children() if isinstance(m, GroupedLinear)}
+    first = next((_first(m) for _, m in _followers(container) if isinstance(_first(m), Activated)), None)
+    if len(linears) != 2 or not isinstance(first, Activated):
+        return None
+    (name1, fc1), (name2, fc2) = linears.items()
+    return _Experts((name1, name2), (fc1, fc2), first)
+
+
+def _followers(container: Sequential) -> Iterator[tuple[str, nn.Module]]:
+    """The name of each grouped linear, and the module after it."""
+    children = list(container.named_children())
+    for (name, module), (_, after) in pairwise(children):
+        if isinstance(module, GroupedLinear):
+            yield name, after
+
+
+def _first(module: nn.Module) -> nn.Module:
+    return next(module.children(), module) if isinstance(module, Composite) else module
+
+
+def _interleaved(container: Sequential) -> Iterator[tuple[GroupedLinear, int, str]]:
+    """The grouped linears whose rows a GLU reads interleaved, with the block, and their names."""
+    for name, after in _followers(container):
+        activation, linear = _first(after), container._modules[name]
+        if isinstance(activation, Activated) and activation.spec.block and isinstance(linear, GroupedLinear):
+            yield linear, activation.spec.block, name
+
+
+def _each(linear: GroupedLinear, state: dict[str, Any], prefix: str, change: Any) -> None:
+    """Changes every weight and bias of a linear along the dimension of its output features."""
+    for kind, stacked_dims in (("weight", 3), ("bias", 2)):
+        for key in (f"{prefix}{kind}", *(f"{prefix}{kind}{i}" for i in range(linear.num_groups))):
+            tensor = state.get(key)
+            if isinstance(tensor, Tensor) and tensor.dim() in (stacked_dims, stacked_dims - 1):
+                dim = -2 if kind == "weight" and not linear.transposed_weight else -1
+                state[key] = change(tensor, dim)
+
+
+add_state_format(StateFormat(read, write))

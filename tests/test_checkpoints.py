@@ -1,0 +1,230 @@
+"""Checkpoints of others: every format there and back, what load_state_dict reads by itself, what state_dict writes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusible import Activation, GroupedLinear, Scale, ScaledSwiGLU, Sequential, SwiGLU, interleaved
+from fusible.integrations import checkpoints, layouts
+
+E, K, F = 3, 6, 4
+NAMES = ("0", "3")
+CALL = {"split_sizes": torch.tensor([2, 0, 3]), "scales": torch.arange(1.0, 6.0).double()}
+
+
+def container(
+    *, layout: Any = "concat", gated: bool = True, bias: bool = True, hidden: int = F, **how: Any
+) -> Sequential:
+    activation = SwiGLU(layout=layout) if gated else Activation("relu2")
+    fc1 = GroupedLinear(E, K, (1 + gated) * hidden, bias=bias, **how)
+    return Sequential(fc1, activation, Scale(), GroupedLinear(E, hidden, K, bias=bias, **how)).double()
+
+
+def result(model: Any) -> Tensor:
+    x = torch.randn(5, K, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return model(x, **CALL).detach()
+
+
+def gated(rows: Tensor, weights: dict[str, Tensor], *, transposed: bool = False) -> Tensor:
+    """transformers' arithmetic for the rows of one expert; gate and up halves."""
+    up, down = (weights[n].mT if transposed else weights[n] for n in ("gate_up_proj", "down_proj"))
+    gate, linear = (rows @ up.mT).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * linear) @ down.mT
+
+
+# --- conversions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("interleaved_", [True, False])
+def test_hugging_face_there_and_back(transposed: bool, interleaved_: bool) -> None:
+    state = container().state_dict(prefix="model.layers.7.experts.") | {"lm_head.weight": torch.ones(2)}
+    flags = {"transposed": transposed, "interleaved": interleaved_}
+    theirs = checkpoints.to_hugging_face(state, NAMES, **flags)
+    prefix = "model.layers.7.experts."
+
+    assert theirs.keys() == {
+        "lm_head.weight",
+        *(f"{prefix}{n}" for n in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")),
+    }
+    assert theirs[f"{prefix}gate_up_proj"].shape == ((E, K, 2 * F) if transposed else (E, 2 * F, K))
+    assert_same_states(checkpoints.from_hugging_face(theirs, NAMES, **flags), state)
+
+
+def assert_same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    assert [n for n, t in expected.items() if not torch.equal(found[n], t)] == []
+
+
+def test_hugging_face_weights_compute_what_they_did() -> None:
+    weights = {"gate_up_proj": torch.randn(E, 2 * F, K).double(), "down_proj": torch.randn(E, K, F).double()}
+    model = container(bias=False)
+    model.load_state_dict(checkpoints.from_hugging_face(weights, NAMES))
+    x = torch.randn(5, K, dtype=torch.float64)
+    one = {name: tensor[2] for name, tensor in weights.items()}
+
+    torch.testing.assert_close(model(x, split_sizes=[0, 0, 5], scales=torch.ones(5).double()).detach(), gated(x, one))
+
+
+def test_interleaved_columns_of_gpt_oss() -> None:
+    up = torch.arange(2 * F).double().view(1, 1, 2 * F).expand(E, K, 2 * F)
+    state = checkpoints.from_hugging_face(
+        {"gate_up_proj": up, "down_proj": torch.zeros(E, F, K)}, NAMES, transposed=True, interleaved=True
+    )
+
+    assert state["0.weight"][0, :, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def test_torchtitan_there_and_back() -> None:
+    state = container(bias=False).state_dict(prefix="experts.")
+    theirs = checkpoints.to_torchtitan(state, NAMES)
+
+    assert {n: tuple(t.shape) for n, t in theirs.items()} == {
+        "experts.w1": (E, F, K),
+        "experts.w2": (E, K, F),
+        "experts.w3": (E, F, K),
+    }
+    assert torch.equal(theirs["experts.w1"], state["experts.0.weight"][:, :F])
+    assert_same_states(checkpoints.from_torchtitan(theirs, NAMES), state)
+
+
+def test_torchtitan_suffixes_and_stacked_gate_and_up() -> None:
+    state = container(bias=False).state_dict()
+    theirs = checkpoints.to_torchtitan(state, NAMES)
+    suffixed = {"w1_EFD": theirs["w1"], "w3_EFD": theirs["w3"], "w2_EDF": theirs["w2"]}
+    stacked = {"w13": torch.stack([theirs["w1"], theirs["w3"]], 2), "w2": theirs["w2"]}
+
+    assert_same_states(checkpoints.from_torchtitan(suffixed, NAMES), state)
+    assert_same_states(checkpoints.from_torchtitan(stacked, NAMES), state)
+
+
+def test_torchtitan_has_no_biases() -> None:
+    with pytest.raises(ValueError, match="no biases"):
+        checkpoints.to_torchtitan(container().state_dict(), NAMES)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_transformer_engine_there_and_back(size: int | None) -> None:
+    state = container().state_dict(prefix="mlp.")
+    theirs = checkpoints.to_transformer_engine(state, NAMES, glu_interleave_size=size)
+    expected = state["mlp.0.weight"][1] if size is None else layouts.interleave(state["mlp.0.weight"][1], size, -2)
+
+    assert set(theirs) == {f"mlp.{op}.{kind}{i}" for op in (0, 2) for kind in ("weight", "bias") for i in range(E)}
+    assert torch.equal(theirs["mlp.0.weight1"], expected)
+    theirs["mlp.0._extra_state"] = None
+    assert_same_states(checkpoints.from_transformer_engine(theirs, NAMES, glu_interleave_size=size), state)
+
+
+def test_missing_part_is_named() -> None:
+    with pytest.raises(ValueError, match=r"a\.down_proj is missing; there are gate_up_proj"):
+        checkpoints.from_hugging_face({"a.gate_up_proj": torch.zeros(E, 8, 6)}, NAMES)
+
+
+def test_dense_layers_are_left_alone() -> None:
+    state = {"mlp.w1": torch.zeros(4, 4), "mlp.down_proj": torch.zeros(4, 4), "0.weight": torch.zeros(4, 4)}
+
+    for convert in (checkpoints.from_torchtitan, checkpoints.from_hugging_face, checkpoints.to_torchtitan):
+        assert_same_states(convert(state, NAMES), state)
+
+
+# --- load_state_dict --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"layout": interleaved(2)}, {"single_grouped_weight": False}, {"layout": interleaved(1)}]
+)
+@pytest.mark.parametrize("source", ["ours", "torchtitan", "hugging_face", "transformer_engine"])
+def test_load_state_dict_reads(source: str, how: dict[str, Any]) -> None:
+    original = container(bias=source != "torchtitan")
+    state: dict[str, Any] = original.state_dict()
+    if source == "transformer_engine":
+        state = checkpoints.to_transformer_engine(state, NAMES, te_names=NAMES)
+    elif source != "ours":
+        state = getattr(checkpoints, f"to_{source}")(state, NAMES)
+    model = torch.nn.ModuleDict({"experts": container(bias=source != "torchtitan", **how)})
+    model.load_state_dict({f"experts.{name}": tensor for name, tensor in state.items()})
+
+    torch.testing.assert_close(result(model["experts"]), result(original))
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"layout": interleaved(2)}, {"layout": interleaved(2), "single_grouped_weight": False}]
+)
+def test_state_dict_is_the_logical_layout(how: dict[str, Any]) -> None:
+    original = container()
+    model = container(**how)
+    model.load_state_dict(original.state_dict())
+    saved = model.state_dict()
+    reread = container()
+    reread.load_state_dict(saved)
+
+    assert_same_states(reread.state_dict(), original.state_dict())
+    torch.testing.assert_close(result(reread), result(model))
+
+
+def test_parameters_are_interleaved_and_the_saved_are_not() -> None:
+    model = container(layout=interleaved(1))
+
+    assert torch.equal(model.state_dict()["0.weight"][:, :F], model[0].weight[:, ::2])
+    assert torch.equal(model.state_dict()["0.bias"][:, F:], model[0].bias[:, 1::2])
+    assert model.state_dict()["3.weight"].data_ptr() == model[3].weight.data_ptr()
+
+
+def test_composite_with_interleaved_gate() -> None:
+    fc1, fc2 = GroupedLinear(E, K, 2 * F).double(), GroupedLinear(E, F, K).double()
+    model = Sequential(fc1, ScaledSwiGLU(layout=interleaved(2)), fc2)
+    plain = Sequential(GroupedLinear(E, K, 2 * F), ScaledSwiGLU(), GroupedLinear(E, F, K)).double()
+    plain.load_state_dict(model.state_dict())
+
+    torch.testing.assert_close(result(plain), result(model))
+
+
+def test_ungated_experts_of_transformers() -> None:
+    original = container(gated=False)
+    theirs = checkpoints.to_hugging_face(original.state_dict(), NAMES, gated=False, transposed=True)
+    model = container(gated=False)
+    model.load_state_dict(theirs)
+
+    assert "up_proj" in theirs
+    assert torch.equal(result(model), result(original))
+
+
+def test_transposed_storage_is_filled_as_it_lies() -> None:
+    original = container()
+    theirs = checkpoints.to_hugging_face(original.state_dict(), NAMES)
+    model = container(transposed_weight=True)
+    model.load_state_dict(theirs)
+
+    assert model[0].weight.shape == (E, K, 2 * F)
+    torch.testing.assert_close(result(model), result(original))
+
+
+@pytest.mark.parametrize(
+    ("model", "to", "message"),
+    [
+        (
+            container(),
+            {"transposed": True},
+            r"gate and up may alternate: convert .*\(transposed=True, interleaved=\.\.\.\)",
+        ),
+        (container(gated=False, hidden=K), {"gated": False}, r"matrices are square.*\(transposed=\.\.\.\)"),
+        (container(hidden=F + 1), {}, r"expected up and down of shapes .*, got \[\[3, 8, 6\], \[3, 6, 4\]\]"),
+    ],
+)
+def test_what_is_ambiguous_or_does_not_fit_is_refused(model: Sequential, to: dict[str, Any], message: str) -> None:
+    source = container() if "gated" not in to else container(gated=False, hidden=K)
+    state = checkpoints.to_hugging_face(source.state_dict(), NAMES, **to)
+
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(state)
+
+
+def test_other_containers_are_left_alone() -> None:
+    model = Sequential(GroupedLinear(E, K, F))
+
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**model.state_dict(), "w1": torch.zeros(1), "w2": torch.zeros(1), "w3": torch.zeros(1)})
