@@ -18,7 +18,7 @@ import fusible
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
-EXAMPLES = ["moe_layer", "custom_fusion"]
+EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 
 def blocks(page: str, language: str) -> list[str]:
