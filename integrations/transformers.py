@@ -106,10 +106,10 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
-    why = refusal(module)
-    if why is not None:
-        return f"transformers' own grouped_mm runs it: {why}"
-    return existing_container(module) or "no call yet"
+    container, why = existing_container(module), refusal(module)
+    if container is not None:  # also between the calls of a sharded model, when its parameters are DTensors
+        return container
+    return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 
 register()

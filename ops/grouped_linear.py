@@ -149,7 +149,7 @@ class GroupedLinear(WeightGrads):
         y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, out=out, bias=bias, bias_scale=scale)
         assert isinstance(y, Tensor)
         saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad)
-        return y.view(*x.shape[:-1], self.out_features) if output is None else output.detach(), saved
+        return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def saved(
         self,
@@ -201,6 +201,11 @@ def as_rows(x: Tensor) -> Tensor:
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
     dense = rows.stride(1) == 1 or rows.shape[1] == 1
     return rows if dense and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]) else rows.contiguous()
+
+
+def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """[T, C] as [..., C], with the leading dimensions of ``x``; no view where there is one."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:

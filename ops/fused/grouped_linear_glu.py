@@ -10,7 +10,7 @@ from torch import Tensor
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, optional, register_fusion
 from .. import kernels
 from ..glu import Activated
-from ..grouped_linear import GroupedLinear, as_rows
+from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..scale import Scale
 from . import first_linear
 from .first_linear import FC1, flat, names_of
@@ -45,7 +45,7 @@ class GroupedLinearGLU(FusedOp):
         needs, spec = names_of(FC1, needs_grad), self.act.spec
         how = autocast_dtype, bool(needs_grad), False
         half = first_linear.forward(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, *how)
-        return half.hidden.view(*x.shape[:-1], half.hidden.shape[-1]), self.Saved(half.saved, half.pre, scales)
+        return with_rows_of(x, half.hidden), self.Saved(half.saved, half.pre, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         if saved.pre is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
 from .. import kernels
 from ..glu import Activated
-from ..grouped_linear import GroupedLinear, as_rows
+from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..scale import Scale
 from . import first_linear
@@ -82,7 +82,7 @@ class GroupedMLP(FusedOp):
         needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
         fc2 = self.fc2.saved(hidden, hidden, weight, sizes, fc2_bias_scale, None, needs)
         saved = self.Saved(half.saved, fc2, half.pre, scales, out_scale_scales)
-        return y.view(*x.shape[:-1], self.fc2.out_features) if output is None else output.detach(), saved
+        return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)

@@ -1,0 +1,123 @@
+"""FSDP2: sharded experts train as in one process; what reaches a kernel is plain, or is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, interleaved
+
+ROOT = Path(__file__).resolve().parent.parent
+CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """One process that shards over itself: hooks, DTensors and dtypes are as they are with many."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def experts(**how: object) -> Sequential:
+    torch.manual_seed(0)
+    return Sequential(GroupedLinear(2, 6, 16), SwiGLU(**how), Scale(), GroupedLinear(2, 8, 6))
+
+
+def test_two_processes_train_as_one() -> None:
+    """Twenty steps, in float32 and with bfloat16 parameters; see the example."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "examples" / "fsdp.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    assert "returned a view tensor" not in done.stderr
+    off = {kind: float(value) for kind, value in re.findall(r"(\w+): 4 of 8 experts.* at most (\S+)", done.stdout)}
+    assert off.keys() == {"float32", "bfloat16"}
+    assert off["float32"] < 1e-5
+    assert done.stdout.count("GroupedMLP") == 4
+
+
+def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
+    x, plain, sharded = torch.randn(5, 6), experts(), fully_shard(experts(), mesh=mesh)
+    y = sharded(x, **CALL)
+    y.sum().backward()
+    expected = plain(x, **CALL)
+    expected.sum().backward()
+
+    torch.testing.assert_close(y, expected)
+    assert [step.name for step in sharded.explain().steps] == ["GroupedMLP"]
+    for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert isinstance(mine, DTensor)
+        torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+
+
+def test_mixed_precision_leaves_the_scales_alone(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    model = fully_shard(experts(), mesh=mesh, mp_policy=policy)
+    x, scales = torch.randn(5, 6, dtype=torch.bfloat16), torch.linspace(0.1, 0.9, 5).requires_grad_()
+    y = model(x, split_sizes=CALL["split_sizes"], scales=scales)
+    y.sum().backward()
+
+    assert y.dtype == torch.bfloat16
+    assert scales.grad is not None
+    assert scales.grad.dtype == torch.float32
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_sharded_parameters_outside_of_the_hooks_are_refused(mesh: DeviceMesh) -> None:
+    model = fully_shard(experts(), mesh=mesh)
+
+    with pytest.raises(ArgumentError, match=r"got a DTensor placed as .*Shard\(dim=0\).*call the module"):
+        model[0](torch.randn(5, 6), split_sizes=[2, 3])
+
+
+def test_saved_shards_are_the_logical_layout(mesh: DeviceMesh) -> None:
+    model = fully_shard(experts(layout=interleaved(2)), mesh=mesh)
+    plain = experts(layout=interleaved(2))
+    saved = model.state_dict()
+
+    assert isinstance(saved["0.weight"], DTensor)
+    assert torch.equal(saved["0.weight"].full_tensor(), plain.state_dict()["0.weight"])
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+
+
+def test_transformers_model_trains_sharded(mesh: DeviceMesh) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from hugging_face import experts_of, make
+
+    import fusible.integrations.transformers
+
+    losses: list[list[float]] = []
+    for sharded in (False, True):
+        model = make("gpt-oss")
+        model.set_experts_implementation("fusible")
+        for layer in model.model.layers if sharded else ():
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh) if sharded else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        losses.append([])
+        for i in range(3):
+            ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(i))
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss.detach()))
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(experts_of(model)) == str(fusible.explain(model)).count("GroupedMLP") > 0
