@@ -79,6 +79,9 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _write(figure: Any, axes: Any, file: Path) -> None:
+    from matplotlib import rc_context
+
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
-    figure.savefig(file)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusible"}):  # text as text; the same file every time
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
