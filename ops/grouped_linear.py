@@ -53,6 +53,8 @@ class GroupedLinear(WeightGrads):
         RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
+    checks_values = False  # those of split sizes on the host
+
     class Saved(NamedTuple):
         x: Tensor | None
         weight: Matrices | None
@@ -105,8 +107,11 @@ class GroupedLinear(WeightGrads):
             nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
-        firsts = [self.one_parameter(name) for name in self.per_group]
-        return tuple([(p.dtype, p.device, p.requires_grad) for p in firsts])
+        key: list[Any] = []
+        for name in self.per_group:
+            p = self.one_parameter(name)
+            key += (type(p), p.dtype, p.device, p.requires_grad)
+        return tuple(key)
 
     def check(
         self,

@@ -48,8 +48,8 @@ def refusal(problem: GroupedGemm) -> str | None:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
-    alpha, alphas = _factor(p.alpha, p.groups)
-    beta, betas = _factor(p.beta, p.groups)
+    alpha, alphas = (1.0, None) if p.alpha is None else _factor(p.alpha, p.groups)
+    beta, betas = (1.0, None) if p.beta is None else _factor(p.beta, p.groups)
     launch(
         p.layout,
         p.a,
@@ -114,7 +114,12 @@ def launch(
     assert index is not None
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
-    extents, of_b, of_out, of_bias = _extents(layout, a, b, out), _place(b), _place(out), _bias_place(bias)
+    extents, of_b, of_out, of_bias = (
+        _extents(layout, a, b, out),
+        _place(b),
+        _place(out),
+        _NOWHERE if bias is None else _bias_place(bias),
+    )
     anywhere = of_b.addresses or of_out.addresses or of_bias.addresses
     workspace = a.new_empty(_workspace_bytes(extents[0]), dtype=torch.uint8) if dynamic or anywhere else None
     library.grouped_gemm(  # by position: names cost as much as the launch
@@ -123,10 +128,18 @@ def launch(
         *(a.data_ptr(), a.stride(0)),
         *of_b[:3],
         *of_out[:3],
-        *(_address(sizes), _address(starts), index.dtype == torch.int64, accumulate),
+        *(0 if sizes is None else sizes.data_ptr(), 0 if starts is None else starts.data_ptr()),
+        *(index.dtype == torch.int64, accumulate),
         *(of_bias.address, 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias.pitch),
-        *(_address(row_scale), _address(bias_scale), _address(alphas), alpha, _address(betas), beta),
-        *(_address(workspace), variant, of_b.addresses, of_out.addresses, of_bias.addresses),
+        *(0 if row_scale is None else row_scale.data_ptr(), 0 if bias_scale is None else bias_scale.data_ptr()),
+        *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),
+        *(
+            0 if workspace is None else workspace.data_ptr(),
+            variant,
+            of_b.addresses,
+            of_out.addresses,
+            of_bias.addresses,
+        ),
     )
     torch.autograd.graph.increment_version(out)
 
@@ -156,10 +169,6 @@ def _count(matrices: Matrices) -> int:
     return matrices.shape[0] if isinstance(matrices, Tensor) else len(matrices)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _place(matrices: Matrices) -> _Place:
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
@@ -167,9 +176,10 @@ def _place(matrices: Matrices) -> _Place:
     return _Place(0, matrices[0].stride(0), 0, [matrix.data_ptr() for matrix in matrices])
 
 
-def _bias_place(bias: Matrices | None) -> _Place:
-    if bias is None:
-        return _Place(0, 0, 0, [])
+_NOWHERE = _Place(0, 0, 0, [])
+
+
+def _bias_place(bias: Matrices) -> _Place:
     return _Place(bias.data_ptr(), bias.stride(0), 0, []) if isinstance(bias, Tensor) else _place(bias)
 
 
