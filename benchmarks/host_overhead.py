@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,24 +71,42 @@ def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype
     return fusible.Sequential(fc1, fusible.SwiGLU(), fusible.Scale(), fc2)
 
 
-def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int) -> tuple[float, float]:
-    """Median seconds until a forward returns, and until its backward does; the device has nothing else to do."""
+class HostSeconds(NamedTuple):
+    """Median seconds until a forward returns and until its backward does: of the first after a wait, of each in a run.
+
+    A thread that has waited begins with cold caches and a sleeping core; a training step's Python does not.
+    """
+
+    first_forward: float
+    first_backward: float
+    forward: float
+    backward: float
+
+
+def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int, run: int = 8) -> HostSeconds:
+    """Times a model; the device is idle before the first call of each run, and its work too small to be waited for."""
     groups: int = model[0].num_groups  # type: ignore[assignment]
     rows = MANY_ROWS * groups
     x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype).requires_grad_()
     scales = torch.rand(rows, device=device).requires_grad_()
-    sizes, dy = torch.full((groups,), MANY_ROWS, device=device), torch.randn(rows, MANY_FEATURES, device=device)
-    forwards, backwards = [], []
+    sizes, dy = torch.full((groups,), MANY_ROWS, device=device), torch.randn_like(x).detach()
+    times: list[tuple[float, ...]] = []
     for _ in range(rounds + 1):
-        for tensor in (x, scales, *model.parameters()):
-            tensor.grad = None
-        start = _idle(device)
-        y = model(x, split_sizes=sizes, scales=scales)
-        forwards.append(time.perf_counter() - start)
-        gradient, start = dy.to(dtype), _idle(device)
-        y.backward(gradient)
-        backwards.append(time.perf_counter() - start)
-    return median(forwards[1:]), median(backwards[1:])
+        outputs, marks = [], [_idle(device)]
+        for _ in range(run):
+            outputs.append(model(x, split_sizes=sizes, scales=scales))
+            marks.append(time.perf_counter())
+        marks.append(_idle(device))
+        for y in outputs:
+            for tensor in (x, scales, *model.parameters()):
+                tensor.grad = None
+            start = time.perf_counter()
+            y.backward(dy)
+            marks.append(time.perf_counter() - start)
+        forwards, backwards = marks[1 : run + 1], marks[run + 2 :]
+        first = forwards[0] - marks[0]
+        times.append((first, backwards[0], (forwards[-1] - forwards[0]) / (run - 1), median(backwards[1:])))
+    return HostSeconds(*map(median, zip(*times[1:], strict=True)))
 
 
 def _idle(device: str) -> float:
@@ -103,12 +121,12 @@ def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], r
     rows = []
     for groups, stacked, main_grad in product(counts, (True, False), (False, True)):
         model = many_experts(groups, stacked, main_grad, device, dtype)
-        forward, backward = host_seconds(model, device, dtype, rounds)
+        seconds = host_seconds(model, device, dtype, rounds)
         weights = "stacked" if stacked else "one an expert"
         grads = "main_grad" if main_grad else "autograd"
-        rows.append((f"E={groups}, {weights}, {grads}", f"{forward * 1e6:.0f}", f"{backward * 1e6:.0f}"))
-    heading = f"host time on {device}, K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
-    print("\n" + markdown((heading, "forward, µs", "backward, µs"), rows))
+        rows.append((f"E={groups}, {weights}, {grads}", *[f"{s * 1e6:.0f}" for s in seconds]))
+    heading = f"host time on {device}, µs; K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
+    print("\n" + markdown((heading, "first forward", "first backward", "forward", "backward"), rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -61,12 +61,12 @@ def grouped_gemm(
     if out is None:
         out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
     layout, b = _as_it_lies(layout, b)
-    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale)
+    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, own)
     backend = _ready(problem)
     if backend is not None:
         backend.run(problem)
         if own and isinstance(out, Tensor) and layout is not Layout.TN:
-            _zero_tail(out, split_sizes)
+            _zero_tail(out, split_sizes, backend)
     elif not problem.rows:
         _no_rows(problem)
     return out
@@ -115,12 +115,12 @@ def grouped_linear_activation(
     pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
     hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
     layout, weight = _as_it_lies(Layout.NT, weight)
-    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
+    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
     backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
         if not interior:
-            _zero_tail(hidden, split_sizes)
+            _zero_tail(hidden, split_sizes, backend)
     return pre, hidden
 
 
@@ -141,12 +141,12 @@ def grouped_linear_activation_backward(
     """
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
     layout, weight = _as_it_lies(Layout.NN, weight)
-    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre)
+    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     backend = _ready(problem, pre, *out[1:])
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         if out.scales is not None:
-            _zero_tail(out.scales.unsqueeze(-1), split_sizes)
+            _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
     return out
 
 
@@ -197,9 +197,10 @@ def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels
     return grouped_mm if tokens.is_cuda else loop
 
 
-def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Of rows that are allocated here; our own kernel touches nothing else."""
-    _row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
+def _zero_tail(out: Tensor, split_sizes: Tensor, backend: Backend) -> None:
+    """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else."""
+    kernels = rows if backend is hopper else _row_kernels(out, split_sizes, out)
+    kernels.zero_tail(out, split_sizes)
 
 
 _FLIPPED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}

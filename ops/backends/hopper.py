@@ -64,6 +64,7 @@ def run(problem: GroupedGemm) -> None:
         row_scale=p.row_scale,
         alpha=alpha,
         alphas=alphas,
+        fresh=p.fresh,
     )
 
 
@@ -99,6 +100,7 @@ def launch(
     alphas: Tensor | None = None,
     variant: int = -1,
     dynamic: bool = True,
+    fresh: bool = False,
 ) -> None:
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
@@ -108,6 +110,7 @@ def launch(
         accumulate: add ``beta`` times what stands in ``out``.
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
+        fresh: nobody has seen ``out`` before, so its version stays.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
     """
     library, device, index = compiled(), a.get_device(), starts if sizes is None else sizes
@@ -141,7 +144,8 @@ def launch(
             of_bias.addresses,
         ),
     )
-    torch.autograd.graph.increment_version(out)
+    if not fresh:
+        torch.autograd.graph.increment_version(out)
 
 
 @cache

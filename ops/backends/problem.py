@@ -38,6 +38,7 @@ class GroupedGemm:
         out: where the result goes; rows past the last group are not touched. E matrices are allowed for TN.
         alpha: a factor, or one a group [E]; None for 1.
         beta: what stands in ``out`` counts this much, by group if [E]; None for nothing, ``out`` is then not read.
+        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
         bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
     """
 
@@ -51,6 +52,7 @@ class GroupedGemm:
     bias: Matrices | None = None
     bias_scale: Tensor | None = None
     row_scale: Tensor | None = None
+    fresh: bool = False
 
     @property
     def groups(self) -> int:
