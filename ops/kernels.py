@@ -7,23 +7,20 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, RefusedError, trace
-from ..fuser.settings import current
+from ..fuser import ArgumentError, trace
 from .activations import ActivationSpec
 from .backends import elementwise, grouped_mm, hopper, loop, rows
+from .backends.choice import choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes, stacked
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
-
-_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -255,57 +252,9 @@ def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
     ``also`` are the tensors that the kernel reads or writes besides those of the problem.
     """
     tracing = trace.active()
-    choice = _choose(problem, tracing)
+    choice = choose(problem, tracing)
     if tracing:
         moved = problem.bytes + nbytes(*also)
         trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
-
-
-class _Choice(NamedTuple):
-    """A backend, and why none before it."""
-
-    backend: Backend
-    reason: str
-
-
-_CHOSEN: dict[tuple[Hashable, ...], _Choice] = {}  # what the first backend takes
-
-
-def _choose(problem: GroupedGemm, tracing: bool) -> _Choice:
-    """The first backend that can run the problem, or the one that the configuration asks for.
-
-    Raises:
-        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
-    """
-    only = current().backend
-    if tracing:
-        return _ask(problem, only)
-    if not problem.a.is_cuda and only == "auto":
-        return _ON_CPU
-    kind = problem.kind if only in ("auto", _BACKENDS[0].NAME) else None
-    choice = None if kind is None else _CHOSEN.get(kind)
-    if choice is None:
-        choice = _ask(problem, only)
-        if kind is not None and choice.backend is _BACKENDS[0]:
-            _CHOSEN[kind] = choice
-    return choice
-
-
-_ON_CPU = _Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
-
-
-def _ask(problem: GroupedGemm, only: str) -> _Choice:
-    refusals: list[str] = []
-    for backend in _BACKENDS:
-        if only not in ("auto", backend.NAME):
-            continue
-        why = backend.refusal(problem)
-        if why is None:
-            reason = "; ".join(refusals)
-            if reason and current().strict and problem.a.is_cuda:
-                raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
-            return _Choice(backend, reason)
-        refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{only} is not built'}")
