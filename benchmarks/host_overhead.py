@@ -1,15 +1,21 @@
 """What the compiler costs on the host: binding and plan look-up, and whole calls at sizes where nothing else counts.
 
-Run it with ``python -m fusible.benchmarks.host_overhead``.
+On CUDA also the time until a call of many experts returns, the device idle before: stacked weights and one parameter an
+expert, gradients to autograd and to ``main_grad``. Run it with ``python -m fusible.benchmarks.host_overhead``.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
+from itertools import product
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
+import fusible
 from fusible.fuser.autograd import Runtime
 from fusible.fuser.binding import bind
 
@@ -18,6 +24,7 @@ from .problem import Problem, split_sizes
 from .timing import interleaved, markdown
 
 EXPERTS, FEATURES, HIDDEN, ROWS = 2, 8, 8, 4
+MANY_FEATURES, MANY_ROWS = 64, 4
 
 
 def look_up_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, float]:
@@ -51,6 +58,77 @@ def call_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, tuple[f
     return seconds
 
 
+def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype: torch.dtype) -> fusible.Sequential:
+    """Experts of 64 features. ``main_grad`` is one buffer a layer, of which each parameter has its part."""
+    how: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype, "single_grouped_weight": stacked}
+    how["accumulate_into_main_grad"] = main_grad
+    fc1, fc2 = (fusible.GroupedLinear(groups, MANY_FEATURES, n * MANY_FEATURES, **how) for n in (2, 1))
+    for layer in (fc1, fc2) if main_grad else ():
+        parameters = layer.expert_parameters("weight")
+        buffer = torch.zeros((len(parameters), *parameters[0].shape), device=device)
+        for parameter, part in zip(parameters, buffer, strict=True):
+            parameter.main_grad = part  # type: ignore[attr-defined]
+    return fusible.Sequential(fc1, fusible.SwiGLU(), fusible.Scale(), fc2)
+
+
+class HostSeconds(NamedTuple):
+    """Median seconds until a forward returns and until its backward does: of the first after a wait, of each in a run.
+
+    A thread that has waited begins with cold caches and a sleeping core; a training step's Python does not.
+    """
+
+    first_forward: float
+    first_backward: float
+    forward: float
+    backward: float
+
+
+def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int, run: int = 8) -> HostSeconds:
+    """Times a model; the device is idle before the first call of each run, and its work too small to be waited for."""
+    groups: int = model[0].num_groups  # type: ignore[assignment]
+    rows = MANY_ROWS * groups
+    x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype).requires_grad_()
+    scales = torch.rand(rows, device=device).requires_grad_()
+    sizes, dy = torch.full((groups,), MANY_ROWS, device=device), torch.randn_like(x).detach()
+    times: list[tuple[float, ...]] = []
+    for _ in range(rounds + 1):
+        outputs, marks = [], [_idle(device)]
+        for _ in range(run):
+            outputs.append(model(x, split_sizes=sizes, scales=scales))
+            marks.append(time.perf_counter())
+        marks.append(_idle(device))
+        for y in outputs:
+            for tensor in (x, scales, *model.parameters()):
+                tensor.grad = None
+            start = time.perf_counter()
+            y.backward(dy)
+            marks.append(time.perf_counter() - start)
+        forwards, backwards = marks[1 : run + 1], marks[run + 2 :]
+        first = forwards[0] - marks[0]
+        times.append((first, backwards[0], (forwards[-1] - forwards[0]) / (run - 1), median(backwards[1:])))
+    return HostSeconds(*map(median, zip(*times[1:], strict=True)))
+
+
+def _idle(device: str) -> float:
+    """The time, once the device has done all that it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], rounds: int) -> None:
+    """The table of :func:`host_seconds`."""
+    rows = []
+    for groups, stacked, main_grad in product(counts, (True, False), (False, True)):
+        model = many_experts(groups, stacked, main_grad, device, dtype)
+        seconds = host_seconds(model, device, dtype, rounds)
+        weights = "stacked" if stacked else "one an expert"
+        grads = "main_grad" if main_grad else "autograd"
+        rows.append((f"E={groups}, {weights}, {grads}", *[f"{s * 1e6:.0f}" for s in seconds]))
+    heading = f"host time on {device}, µs; K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
+    print("\n" + markdown((heading, "first forward", "first backward", "forward", "backward"), rows))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints both as Markdown."""
     parser = argparse.ArgumentParser(prog="host_overhead", description=__doc__.splitlines()[0] if __doc__ else None)
@@ -67,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append((names[name], f"{ours * 1e6:.1f}", f"{hand * 1e6:.1f}", f"{ours / hand:.2f}"))
     sizes_text = f"E={EXPERTS}, K={FEATURES}, F={HIDDEN}, T={ROWS}"
     print("\n" + markdown((f"whole call, {sizes_text}", "fused, µs", "by hand, µs", "ratio"), rows))
+    if torch.cuda.is_available():
+        print_many_experts("cuda", torch.bfloat16, (64, 256), 2 * args.rounds)
 
 
 if __name__ == "__main__":

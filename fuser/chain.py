@@ -46,7 +46,11 @@ class Chain(Op):
         return tuple([f"{role}.{name}" for role, part in self.parts.items() for name in part.input_names()])
 
     def input_tensors(self) -> list[Tensor]:
-        return [tensor for part in self.parts.values() for tensor in part.input_tensors()]
+        tensors: list[Tensor] = []
+        for part in self.parts.values():
+            if part._parameters or part._modules:
+                tensors += part.input_tensors()
+        return tensors
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")

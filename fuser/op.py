@@ -63,16 +63,21 @@ class Op(nn.Module, ABC):
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
+        checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
+            those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
 
     keywords: Mapping[str, Keyword] = {}
     extra_outputs: tuple[str, ...] = ()
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
+    checks_values: bool = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
             cls.keywords = _declared_keywords(cls)
+        if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
+            cls.checks_values = True  # what a base class promises of its own check does not hold for this one
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
@@ -108,7 +113,7 @@ class Op(nn.Module, ABC):
         """What fusions may read of the parameters; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
-        return tuple([(name, p.dtype, p.device, p.requires_grad) for name, p in self._named()])
+        return tuple([(name, type(p), p.dtype, p.device, p.requires_grad) for name, p in self._named()])
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         if self._modules:

@@ -20,6 +20,7 @@ from .op import Keyword, Op, Spec, is_hooked
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
+_MANY_SHAPES = 1024
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,11 @@ class Plan:
     buffers: tuple[NamedBuffer, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
+    passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
 
     def __call__(self, values: list[Any], runtime: Runtime) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
-        checked = self.check(values, runtime)
+        checked = self._checked(values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -100,6 +102,19 @@ class Plan:
             else:
                 step.run(values, runtime)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
+
+    def _checked(self, values: list[Any], runtime: Runtime) -> int:
+        """:meth:`check`, or what it said of these shapes before, where they are all that it looks at."""
+        if self.passed is None:
+            return self.check(values, runtime)
+        shapes = tuple([value.shape for value in values])
+        checked = self.passed.get(shapes)
+        if checked is None:
+            checked = self.check(values, runtime)
+            if len(self.passed) >= _MANY_SHAPES:
+                self.passed.clear()
+            self.passed[shapes] = checked
+        return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
         """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
@@ -135,7 +150,14 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     results = builder.results()
     inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
     buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
-    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph)
+    passed: dict[Any, int] | None = None if buffers or _checks_values(graph, config) else {}
+    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed)
+
+
+def _checks_values(graph: OpGraph, config: Config) -> bool:
+    """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
+    here = any(info is None or info.device.type != "cuda" for info in graph.inputs())
+    return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
 
 
 def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -12,17 +13,18 @@ class _Hole:
 
 
 _HOLE = _Hole()
+_PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 def pack(saved: Any) -> tuple[list[Tensor], Any]:
     """Takes the tensors out: they go to ``save_for_backward``, the rest stays as it is."""
     tensors: list[Tensor] = []
-    return tensors, _take(saved, tensors)
+    return tensors, _take((saved,), tensors)[0]
 
 
 def unpack(rest: Any, tensors: tuple[Tensor, ...]) -> Any:
     """Puts the tensors back."""
-    return _put(rest, iter(tensors))
+    return _put((rest,), iter(tensors))[0]
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
@@ -30,27 +32,41 @@ def tensors_of(saved: Any) -> list[Tensor]:
     return pack(saved)[0]
 
 
-def _take(saved: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(saved, Tensor):
-        tensors.append(saved)
-        return _HOLE
-    if isinstance(saved, tuple):
-        return _rebuilt(saved, [item if item is None else _take(item, tensors) for item in saved])
-    if isinstance(saved, dict):
-        return {key: _take(item, tensors) for key, item in saved.items()}
-    return saved
-
-
-def _put(rest: Any, tensors: Any) -> Any:
-    if rest is _HOLE:
-        return next(tensors)
-    if isinstance(rest, tuple):
-        return _rebuilt(rest, [item if item is None else _put(item, tensors) for item in rest])
-    if isinstance(rest, dict):
-        return {key: _put(item, tensors) for key, item in rest.items()}
+def _take(saved: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
+    """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
+    rest: list[Any] = []
+    for item in saved:
+        if type(item) in _PLAIN:
+            rest.append(item)
+        elif isinstance(item, Tensor):
+            tensors.append(item)
+            rest.append(_HOLE)
+        elif isinstance(item, tuple):
+            rest.append(_like(item, _take(item, tensors)))
+        elif isinstance(item, dict):
+            rest.append(dict(zip(item, _take(item.values(), tensors), strict=True)))
+        else:
+            rest.append(item)
     return rest
 
 
-def _rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """``like`` with other items, as its own type if that is a named tuple."""
-    return tuple.__new__(type(like), items) if hasattr(like, "_fields") else tuple(items)
+def _put(rest: Iterable[Any], tensors: Iterator[Tensor]) -> list[Any]:
+    """The inverse of :func:`_take`."""
+    saved: list[Any] = []
+    for item in rest:
+        if item is _HOLE:
+            saved.append(next(tensors))
+        elif type(item) in _PLAIN:
+            saved.append(item)
+        elif isinstance(item, tuple):
+            saved.append(_like(item, _put(item, tensors)))
+        elif isinstance(item, dict):
+            saved.append(dict(zip(item, _put(item.values(), tensors), strict=True)))
+        else:
+            saved.append(item)
+    return saved
+
+
+def _like(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """The items in place of the old ones, as its own type if that is a named tuple."""
+    return tuple.__new__(type(old), items) if hasattr(old, "_fields") else tuple(items)

@@ -98,7 +98,7 @@ class _Together(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         parts: Sequence[Tensor | None] = [None] * ctx.count if gradient is None else gradient.unbind()
         if gradient is not None and ctx.takers:
-            takes = [hasattr(t, "grad_added_to_main_grad") for t in ctx.takers]
+            takes = [getattr(t, "grad_added_to_main_grad", None) is not None for t in ctx.takers]
             parts = [part if taken else None for part, taken in zip(parts, takes, strict=True)]
         return None, *parts
 

@@ -28,11 +28,12 @@ class ExpertParameters(Op):
 
     def init_expert_parameters(self) -> None:
         """To be called before parameters are added."""
-        self.per_group, self._groups = {}, {}
+        self.per_group, self._groups, self._count = {}, {}, 0
 
     def add_expert_parameter(self, name: str, data: Tensor, single: bool) -> None:
         """Registers ``data`` [E, ...] as one parameter, or as one a group."""
         self.per_group[name] = not single
+        self._count += 1 if single else self.num_groups
         if single:
             self.register_parameter(name, nn.Parameter(data))
         for i, part in enumerate(() if single else data):
@@ -73,7 +74,7 @@ class ExpertParameters(Op):
         own: list[Tensor] = []
         for name, split in self.per_group.items():
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
-        return own + [p for _, p in self._others()]
+        return own + [p for _, p in self._others()] if self._has_others() else own
 
     def _has_stand_ins(self, name: str) -> bool:
         """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""
@@ -93,11 +94,11 @@ class ExpertParameters(Op):
             group = self._groups[name] = ExpertGroup(parameters)
         return group
 
+    def _has_others(self) -> bool:
+        return bool(self._modules) or len(self._parameters) > self._count
+
     def _others(self) -> Iterable[tuple[str, nn.Parameter]]:
         """What is registered besides the parameters of the groups."""
-        count = sum(self.num_groups if split else 1 for split in self.per_group.values())
-        if not self._modules and len(self._parameters) <= count:
-            return ()
         own = {n for name in self.per_group for n in self.parameter_names(name)}
         return [(name, p) for name, p in self._named() if name not in own]
 

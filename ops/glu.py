@@ -15,6 +15,7 @@ class Activated(Op):
     """An op that is an :class:`ActivationSpec`: what fusions look for."""
 
     spec: ActivationSpec
+    checks_values = False
 
     class Saved(NamedTuple):
         pre: Tensor | None

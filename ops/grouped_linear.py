@@ -53,6 +53,8 @@ class GroupedLinear(WeightGrads):
         RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
+    checks_values = False  # those of split sizes on the host
+
     class Saved(NamedTuple):
         x: Tensor | None
         weight: Matrices | None
@@ -105,8 +107,11 @@ class GroupedLinear(WeightGrads):
             nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
-        firsts = [self.one_parameter(name) for name in self.per_group]
-        return tuple([(p.dtype, p.device, p.requires_grad) for p in firsts])
+        key: list[Any] = []
+        for name in self.per_group:
+            p = self.one_parameter(name)
+            key += (type(p), p.dtype, p.device, p.requires_grad)
+        return tuple(key)
 
     def check(
         self,
@@ -142,7 +147,7 @@ class GroupedLinear(WeightGrads):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
-        rows = as_rows(x).to(product_dtype(x.dtype, autocast_dtype))
+        rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
         weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
         scale = None if bias_scale is None else bias_scale.reshape(-1)
         out = None if output is None else output.view(-1, self.out_features)
@@ -196,11 +201,13 @@ class GroupedLinear(WeightGrads):
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}"
 
 
-def as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
-    dense = rows.stride(1) == 1 or rows.shape[1] == 1
-    return rows if dense and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1]) else rows.contiguous()
+    (count, columns), (pitch, step) = rows.shape, rows.stride()
+    dense = (step == 1 or columns == 1) and (count <= 1 or pitch >= columns)
+    rows = rows if dense else rows.contiguous()
+    return rows if dtype is None or rows.dtype == dtype else rows.to(dtype)
 
 
 def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
@@ -216,6 +223,6 @@ def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:
     if lent is None:
         dx = kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes)
         assert isinstance(dx, Tensor)
-        return dx.view(saved.x_shape)
+        return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
     kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, out=lent.tensor.view(-1, saved.x_shape[-1]))
     return lent.tensor.detach()

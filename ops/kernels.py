@@ -7,23 +7,20 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, RefusedError, trace
-from ..fuser.settings import current
+from ..fuser import ArgumentError, trace
 from .activations import ActivationSpec
 from .backends import elementwise, grouped_mm, hopper, loop, rows
+from .backends.choice import choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes, stacked
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
-
-_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -61,12 +58,12 @@ def grouped_gemm(
     if out is None:
         out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
     layout, b = _as_it_lies(layout, b)
-    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale)
+    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, own)
     backend = _ready(problem)
     if backend is not None:
         backend.run(problem)
         if own and isinstance(out, Tensor) and layout is not Layout.TN:
-            _zero_tail(out, split_sizes)
+            _zero_tail(out, split_sizes, backend)
     elif not problem.rows:
         _no_rows(problem)
     return out
@@ -115,12 +112,12 @@ def grouped_linear_activation(
     pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
     hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
     layout, weight = _as_it_lies(Layout.NT, weight)
-    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale)
+    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
     backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
         if not interior:
-            _zero_tail(hidden, split_sizes)
+            _zero_tail(hidden, split_sizes, backend)
     return pre, hidden
 
 
@@ -141,12 +138,12 @@ def grouped_linear_activation_backward(
     """
     out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
     layout, weight = _as_it_lies(Layout.NN, weight)
-    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre)
+    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     backend = _ready(problem, pre, *out[1:])
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         if out.scales is not None:
-            _zero_tail(out.scales.unsqueeze(-1), split_sizes)
+            _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
     return out
 
 
@@ -197,9 +194,10 @@ def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels
     return grouped_mm if tokens.is_cuda else loop
 
 
-def _zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Of rows that are allocated here; our own kernel touches nothing else."""
-    _row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
+def _zero_tail(out: Tensor, split_sizes: Tensor, backend: Backend) -> None:
+    """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else."""
+    kernels = rows if backend is hopper else _row_kernels(out, split_sizes, out)
+    kernels.zero_tail(out, split_sizes)
 
 
 _FLIPPED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
@@ -254,57 +252,9 @@ def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
     ``also`` are the tensors that the kernel reads or writes besides those of the problem.
     """
     tracing = trace.active()
-    choice = _choose(problem, tracing)
+    choice = choose(problem, tracing)
     if tracing:
         moved = problem.bytes + nbytes(*also)
         trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
-
-
-class _Choice(NamedTuple):
-    """A backend, and why none before it."""
-
-    backend: Backend
-    reason: str
-
-
-_CHOSEN: dict[tuple[Hashable, ...], _Choice] = {}  # what the first backend takes
-
-
-def _choose(problem: GroupedGemm, tracing: bool) -> _Choice:
-    """The first backend that can run the problem, or the one that the configuration asks for.
-
-    Raises:
-        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
-    """
-    only = current().backend
-    if tracing:
-        return _ask(problem, only)
-    if not problem.a.is_cuda and only == "auto":
-        return _ON_CPU
-    kind = problem.kind if only in ("auto", _BACKENDS[0].NAME) else None
-    choice = None if kind is None else _CHOSEN.get(kind)
-    if choice is None:
-        choice = _ask(problem, only)
-        if kind is not None and choice.backend is _BACKENDS[0]:
-            _CHOSEN[kind] = choice
-    return choice
-
-
-_ON_CPU = _Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
-
-
-def _ask(problem: GroupedGemm, only: str) -> _Choice:
-    refusals: list[str] = []
-    for backend in _BACKENDS:
-        if only not in ("auto", backend.NAME):
-            continue
-        why = backend.refusal(problem)
-        if why is None:
-            reason = "; ".join(refusals)
-            if reason and current().strict and problem.a.is_cuda:
-                raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
-            return _Choice(backend, reason)
-        refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{only} is not built'}")

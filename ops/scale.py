@@ -22,6 +22,8 @@ class Scale(Op):
             ``sum(dy * x)`` over the columns.
     """
 
+    checks_values = False
+
     class Saved(NamedTuple):
         x: Tensor | None
         scales: Tensor

@@ -126,12 +126,13 @@ class WeightGrads(ExpertParameters):
 
     def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
         parameters, op = self._of_names(names), type(self).__name__
-        fetched = tuple([_fetched(p) for p in parameters])
+        fetchers, grads = _attributes(parameters, "get_main_grad"), _attributes(parameters, "main_grad")
+        fetched = tuple([g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)])
         group = self._groups.get("main_grad")
         if group is None or not group.holds(fetched):
             checked = [_main_grad(op, *each) for each in zip(names, parameters, fetched, strict=True)]
             group = self._groups["main_grad"] = ExpertGroup(tuple(checked))
-        self._write(wgrad, names, group, [not getattr(p, "overwrite_main_grad", False) for p in parameters])
+        self._write(wgrad, names, group, [not o for o in _attributes(parameters, "overwrite_main_grad")])
 
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
@@ -152,7 +153,7 @@ class WeightGrads(ExpertParameters):
         flagged = _flag(self._of_names(names))
         if not flagged:
             return None
-        zeros = any([getattr(p, "zero_out_wgrad", False) for p in flagged])
+        zeros = any(_attributes(flagged, "zero_out_wgrad"))
         groups = (self.num_groups,) if self.per_group["weight"] else ()
         gradient = flagged[0].new_empty((*groups, *flagged[0].shape))
         return gradient.zero_() if zeros else gradient
@@ -160,15 +161,16 @@ class WeightGrads(ExpertParameters):
 
 def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Says of those that want to know that their gradients are in ``main_grad``; returns them."""
-    flagged = [p for p in parameters if hasattr(p, "grad_added_to_main_grad")]
+    flags = _attributes(parameters, "grad_added_to_main_grad")
+    flagged = [p for p, flag in zip(parameters, flags, strict=True) if flag is not None]
     for parameter in flagged:
-        parameter.grad_added_to_main_grad = True
+        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return flagged
 
 
-def _fetched(parameter: nn.Parameter) -> Any:
-    fetch = getattr(parameter, "get_main_grad", None)
-    return fetch() if fetch is not None else getattr(parameter, "main_grad", None)
+def _attributes(parameters: Sequence[nn.Parameter], name: str) -> list[Any]:
+    """What each parameter has under that name, None if nothing; plain ones are not asked by a failing look-up."""
+    return [p.__dict__.get(name) if type(p) is nn.Parameter else getattr(p, name, None) for p in parameters]
 
 
 def _main_grad(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fusible import (
     AddExtraInput,
+    ArgumentError,
     ConstantScale,
     GroupedLinear,
     Identity,
@@ -22,7 +23,7 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import FusedOp, sequential, settings
+from fusible.fuser import FusedOp, binding, graph, plan, sequential, settings
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])
@@ -297,3 +298,66 @@ def test_two_threads_may_share_a_container():
 
     assert len(results) == 40
     assert all(torch.equal(y, expected) for y in results)
+
+
+# ------------------------------------------------------------------------------------------------- checks
+
+
+def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
+    monkeypatch.setattr("fusible.fuser.plan._checks_values", lambda *_: False)  # as on a device
+    model, checked = mlp(), []
+    check = SwiGLU.check
+    monkeypatch.setattr(SwiGLU, "check", lambda self, x: checked.append(x.shape[0]) or check(self, x))
+    for rows in (3, 3, 5, 3, 5):
+        model(torch.randn(rows, 4), split_sizes=SIZES, scales=torch.ones(rows))
+    with pytest.raises(ArgumentError, match=r"scales: expected shape \[3\]"):
+        model(X, split_sizes=SIZES, scales=torch.ones(4))
+
+    assert checked == [3, 5, 3]
+
+
+@pytest.mark.parametrize("where", ["host", "device", "debug"])
+def test_values_are_checked_where_they_can_be_read(where):
+    cuda = graph.TensorInfo(torch.float32, torch.device("cuda" if where != "host" else "cpu"), False)
+    switches = settings.Config(debug=where == "debug")
+    model = mlp()
+    found = graph.OpGraph.of(model._layout(), binding.Call([X], ((), (), (), ())))
+    found.nx.nodes[".x"]["info"] = cuda
+
+    assert plan._checks_values(found, switches) == (where != "device")
+
+
+def test_a_check_of_ones_own_is_always_asked():
+    class Checked(SwiGLU):
+        def check(self, x):
+            return super().check(x)
+
+    assert not SwiGLU.checks_values
+    assert Checked.checks_values
+
+
+# ------------------------------------------------------------------------------------------------- forms of calls
+
+
+def test_one_tensor_for_two_keywords_is_another_form_of_call(compiled):
+    model, sizes = mlp(), SIZES.clone()
+    for first, second in ((SIZES, SIZES), (SIZES, sizes), (sizes, sizes), (SIZES, SIZES)):
+        model(X, first, ONES, second)
+
+    assert [p.steps[0].name for p in compiled] == ["GroupedMLP", "GroupedLinearGLU"]
+
+
+def test_a_keyword_that_is_none_is_not_given():
+    model, buffer = mlp(), torch.empty(3, 4)
+    for output in (None, buffer, None):
+        y = model(X, split_sizes=SIZES, scales=ONES, op_kwargs={3: {"output": output}})
+        assert (y.data_ptr() == buffer.data_ptr()) == (output is not None)
+
+
+def test_a_key_that_is_true_is_not_the_key_one():
+    model = mlp()
+    model(X, split_sizes=SIZES, op_kwargs={2: {"scales": ONES}})
+    model(X, split_sizes=SIZES, scales=ONES, op_kwargs={1: {}})
+
+    with pytest.raises(ArgumentError, match="True is a bool"):
+        model(X, split_sizes=SIZES, scales=ONES, op_kwargs={True: {}})

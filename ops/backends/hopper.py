@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, reduce
 from operator import or_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +47,8 @@ def refusal(problem: GroupedGemm) -> str | None:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
-    alpha, alphas = _factor(p.alpha, p.groups)
-    beta, betas = _factor(p.beta, p.groups)
+    alpha, alphas = (1.0, None) if p.alpha is None else _factor(p.alpha, p.groups)
+    beta, betas = (1.0, None) if p.beta is None else _factor(p.beta, p.groups)
     launch(
         p.layout,
         p.a,
@@ -64,6 +63,7 @@ def run(problem: GroupedGemm) -> None:
         row_scale=p.row_scale,
         alpha=alpha,
         alphas=alphas,
+        fresh=p.fresh,
     )
 
 
@@ -99,6 +99,7 @@ def launch(
     alphas: Tensor | None = None,
     variant: int = -1,
     dynamic: bool = True,
+    fresh: bool = False,
 ) -> None:
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
@@ -109,26 +110,30 @@ def launch(
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
+        fresh: nobody has seen ``out`` before, so its version stays.
     """
-    library, device, index = compiled(), a.get_device(), starts if sizes is None else sizes
+    device, index, product = a.get_device(), starts if sizes is None else sizes, first(out)
     assert index is not None
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
-    extents, of_b, of_out, of_bias = _extents(layout, a, b, out), _place(b), _place(out), _bias_place(bias)
-    anywhere = of_b.addresses or of_out.addresses or of_bias.addresses
-    workspace = a.new_empty(_workspace_bytes(extents[0]), dtype=torch.uint8) if dynamic or anywhere else None
-    library.grouped_gemm(  # by position: names cost as much as the launch
-        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[first(out).dtype], device, stream(device)),
-        *extents,
-        *(a.data_ptr(), a.stride(0)),
-        *of_b[:3],
-        *of_out[:3],
-        *(_address(sizes), _address(starts), index.dtype == torch.int64, accumulate),
-        *(of_bias.address, 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias.pitch),
-        *(_address(row_scale), _address(bias_scale), _address(alphas), alpha, _address(betas), beta),
-        *(_address(workspace), variant, of_b.addresses, of_out.addresses, of_bias.addresses),
+    groups, (tokens, features) = index.shape[0] - (sizes is None), a.shape
+    (of_b, b_addresses), (of_out, out_addresses) = _place(b), _place(out)
+    of_bias, bias_addresses = _NOWHERE if bias is None else _bias_place(bias)
+    anywhere = b_addresses or out_addresses or bias_addresses
+    workspace = a.new_empty(_workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
+    compiled().grouped_gemm(  # by position: names cost as much as the launch
+        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[product.dtype], device, stream(device), groups, tokens),
+        *((features, product.shape[-1], 0) if layout is Layout.TN else (0, product.shape[-1], features)),
+        *(a.data_ptr(), a.stride(0), *of_b, *of_out),
+        *(0 if sizes is None else sizes.data_ptr(), 0 if starts is None else starts.data_ptr()),
+        *(index.dtype == torch.int64, accumulate),
+        *(of_bias[0], 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias[1]),
+        *(0 if row_scale is None else row_scale.data_ptr(), 0 if bias_scale is None else bias_scale.data_ptr()),
+        *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),
+        *(0 if workspace is None else workspace.data_ptr(), variant, b_addresses, out_addresses, bias_addresses),
     )
-    torch.autograd.graph.increment_version(out)
+    if not fresh:
+        torch.autograd.graph.increment_version(out)
 
 
 @cache
@@ -136,41 +141,21 @@ def _workspace_bytes(groups: int) -> int:
     return int(compiled().workspace_bytes(groups))
 
 
-class _Place(NamedTuple):
-    """Where matrices lie: one tensor, strides in elements, or each at an address of its own."""
+_Place = tuple[tuple[int, int, int], list[int]]
+"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
-    address: int
-    pitch: int
-    group_stride: int
-    addresses: list[int]
-
-
-def _extents(layout: Layout, a: Tensor, b: Matrices, out: Matrices) -> tuple[int, int, int, int, int]:
-    """Groups, tokens, m, n, k of the products of all groups; ``m`` for TN only, where ``k`` is the group's own."""
-    if layout is Layout.TN:
-        return _count(out), a.shape[0], a.shape[1], first(b).shape[1], 0
-    return _count(b), a.shape[0], 0, first(out).shape[1], a.shape[1]
-
-
-def _count(matrices: Matrices) -> int:
-    return matrices.shape[0] if isinstance(matrices, Tensor) else len(matrices)
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+_NOWHERE: _Place = (0, 0, 0), []
 
 
 def _place(matrices: Matrices) -> _Place:
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
-        return _Place(matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0, [])
-    return _Place(0, matrices[0].stride(0), 0, [matrix.data_ptr() for matrix in matrices])
+        return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
+    return (0, matrices[0].stride(0), 0), [matrix.data_ptr() for matrix in matrices]
 
 
-def _bias_place(bias: Matrices | None) -> _Place:
-    if bias is None:
-        return _Place(0, 0, 0, [])
-    return _Place(bias.data_ptr(), bias.stride(0), 0, []) if isinstance(bias, Tensor) else _place(bias)
+def _bias_place(bias: Matrices) -> _Place:
+    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else _place(bias)
 
 
 def _factor(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:

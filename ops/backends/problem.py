@@ -21,6 +21,11 @@ class Layout(Enum):
     NN = "NN"  # a [T, K], b [E, K, N] -> [T, N]: gradient of the rows
     TN = "TN"  # a [T, M], b [T, N] -> [E, M, N]: gradient of the weights; the contraction is ragged
 
+    __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code
+
+
+_MANY = 2**30  # rows of which some kernels take fewer only
+
 
 @dataclass(slots=True)
 class GroupedGemm:
@@ -33,6 +38,7 @@ class GroupedGemm:
         out: where the result goes; rows past the last group are not touched. E matrices are allowed for TN.
         alpha: a factor, or one a group [E]; None for 1.
         beta: what stands in ``out`` counts this much, by group if [E]; None for nothing, ``out`` is then not read.
+        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
         bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
     """
 
@@ -46,6 +52,7 @@ class GroupedGemm:
     bias: Matrices | None = None
     bias_scale: Tensor | None = None
     row_scale: Tensor | None = None
+    fresh: bool = False
 
     @property
     def groups(self) -> int:
@@ -71,26 +78,14 @@ class GroupedGemm:
         Equal kinds are taken alike. There is none for matrices that are tensors of their own, and for factors [E].
         """
         a, b, out, sizes = self.a, self.b, self.out, self.split_sizes
-        if not (isinstance(b, Tensor) and isinstance(out, Tensor)):
+        factors = _kind_of(self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
+        if factors is None or not (isinstance(b, Tensor) and isinstance(out, Tensor)):
             return None
-        extras = self._extras_kind()
-        if extras is None:
-            return None
-        types = a.dtype, b.dtype, out.dtype, sizes.dtype, a.device
-        shapes = a.shape[1], b.shape[-1], out.shape[-1], sizes.shape[0], a.stride(), b.stride(), out.stride()
-        places = (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15, sizes.is_contiguous()
-        return self.layout, *types, *shapes, *places, *extras
-
-    def _extras_kind(self) -> tuple[Hashable, ...] | None:
-        """Of the factors and the bias."""
-        if isinstance(self.alpha, Tensor) or isinstance(self.beta, Tensor):
-            return None
-        vectors = []
-        for vector in (self.bias, self.bias_scale, self.row_scale):
-            if vector is not None and not (isinstance(vector, Tensor) and vector.is_contiguous()):
-                return None
-            vectors.append(None if vector is None else vector.dtype)
-        return self.alpha, self.beta, *vectors
+        return (
+            *(self.layout, a.dtype, b.dtype, out.dtype, sizes.dtype, a.device, a.shape[1], b.shape[-1], out.shape[-1]),
+            *(a.stride(), b.stride(), out.stride(), (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15),
+            *(a.shape[0] < _MANY, sizes.shape[0], sizes.is_contiguous(), factors),
+        )
 
     @property
     def is_plain(self) -> bool:
@@ -116,6 +111,23 @@ def addresses(matrices: Matrices) -> list[int]:
     if isinstance(tensors[0], FakeTensor):
         return [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
     return [tensor.data_ptr() for tensor in tensors]
+
+
+def _kind_of(
+    alpha: float | Tensor | None, beta: float | Tensor | None, *vectors: Matrices | None
+) -> tuple[Hashable, ...] | None:
+    """What decides of the factors, the bias and the scales; None where it takes more to say."""
+    if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
+        return None
+    kinds: list[Hashable] = [alpha, beta]
+    for vector in vectors:
+        if vector is None:
+            kinds.append(None)
+        elif isinstance(vector, Tensor):
+            kinds.append((vector.dtype, vector.stride()))
+        else:
+            return None
+    return tuple(kinds)
 
 
 def first(matrices: Matrices) -> Tensor:

@@ -1,4 +1,7 @@
-"""Our own CUDA kernels that pass over rows once: activations, sums and products by group, and the zeroing of tails."""
+"""Our own CUDA kernels that pass over rows once: activations, sums and products by group, and the zeroing of tails.
+
+All but the sums and products write what the door has just allocated, whose version nobody has kept: it stays.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,6 @@ def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tenso
     columns = out.shape[-1]
     places = pre.data_ptr(), *_scales(scales), out.data_ptr()
     compiled().activate(*_activation(spec, columns), *_rows(pre, columns), *places)
-    torch.autograd.graph.increment_version(out)
 
 
 def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
@@ -53,7 +55,6 @@ def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor 
     given = dhidden.data_ptr(), pre.data_ptr(), *_scales(scales)
     wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
     compiled().activate_backward(*_activation(spec, columns), *_rows(pre, columns), *given, *wanted)
-    torch.autograd.graph.increment_version([t for t in out if t is not None])
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -86,7 +87,6 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
     wide = split_sizes.dtype == torch.int64
     compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
-    torch.autograd.graph.increment_version(out)
 
 
 @cache

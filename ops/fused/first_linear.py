@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """A part of a fused op: its role, and for inputs that are no parameters the fused op's name and the part's."""
 
     role: str
@@ -47,7 +49,7 @@ def forward(
     interior: bool,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
-    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x).to(product_dtype(x.dtype, autocast_dtype))
+    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
     pre, hidden = kernels.grouped_linear_activation(

@@ -1,0 +1,63 @@
+"""Which backend runs a grouped GEMM, and why none before it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from ...fuser import RefusedError
+from ...fuser.settings import current
+from . import grouped_mm, hopper, loop
+from .interface import Backend
+from .problem import GroupedGemm
+
+
+class Choice(NamedTuple):
+    """A backend, and why none before it."""
+
+    backend: Backend
+    reason: str
+
+
+_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
+_HOPPER = Choice(hopper, "")
+_ON_CPU = Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
+_first_takes: set[tuple[Hashable, ...]] = set()  # kinds of problems; as many as there are layers of different sizes
+
+
+def choose(problem: GroupedGemm, tracing: bool) -> Choice:
+    """The first backend that can run the problem, or the one that the configuration asks for.
+
+    Args:
+        tracing: the tensors hold no data, and the reason is wanted.
+
+    Raises:
+        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
+    """
+    only = current().backend
+    if tracing:
+        return _ask(problem, only)
+    if not problem.a.is_cuda and only == "auto":
+        return _ON_CPU
+    kind = problem.kind if only in ("auto", hopper.NAME) else None
+    if kind in _first_takes:
+        return _HOPPER
+    choice = _ask(problem, only)
+    if kind is not None and choice.backend is hopper:
+        _first_takes.add(kind)
+    return choice
+
+
+def _ask(problem: GroupedGemm, only: str) -> Choice:
+    refusals: list[str] = []
+    for backend in _BACKENDS:
+        if only not in ("auto", backend.NAME):
+            continue
+        why = backend.refusal(problem)
+        if why is None:
+            reason = "; ".join(refusals)
+            if reason and current().strict and problem.a.is_cuda:
+                raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
+            return Choice(backend, reason)
+        refusals.append(f"{backend.NAME} {why}")
+    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{only} is not built'}")

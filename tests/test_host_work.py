@@ -1,0 +1,77 @@
+"""How many functions a hot call runs in Python: unlike times, the same on every machine. It must not creep up."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+
+K = F = 8
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Python functions and those of C that it calls from Python."""
+    count = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+class Calls:
+    """The calls of a forward and of its backward, once everything that can be kept is there."""
+
+    def __init__(self, groups: int, **how: Any) -> None:
+        fc1, fc2 = (GroupedLinear(groups, K, n, bias=False, **how) for n in (2 * F, K))
+        for p in (*fc1.parameters(), *fc2.parameters()) if how.get("accumulate_into_main_grad") else ():
+            p.main_grad = torch.zeros_like(p)
+        self.model = Sequential(fc1, SwiGLU(), Scale(), fc2)
+        rows = 2 * groups
+        self.x, self.scales = torch.randn(rows, K, requires_grad=True), torch.rand(rows, requires_grad=True)
+        self.sizes, self.dy = torch.full((groups,), 2), torch.randn(rows, K)
+        for _ in range(3):
+            self.run()
+
+    def run(self) -> tuple[int, int]:
+        for tensor in (self.x, self.scales, *self.model.parameters()):
+            tensor.grad = None
+        outputs = []
+        forward = calls_of(lambda: outputs.append(self.model(self.x, split_sizes=self.sizes, scales=self.scales)))
+        return forward, calls_of(lambda: outputs[0].backward(self.dy))
+
+
+@pytest.mark.parametrize(
+    ("how", "forward", "backward"), [({}, 440, 560), ({"accumulate_into_main_grad": True}, 440, 600)]
+)
+def test_calls_of_fused_experts(how, forward, backward):
+    calls = Calls(2, **how).run()
+
+    assert calls[0] <= forward
+    assert calls[1] <= backward
+
+
+def test_a_hot_call_does_the_same_work_again():
+    calls = Calls(4)
+
+    assert calls.run() == calls.run()
+
+
+@pytest.mark.parametrize("groups", [8, 64])
+def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
+    one, many = (Calls(groups, single_grouped_weight=single).run() for single in (True, False))
+
+    assert many[0] - one[0] <= 60
+    assert many[1] - one[1] <= 60
