@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 import fusible
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
-from hugging_face import MODELS, experts_of, make  # noqa: E402
+import transformers
+from hugging_face import MODELS, experts_of, make
 
-from fusible.integrations import experts as adapter  # noqa: E402
-from fusible.integrations import transformers as integration  # noqa: E402
+from fusible.integrations import experts as adapter
+from fusible.integrations import transformers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
