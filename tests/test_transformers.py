@@ -94,7 +94,7 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
     other = type(model).from_pretrained(tmp_path, experts_implementation="eager")
 
-    assert loaded.get_experts_implementation()[""] == "fusible"
+    assert loaded.config._experts_implementation == "fusible"
     assert {n: relative(t, before[n]) for n, t in loaded.state_dict().items()} == dict.fromkeys(before, 0.0)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert relative(loaded(ids).logits, other(ids).logits) < 1e-6
@@ -463,6 +463,17 @@ def test_explain_says_what_runs_the_experts() -> None:
     assert "set_experts_implementation('fusible')" in str(fusible.explain(model))
     model.set_experts_implementation("fusible")
     assert "no call yet" in str(fusible.explain(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
+def test_profile_names_the_steps() -> None:
+    experts = module("mixtral")
+    arguments = inputs(experts, 7)
+    with torch.profiler.profile() as profile:
+        experts(*arguments).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+
+    assert {f"fusible::{n}" for n in ("dispatch", "GroupedMLP", "combine", "GroupedMLP.bwd")} <= names
 
 
 def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
