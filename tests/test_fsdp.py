@@ -36,9 +36,12 @@ def experts(**how: object) -> Sequential:
     return Sequential(GroupedLinear(2, 6, 16), SwiGLU(**how), Scale(), GroupedLinear(2, 8, 6))
 
 
-def test_two_processes_train_as_one() -> None:
+@pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.cuda)])
+def test_two_processes_train_as_one(devices: str) -> None:
     """Twenty steps, in float32 and with bfloat16 parameters; see the example."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": devices}
     command = [sys.executable, str(ROOT / "examples" / "fsdp.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 
@@ -48,6 +51,7 @@ def test_two_processes_train_as_one() -> None:
     assert off.keys() == {"float32", "bfloat16"}
     assert off["float32"] < 1e-5
     assert done.stdout.count("GroupedMLP") == 4
+    assert ("hopper  " in done.stdout) == bool(devices)
 
 
 def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
