@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config
-from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline
+from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline, routing
 from .benchmarks.problem import add_size_arguments, sizes_of
 from .examples import moe_lm
 from .fuser import RefusedError, registry
@@ -99,6 +99,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "mlp": grouped_mlp.main,
     "grouped_gemm": grouped_gemm.main,
     "hf": hf.main,
+    "routing": routing.main,
 }
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info, "versions, device, which backends run here and why others do not"),
@@ -107,7 +108,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (
         bench,
-        "time the experts (mlp), the grouped GEMM (grouped_gemm), or blocks of transformers (hf)",
+        "time the experts (mlp), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
     ),
 }
 

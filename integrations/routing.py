@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+_SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
 
 
 class Routing(NamedTuple):
@@ -33,12 +36,11 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """The stable order by expert of the ids [T, k]."""
     ids, slots = _narrow(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
     ids, order = torch.sort(ids, stable=True)
-    experts = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
-    ends = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
+    starts = torch.searchsorted(ids, experts, out_int32=True)
     rows = torch.arange(order.shape[0], device=ids.device)
     place = torch.empty_like(order).scatter_(0, order, rows)
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    return Routing(sizes, order, order // max(1, slots), place.view(-1, slots))
+    return Routing(starts[1:] - starts[:-1], order, order // max(1, slots), place.view(-1, slots))
 
 
 def dispatch(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -86,11 +88,14 @@ class _Combine(torch.autograd.Function):
 def _sum(rows: Tensor, place: Tensor) -> Tensor:
     """[T, H]: of each token, the sum of the rows at its places."""
     tokens, slots = place.shape
+    if not rows.is_cuda:  # without the gathered rows, whose memory costs a CPU ten times what the sum does
+        return F.embedding_bag(place, rows, mode="sum")
     if slots == 1:
         return rows.index_select(0, place.view(-1))
     return rows.index_select(0, place.view(-1)).view(tokens, slots, rows.shape[1]).sum(1)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:
-    """The ids in few bits, which a radix sort on a GPU goes over one after the other."""
-    return ids.to(torch.int16) if ids.is_cuda and num_experts < torch.iinfo(torch.int16).max else ids
+    """The ids in few bits, which a radix sort of many on a GPU goes over one after the other."""
+    large = ids.is_cuda and ids.shape[0] > _SORTED_AT_ONCE
+    return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids

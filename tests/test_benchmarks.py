@@ -8,6 +8,7 @@ import re
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,6 +25,7 @@ from fusible.benchmarks import (
     loss_curves,
     plots,
     roofline,
+    routing,
     timing,
 )
 from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
@@ -397,7 +399,8 @@ def test_turns_are_taken_in_random_order() -> None:
 def test_bench_of_transformers_prints_and_writes(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     small = ["--shrink", "64", "--tokens", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
     hf.main(["--model", model, *small, "--out", str(tmp_path / "hf")])
     printed = capsys.readouterr().out
@@ -410,10 +413,38 @@ def test_bench_of_transformers_prints_and_writes(
 
 
 def test_wrong_implementation_of_transformers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
     block = hf.Block(hf.MODELS["gpt-oss"], 64, "cpu", torch.float32)
     true = hf.error
     monkeypatch.setattr(hf, "error", lambda block, name: true(block, name) + 1e-3 * (name == "fusible"))
 
     with pytest.raises(InaccurateError, match="fusible: relative error"):
         hf.check(block, ["eager", "grouped_mm", "fusible"])
+
+
+def test_bench_of_routing_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    routing.main(["--tokens", "16", "5", "--rounds", "1", "--device", "cpu", "--out", str(tmp_path / "routing")])
+    printed = capsys.readouterr().out
+
+    assert printed.strip() == (tmp_path / "routing.md").read_text().strip()
+    assert printed.count("(ours)") == 2 * 5
+    assert printed.count("| combine: embedding_bag ") == 2
+
+
+def test_wrong_way_of_routing_is_not_timed() -> None:
+    part = routing.Part("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
+
+    with pytest.raises(InaccurateError, match="combine: wrong gives something else than right"):
+        routing.check(part)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bench", ["hf", "routing"])
+def test_bench_of_transformers_runs_on_cuda(bench: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    small = {"hf": ["--shrink", "8", "--tokens", "64"], "routing": ["--preset", "small", "--tokens", "64"]}
+    {"hf": hf.main, "routing": routing.main}[bench]([*small[bench], "--rounds", "2", "--dtype", "bf16"])
+
+    assert "NVIDIA" in capsys.readouterr().out

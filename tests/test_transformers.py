@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 import fusible
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
 
-from hugging_face import MODELS, experts_of, make  # noqa: E402
+import transformers
+from hugging_face import MODELS, experts_of, make
 
-from fusible.integrations import experts as adapter  # noqa: E402
-from fusible.integrations import transformers as integration  # noqa: E402
+from fusible.integrations import experts as adapter
+from fusible.integrations import transformers as integration
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -91,7 +94,7 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     loaded = type(model).from_pretrained(tmp_path, experts_implementation="fusible")
     other = type(model).from_pretrained(tmp_path, experts_implementation="eager")
 
-    assert loaded.get_experts_implementation()[""] == "fusible"
+    assert loaded.config._experts_implementation == "fusible"
     assert {n: relative(t, before[n]) for n, t in loaded.state_dict().items()} == dict.fromkeys(before, 0.0)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
     assert relative(loaded(ids).logits, other(ids).logits) < 1e-6
@@ -460,6 +463,17 @@ def test_explain_says_what_runs_the_experts() -> None:
     assert "set_experts_implementation('fusible')" in str(fusible.explain(model))
     model.set_experts_implementation("fusible")
     assert "no call yet" in str(fusible.explain(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
+def test_profile_names_the_steps() -> None:
+    experts = module("mixtral")
+    arguments = inputs(experts, 7)
+    with torch.profiler.profile() as profile:
+        experts(*arguments).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+
+    assert {f"fusible::{n}" for n in ("dispatch", "GroupedMLP", "combine", "GroupedMLP.bwd")} <= names
 
 
 def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,160 @@
+"""What it costs to bring rows to their experts and back: the ways that torch has, for every part of it.
+
+    python -m fusible bench routing --tokens 8192 64
+
+``ours`` marks what :mod:`fusible.integrations.routing` does. All ways of a part give the same numbers, or the run ends.
+The bound is the time in which an H200 moves the bytes that the part must move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fusible.integrations import routing
+
+from .problem import DTYPES, PRESETS, InaccurateError, Preset
+from .report import Report
+from .timing import interleaved, markdown
+
+H200_BYTES = 4.3e12  # a second: a copy, measured on one
+
+
+class Part(NamedTuple):
+    """One part of routing: the ways to do it, ours first, and the bytes that it must move."""
+
+    name: str
+    ways: Mapping[str, Callable[[], Tensor]]
+    bytes: int
+
+
+class Inputs(NamedTuple):
+    """A choice of experts for every token, rows of the experts, and rows of the tokens."""
+
+    top_k_index: Tensor  # [T, k]
+    rows: Tensor  # [T k, H]
+    x: Tensor  # [T, H]
+    experts: int
+
+
+def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> Inputs:
+    """Experts without repetition, rows of unit variance."""
+    generator = torch.Generator(device).manual_seed(0)
+    index = torch.rand(tokens, preset.experts, generator=generator, device=device).argsort(-1)[:, : preset.top_k]
+    sizes = ((tokens * preset.top_k, preset.features), (tokens, preset.features))
+    rows, x = (torch.randn(s, generator=generator, device=device, dtype=torch.float32).to(dtype) for s in sizes)
+    return Inputs(index.contiguous(), rows, x, preset.experts)
+
+
+def parts(given: Inputs) -> Iterator[Part]:
+    """Sorting, counting, gathering, summing; and all of routing as it is."""
+    (index, rows, x, experts), found = given, routing.route(given.top_k_index, given.experts)
+    ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
+    few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
+    keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
+    yield Part("sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
+    yield Part("count", _counts(ids, experts), 8 * ids.numel())
+    yield Part(
+        "dispatch",
+        {"index_select": lambda: x.index_select(0, found.token), "x[token]": lambda: x[found.token]},
+        few + many,
+    )
+    ways: dict[str, Callable[[], Tensor]] = {
+        "index_select, sum": lambda: rows.index_select(0, found.place.view(-1)).view(tokens, slots, columns).sum(1),
+        "embedding_bag": lambda: F.embedding_bag(found.place, rows, mode="sum"),
+    }
+    yield Part("combine", ways if x.is_cuda else dict(reversed(ways.items())), few + many)
+    yield Part("route", {"whole": lambda: routing.route(index, experts).split_sizes}, 5 * 8 * ids.numel())
+
+
+def _sorted(keys: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.sort(keys, stable=True)[1]
+
+
+def _counts(ids: Tensor, experts: int) -> dict[str, Callable[[], Tensor]]:
+    ordered, short = ids.sort()[0], ids.int()
+    edges = torch.arange(experts + 1, device=ids.device)
+
+    def searched() -> Tensor:
+        starts = torch.searchsorted(ordered, edges)
+        return starts[1:] - starts[:-1]
+
+    def added() -> Tensor:
+        ones = torch.ones_like(ids)
+        return torch.zeros(experts, dtype=ids.dtype, device=ids.device).scatter_add_(0, ids, ones)
+
+    def histogram() -> Tensor:
+        values = short if ids.is_cuda else short.float()
+        return torch.histc(values, bins=experts + 1, min=0, max=experts)[:experts]
+
+    return {"searchsorted": searched, "scatter_add": added, "histc": histogram}
+
+
+def check(part: Part) -> None:
+    """All ways of a part give what the first gives.
+
+    Raises:
+        InaccurateError: one does not.
+    """
+    results = {name: way().double() for name, way in part.ways.items()}
+    first = next(iter(results.values()))
+    for name, result in results.items():
+        if float((result - first).norm()) > 5e-3 * float(first.norm()):
+            raise InaccurateError(f"{part.name}: {name} gives something else than {next(iter(results))}")
+
+
+def measure(given: Inputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+    """Seconds by part and way."""
+    found: dict[str, dict[str, float]] = {}
+    for part in parts(given):
+        check(part)
+        found[part.name] = interleaved(part.ways, rounds, given.x.device, calls)
+    return found
+
+
+def table(given: Inputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """The measurements as Markdown."""
+    rows = []
+    for part in parts(given):
+        for i, (name, time) in enumerate(seconds[part.name].items()):
+            label = f"{part.name}: {name}{'' if i else ' (ours)'}"
+            rows.append((label, f"{time * 1e6:.1f}", f"{part.bytes / H200_BYTES * 1e6:.1f}"))
+    return markdown(("", "us", "H200 bound, us"), rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark for every preset and number of tokens that is asked for, and prints Markdown."""
+    args = _arguments(argv)
+    report = Report(args.out)
+    for name in args.preset:
+        for tokens in args.tokens:
+            given = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
+            print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
+            seconds = measure(given, args.rounds, args.calls)
+            where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
+            about = f"{name}, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
+            report.add(f"### {about}\n\n{table(given, seconds)}", [{"problem": about, "seconds": seconds}])
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(prog="fusible bench routing", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["qwen3", "gpt-oss"] if cuda else ["small"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 64] if cuda else [256])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=1, help="calls in one measurement")
+    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
