@@ -65,12 +65,7 @@ def run(
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     """``op(x, **keywords)``: checks, runs, and returns ``y`` or ``(y, *extras)``."""
-    given = {k: v for k, v in keywords.items() if v is not None}
-    unknown = given.keys() - op.keywords.keys()
-    missing = [k for k, keyword in op.keywords.items() if keyword.required and k not in given]
-    if unknown or missing:
-        what = f"takes no {', '.join(sorted(unknown))}" if unknown else f"needs {', '.join(missing)}"
-        raise ArgumentError(f"{type(op).__name__} {what}; its keywords are: {', '.join(op.keywords) or 'none'}")
+    given = accepted(op, keywords)
     runtime = Runtime.of(x)
     try:
         check(op, Spec.of(x), given, runtime)
@@ -79,6 +74,17 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
         raise error.located(type(op).__name__) from None
     outputs = run(op, x, given, runtime)
     return outputs if op.extra_outputs else outputs[0]
+
+
+def accepted(op: Op, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that were given, once it is clear that the op takes them and needs no others."""
+    given = {k: v for k, v in keywords.items() if v is not None}
+    unknown = given.keys() - op.keywords.keys()
+    missing = [k for k, keyword in op.keywords.items() if keyword.required and k not in given]
+    if unknown or missing:
+        what = f"takes no {', '.join(sorted(unknown))}" if unknown else f"needs {', '.join(missing)}"
+        raise ArgumentError(f"{type(op).__name__} {what}; its keywords are: {', '.join(op.keywords) or 'none'}")
+    return given
 
 
 def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:

@@ -109,6 +109,10 @@ class Layout:
             raise ArgumentError(f"op_kwargs: {target} is not an Op and takes no keywords{inside}")
         return target
 
+    def module_at(self, label: str) -> nn.Module:
+        """The module with that label."""
+        return self._by_name[label].module
+
     def _of_module(self, key: nn.Module) -> Target:
         found = self._by_id.get(id(key), [])
         if not found:
@@ -138,19 +142,14 @@ class Layout:
     def _note(self, parent: nn.Module) -> None:
         self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
 
-    def _opens(self, module: nn.Module) -> bool:
-        """Whether to take a module apart. Hooks, and a forward of its own, only run where it is called whole."""
-        is_container = isinstance(module, self._container_type) and type(module).forward is self._container_type.forward
-        return is_container or isinstance(module, Composite)
-
     def _add(self, module: nn.Module, label: str, index: int) -> Target:
         first = len(self.leaves)
-        if self._opens(module):
+        if opens(module, self._container_type):
             self._note(module)
             if not is_hooked(module):
                 for name, child in module._modules.items():
                     self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
-        if not self._opens(module) or is_hooked(module):
+        if not opens(module, self._container_type) or is_hooked(module):
             self.leaves.append(Leaf(label, index, module))
             self._check_whole(self.leaves[-1])
         target = Target(label, module, tuple(range(first, len(self.leaves))))
@@ -160,7 +159,7 @@ class Layout:
 
     def _check_whole(self, leaf: Leaf) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
-        if isinstance(leaf.module, self._container_type) and self._opens(leaf.module):
+        if isinstance(leaf.module, self._container_type) and opens(leaf.module, self._container_type):
             inner = Layout(leaf.module, self._container_type)
             for i, name in inner.required:
                 raise ArgumentError(
@@ -189,3 +188,9 @@ class Layout:
                         f"{leaf}: extra output {name!r} is made by {self.leaves[made[name][0]]} already"
                     )
                 made[name] = (i, name)
+
+
+def opens(module: nn.Module, container_type: type[nn.Sequential]) -> bool:
+    """Whether to take a module apart. Hooks, and a forward of its own, only run where it is called whole."""
+    is_container = isinstance(module, container_type) and type(module).forward is container_type.forward
+    return is_container or isinstance(module, Composite)

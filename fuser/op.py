@@ -17,6 +17,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .facts import Attributes, attributes, constant
+
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
 
@@ -62,12 +64,15 @@ class Op(nn.Module, ABC):
         keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
+        untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
+            runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
 
     keywords: Mapping[str, Keyword] = {}
+    untraced: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
@@ -120,6 +125,20 @@ class Op(nn.Module, ABC):
             return self.named_parameters(remove_duplicate=False)
         return [(name, p) for name, p in self._parameters.items() if p is not None]
 
+    def trace_refusal(self) -> str | None:
+        """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
+        return None
+
+    @constant
+    def _attributes(self, path: str) -> Attributes:
+        return attributes(self, path)
+
+    @constant
+    def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
+        from .program import answer, of_op
+
+        return answer(of_op, switches, self, call, likes, names)
+
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone.
 
@@ -130,6 +149,10 @@ class Op(nn.Module, ABC):
         Raises:
             ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from .compiled import run_op
+
+            return run_op(self, x, keywords)
         from .autograd import run_alone
 
         return run_alone(self, x, keywords)

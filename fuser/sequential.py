@@ -6,12 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from . import settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
 from .explanation import Explanation, Shape, explain_plan
+from .facts import constant
 from .fusion import registry
 from .graph import OpGraph
 from .layout import Layout
@@ -93,6 +95,10 @@ class Sequential(nn.Sequential):
             IndexError: an int key of ``op_kwargs`` is out of range.
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """
+        if torch.compiler.is_dynamo_compiling():
+            from .compiled import run_container
+
+            return run_container(self, x, extra_inputs, op_kwargs, shared)
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
         plan = self._plan(layout, call, runtime)
@@ -124,6 +130,12 @@ class Sequential(nn.Sequential):
     def was_called(self) -> bool:
         """Whether :meth:`explain` has a last call to tell about."""
         return self._compiled.last is not None
+
+    @constant
+    def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
+        from .program import answer, of_container
+
+        return answer(of_container, switches, self, call, likes, names)
 
     def _layout(self) -> Layout:
         compiled = self._compiled

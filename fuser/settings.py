@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from threading import local
 from typing import Any
+
+from .facts import constant
 
 
 @dataclass(frozen=True)
@@ -21,28 +23,41 @@ class Config:
     debug: bool = False
 
 
+@constant
+def config_of(**switches: Any) -> Config:
+    """The one object with these switches."""
+    return _config_of(**switches)
+
+
 @cache
-def _config(**switches: Any) -> Config:
+def _config_of(**switches: Any) -> Config:
     return Config(**switches)
 
 
-_current: ContextVar[Config] = ContextVar("fusible_config", default=_config(**vars(Config())))
+class InForce(local):
+    """The switches in force in this thread: no ``ContextVar``, which ``torch.compile`` cannot guard on."""
+
+    def __init__(self) -> None:
+        self.config = config_of(**vars(Config()))
+
+
+in_force = InForce()
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 
 
 def current() -> Config:
     """The switches in force."""
-    return _current.get()
+    return in_force.config
 
 
 @contextmanager
 def using(switches: Config) -> Iterator[None]:
     """Puts ``switches`` in force."""
-    token = _current.set(switches)
+    before, in_force.config = in_force.config, switches
     try:
         yield
     finally:
-        _current.reset(token)
+        in_force.config = before
 
 
 @contextmanager
@@ -79,6 +94,6 @@ def config(
         "debug": debug,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    switches = _config(**{**vars(current()), **changes})
+    switches = config_of(**{**vars(current()), **changes})
     with using(switches):
         yield switches

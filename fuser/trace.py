@@ -1,4 +1,4 @@
-"""What ``explain`` listens to: kernels, as ops would call them, on tensors that hold no data. And names in profiles."""
+"""Runs on tensors that hold no data: those that ``explain`` listens to, those of a compiler. And names in profiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 class KernelCall(NamedTuple):
@@ -34,6 +37,16 @@ _trace: ContextVar[Trace | None] = ContextVar("fusible_trace", default=None)
 def active() -> bool:
     """Whether kernels shall be recorded instead of run."""
     return _trace.get() is not None
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Whether a tensor only stands for one: of a compiler's trace, or of :func:`recording`'s."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a compiler traces, and wants kernels as custom ops."""
+    return has_no_data(tensor) and not active()
 
 
 def record(call: KernelCall) -> None:

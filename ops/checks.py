@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fuser import ArgumentError, Spec
 from ..fuser.settings import current
+from ..fuser.trace import has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
@@ -88,7 +88,7 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's memory is its values: no subclass that says itself what operations do."""
     kind = type(tensor)
-    if kind in _PLAIN:
+    if kind in _PLAIN or has_no_data(tensor):
         return True
     function: Any = kind.__torch_function__
     default = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
@@ -97,7 +97,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_free_to_read(tensor: Tensor) -> bool:
     """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    if tensor.is_meta or has_no_data(tensor):
         return False
     return tensor.device.type == "cpu" or current().debug
 

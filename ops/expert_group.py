@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fuser.trace import is_traced
 from .backends.problem import Matrices, first
 
 _requires_grad = attrgetter("requires_grad")
@@ -56,6 +57,8 @@ class ExpertGroup:
 
     def values(self) -> Matrices:
         """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
+        if is_traced(self.tensors[0]):
+            return self.tensors
         addresses, known = list(map(Tensor.data_ptr, self.tensors)), self._values
         if known is not None and addresses == known.addresses and first(known.matrices).dtype == self.tensors[0].dtype:
             return known.matrices

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, trace
 from .activations import ActivationSpec
-from .backends import elementwise, grouped_mm, hopper, loop, rows
+from .backends import elementwise, grouped_mm, hopper, loop, room, rows, traced
 from .backends.choice import choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
-from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes, stacked
+from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes
 
-__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm"]
+__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "room"]
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -54,9 +54,12 @@ def grouped_gemm(
         out: where to write; needed for ``beta``.
         out_dtype: of what is allocated here; that of ``a`` by default.
     """
+    if type(a) is not Tensor and trace.is_traced(a):
+        how = {"alpha": alpha, "beta": beta, "bias": bias, "bias_scale": bias_scale, "row_scale": row_scale}
+        return traced.grouped_gemm(layout, a, b, split_sizes, out=out, out_dtype=out_dtype, **how)  # type: ignore[arg-type]
     own = out is None
     if out is None:
-        out = a.new_empty(_out_shape(layout, a, b, split_sizes.shape[0]), dtype=out_dtype or a.dtype)
+        out = room.new_output(layout, a, b, split_sizes, out_dtype)
     layout, b = _as_it_lies(layout, b)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, own)
     backend = _ready(problem)
@@ -65,7 +68,7 @@ def grouped_gemm(
         if own and isinstance(out, Tensor) and layout is not Layout.TN:
             _zero_tail(out, split_sizes, backend)
     elif not problem.rows:
-        _no_rows(problem)
+        room.fill_without_rows(problem)
     return out
 
 
@@ -108,9 +111,10 @@ def grouped_linear_activation(
 
     The tail of ``pre`` is unspecified; so is that of ``hidden`` if it is ``interior``, read by grouped products only.
     """
-    columns = first(weight).shape[-2]
-    pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
-    hidden = x.new_empty((x.shape[0], activation.out_features(columns)))
+    if type(x) is not Tensor and trace.is_traced(x):
+        how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
+        return traced.grouped_linear_activation(x, weight, split_sizes, activation, **how)  # type: ignore[arg-type]
+    pre, hidden = room.new_hidden(x, weight, activation, keep_pre)
     layout, weight = _as_it_lies(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
     backend = _ready(problem, pre, scales)
@@ -136,7 +140,10 @@ def grouped_linear_activation_backward(
 
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one.
     """
-    out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
+    if type(dy) is not Tensor and trace.is_traced(dy):
+        how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden}
+        return traced.grouped_linear_activation_backward(dy, weight, pre, split_sizes, activation, **how)  # type: ignore[arg-type]
+    out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     backend = _ready(problem, pre, *out[1:])
@@ -149,7 +156,9 @@ def grouped_linear_activation_backward(
 
 def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """``act(pre) * scales[:, None]``, rounded once."""
-    hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
+    if type(pre) is not Tensor and trace.is_traced(pre):
+        return traced.activate(pre, activation, scales)
+    hidden = room.new_activated(pre, activation)
     if _activation_ready(pre, scales, hidden):
         elementwise.forward(pre, activation, scales, hidden)
     return hidden
@@ -165,7 +174,10 @@ def activate_backward(
     want_hidden: bool = False,
 ) -> ActivationGrads:
     """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    out = _activation_grads(pre, activation, scales, want_scales, want_hidden)
+    if type(pre) is not Tensor and trace.is_traced(pre):
+        wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
+        return traced.activate_backward(dhidden, pre, activation, scales, **wanted)
+    out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
     if _activation_ready(pre, scales, dhidden, *out):
         elementwise.backward(dhidden, pre, activation, scales, out)
     return out
@@ -173,7 +185,9 @@ def activate_backward(
 
 def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
-    out = tokens.new_empty((split_sizes.shape[0], tokens.shape[1]), dtype=dtype)
+    if type(tokens) is not Tensor and trace.is_traced(tokens):
+        return traced.column_sums(tokens, split_sizes, dtype, scale)
+    out = room.new_sums(tokens, split_sizes, dtype)
     if not trace.active() and not tokens.is_meta:
         _row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
     return out
@@ -181,6 +195,8 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
 
 def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
+    if type(tokens) is not Tensor and trace.is_traced(tokens):
+        return traced.row_dots(tokens, vectors, split_sizes, dtype)
     out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
     if not trace.active() and not tokens.is_meta:
         _row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
@@ -211,39 +227,11 @@ def _as_it_lies(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     return _FLIPPED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _out_shape(layout: Layout, a: Tensor, b: Matrices, groups: int) -> tuple[int, ...]:
-    if layout is Layout.TN:
-        assert isinstance(b, Tensor)
-        return groups, a.shape[1], b.shape[1]
-    return a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]
-
-
-def _activation_grads(
-    pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
-) -> ActivationGrads:
-    """Room for the gradients that are wanted."""
-    dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
-    hidden = pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1]))) if want_hidden else None
-    return ActivationGrads(torch.empty_like(pre), dscales, hidden)
-
-
 def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
         trace.record(trace.KernelCall(elementwise.name(pre, scales), "", 0, nbytes(pre, scales, *also)))
     return not (trace.active() or pre.is_meta)
-
-
-def _no_rows(problem: GroupedGemm) -> None:
-    """Without rows a product is zero: nothing to write for NT and NN, a weight gradient of zeros for TN."""
-    for g, out in enumerate([problem.out] if isinstance(problem.out, Tensor) else problem.out):
-        if problem.beta is None:
-            out.zero_()
-        elif problem.layout is Layout.TN:
-            beta = problem.beta
-            out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
-        if problem.bias is not None and problem.layout is Layout.TN:
-            out.add_(problem.bias[g] if out.dim() == 2 else stacked(problem.bias).unsqueeze(1))
 
 
 def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:

@@ -22,6 +22,7 @@ Wgrad = Callable[..., Matrices]
 class WeightGrads(ExpertParameters):
     """The weight-gradient half of :class:`GroupedLinear`."""
 
+    untraced = frozenset({"_delayed", "_hooks", "_groups"})
     accumulate_into_main_grad: bool
     delay_wgrad_compute: bool
 
@@ -34,6 +35,15 @@ class WeightGrads(ExpertParameters):
         if delay_wgrad_compute:
             for parameter in self.expert_parameters("weight"):
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def trace_refusal(self) -> str | None:
+        if not any([p.requires_grad for p in self.expert_parameters("weight")]):
+            return None
+        if self.delay_wgrad_compute:
+            return "delay_wgrad_compute keeps Python objects for backward_dw(), which compiled code cannot"
+        if self.accumulate_into_main_grad:
+            return "accumulate_into_main_grad writes attributes of parameters, which compiled code cannot"
+        return None
 
     def weight_grads(self, dy: Tensor, x: Tensor | None, split_sizes: Tensor, needs_grad: frozenset[str]) -> Grads:
         """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K].

@@ -1,0 +1,84 @@
+"""What a module's results depend on besides the arguments: its tensors, and its attributes by value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
+
+
+def constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports the compiler: seconds that most programs need not."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+class Attributes(NamedTuple):
+    """The names of a module's attributes. ``opaque``: there are others, which cannot be compared by value."""
+
+    plain: tuple[str, ...]
+    tensors: tuple[str, ...]
+    opaque: bool
+
+
+def attributes(module: nn.Module, path: str = "") -> Attributes:
+    """Of a module or, along a dotted path, of one inside it."""
+    for name in path.split(".")[:-1]:
+        module = module._modules[name]  # type: ignore[assignment]
+    ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
+    children = [id(child) for child in module._modules.values()]
+    own: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
+    own |= {**module._parameters, **module._buffers}
+    tensors = tuple([name for name, value in own.items() if isinstance(value, Tensor)])
+    plain = tuple([name for name, value in own.items() if is_plain(value)])
+    return Attributes(plain, tensors, len(plain) + len(tensors) < len(own))
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+    """A copy of a module that has, by dotted name, these tensors and no others."""
+    children = module._modules.items()
+    copies = {k: m if m is None else with_tensors(m, tensors, f"{path}{k}.") for k, m in children}
+    known = {id(m): copies[k] for k, m in children}
+    copy, untraced = object.__new__(type(module)), getattr(type(module), "untraced", ())
+    for name, value in vars(module).items():
+        if name in untraced:
+            vars(copy)[name] = type(value)()
+        elif id(value) in known:
+            vars(copy)[name] = known[id(value)]
+        else:
+            vars(copy)[name] = tensors.get(path + name, None if isinstance(value, Tensor) else value)
+    for kind in ("_parameters", "_buffers"):
+        vars(copy)[kind] = {name: tensors.get(path + name) for name in vars(module)[kind]}
+    vars(copy)["_modules"] = copies
+    return copy
+
+
+def is_plain(value: Any) -> bool:
+    """Whether two such values can be compared by their contents."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all([is_plain(v) for v in value])
+    if isinstance(value, Mapping):
+        return all([is_plain(k) and is_plain(v) for k, v in value.items()])
+    return is_record(type(value)) and all([is_plain(getattr(value, name)) for name in field_names(type(value))])
+
+
+@constant
+def is_record(cls: Any) -> bool:
+    """Whether it is a frozen dataclass."""
+    return dataclasses.is_dataclass(cls) and bool(getattr(cls, "__dataclass_params__").frozen)  # noqa: B009
+
+
+@constant
+def field_names(cls: Any) -> tuple[str, ...]:
+    """Of a dataclass."""
+    return tuple([field.name for field in dataclasses.fields(cls)])

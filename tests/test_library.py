@@ -1,0 +1,127 @@
+"""The kernels as custom ops of ``torch.library``, and programs that ``torch.export`` makes of them."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same
+from torch import Tensor, nn
+from torch.library import opcheck
+
+from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible.ops import kernels
+from fusible.ops.activations import ActivationSpec
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+OPS = torch.ops.fusible
+ROWS, SIZES = 12, torch.tensor([3, 4, 2])
+WHOLE = torch.tensor([3, 5, 4])  # no tail, which is not specified in what only grouped products read
+SPEC = ("silu", True, 2.0, 1.5, 1.0, 4)
+X, WIDE, SCALES = torch.randn(ROWS, 8), torch.randn(ROWS, 16), torch.rand(ROWS)
+WEIGHT, BIAS = torch.randn(3, 16, 8), torch.randn(3, 16)
+PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "NT": (OPS.grouped_gemm, ("NT", X, [WEIGHT], SIZES, None, 2.0, None, [BIAS], SCALES, SCALES, "auto")),
+    "NT of lists": (OPS.grouped_gemm, ("NT", X, [*WEIGHT], SIZES, torch.float64, None, None, [*BIAS], *PLAIN[3:])),
+    "NN": (OPS.grouped_gemm, ("NN", WIDE, [WEIGHT], SIZES.int(), None, *PLAIN)),
+    "TN": (OPS.grouped_gemm, ("TN", WIDE, [X], SIZES, None, None, torch.rand(3), *PLAIN[2:5], "loop strict")),
+    "no rows": (OPS.grouped_gemm, ("TN", WIDE[:0], [X[:0]], 0 * SIZES, None, *PLAIN)),
+    "NN into": (OPS.grouped_gemm_out, ("NN", WIDE, [WEIGHT], SIZES, [torch.ones(ROWS, 8)], None, None, *PLAIN)),
+    "TN into": (OPS.grouped_gemm_out, ("TN", WIDE, [X], SIZES, [*torch.ones(3, 16, 8)], None, None, 1.0, *PLAIN[1:])),
+    "fc1": (OPS.grouped_linear_activation, (X, [WEIGHT], WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, "auto")),
+    "fc1 alone": (OPS.grouped_linear_activation, (X, [WEIGHT], SIZES, *SPEC, None, None, None, False, False, "auto")),
+    "fc2 backward": (
+        OPS.grouped_linear_activation_backward,
+        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, SCALES, True, True, "auto"),
+    ),
+    "fc2 backward alone": (
+        OPS.grouped_linear_activation_backward,
+        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, None, False, False, "auto"),
+    ),
+    "activate": (OPS.activate, (WIDE, *SPEC, SCALES)),
+    "activate backward": (OPS.activate_backward, (X, WIDE, *SPEC, SCALES, True, True)),
+    "activate backward alone": (OPS.activate_backward, (X, WIDE, *SPEC, None, False, False)),
+    "column sums": (OPS.column_sums, (WIDE, SIZES, torch.float32, SCALES)),
+    "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name: str) -> None:
+    op, arguments = CALLS[name]
+    results = opcheck(op, arguments)
+
+    assert set(results.values()) == {"SUCCESS"}
+
+
+def test_every_custom_op_is_checked() -> None:
+    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusible::")}
+
+    assert registered == {op._qualified_op_name for op, _ in CALLS.values()}
+
+
+def test_custom_ops_are_the_door() -> None:
+    layout, spec = kernels.Layout.NT, ActivationSpec(*SPEC)
+    gemm = kernels.grouped_gemm(layout, X, WEIGHT, SIZES, alpha=2.0, bias=BIAS, bias_scale=SCALES, row_scale=SCALES)
+    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_pre": True}
+
+    assert_same(OPS.grouped_gemm(*CALLS["NT"][1]), gemm)
+    assert_same(
+        OPS.grouped_linear_activation(*CALLS["fc1"][1]),
+        kernels.grouped_linear_activation(X, WEIGHT, WHOLE, spec, **how),
+    )
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Sequential(GroupedLinear(3, 8, 16), SwiGLU(), Scale(), GroupedLinear(3, 8, 8))
+
+    def forward(self, x: Tensor, sizes: Tensor, scales: Tensor) -> Any:
+        return self.experts(x, split_sizes=sizes, scales=scales)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_of_a_layer_with_any_number_of_rows(strict: bool) -> None:
+    model, rows = Layer(), torch.export.Dim("rows", min=2)
+    exported = torch.export.export(
+        model, (X, SIZES, SCALES), dynamic_shapes=({0: rows}, None, {0: rows}), strict=strict
+    )
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
+    targets = [str(node.target) for node in exported.graph.nodes if "fusible" in str(node.target)]
+
+    assert targets == ["fusible.grouped_linear_activation.default", "fusible.grouped_gemm.default"]
+    for n, sizes in ((12, [3, 4, 2]), (20, [10, 0, 9])):
+        arguments = torch.randn(n, 8), torch.tensor(sizes), torch.rand(n)
+        assert torch.equal(loaded(*arguments), model(*arguments))
+
+
+def test_export_of_a_container_itself() -> None:
+    model = Layer().experts
+    given = {"split_sizes": SIZES, "scales": SCALES}
+
+    assert torch.equal(torch.export.export(model, (X,), given).module()(X, **given), model(X, **given))
+
+
+def test_backward_through_an_exported_program_warns() -> None:
+    exported = torch.export.export(Layer(), (X, SIZES, SCALES)).module()
+    with pytest.warns(UserWarning, match="an autograd kernel") as warned:
+        exported(X, SIZES, SCALES).sum().backward()
+
+    assert ["an autograd kernel was not registered" in str(w.message) for w in warned] == [True, True]
+
+
+def test_the_compiler_is_not_imported_before_it_is_used() -> None:
+    code = "import sys, fusible; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "False\n"
