@@ -34,7 +34,7 @@ def attributes(module: nn.Module, path: str = "") -> Attributes:
     for name in path.split(".")[:-1]:
         module = module._modules[name]  # type: ignore[assignment]
     ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
-    children = [id(child) for child in module._modules.values()]
+    children = [id(child) for child in module._modules.values() if child is not None]
     own: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
     own |= {**module._parameters, **module._buffers}
     tensors = tuple([name for name, value in own.items() if isinstance(value, Tensor)])
@@ -46,7 +46,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "
     """A copy of a module that has, by dotted name, these tensors and no others."""
     children = module._modules.items()
     copies = {k: m if m is None else with_tensors(m, tensors, f"{path}{k}.") for k, m in children}
-    known = {id(m): copies[k] for k, m in children}
+    known = {id(m): copies[k] for k, m in children if m is not None}
     copy, untraced = object.__new__(type(module)), getattr(type(module), "untraced", ())
     for name, value in vars(module).items():
         if name in untraced:

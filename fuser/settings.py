@@ -94,6 +94,7 @@ def config(
         "debug": debug,
     }
     changes = {name: value for name, value in given.items() if value is not None}
-    switches = config_of(**{**vars(current()), **changes})
+    before = current()
+    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in given})
     with using(switches):
         yield switches

@@ -109,7 +109,7 @@ def grouped_linear_activation(
 ) -> tuple[Tensor | None, Tensor]:
     """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept.
 
-    The tail of ``pre`` is unspecified; so is that of ``hidden`` if it is ``interior``, read by grouped products only.
+    Both are zero in the tail, or unspecified there if they are ``interior``: read by what knows of the tail only.
     """
     if type(x) is not Tensor and trace.is_traced(x):
         how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
@@ -120,8 +120,9 @@ def grouped_linear_activation(
     backend = _ready(problem, pre, scales)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
-        if not interior:
-            _zero_tail(hidden, split_sizes, backend)
+        for tokens in (pre, hidden):
+            if tokens is not None and not interior:
+                _zero_tail(tokens, split_sizes, backend)
     return pre, hidden
 
 
