@@ -119,7 +119,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
     assert hopper.refusal(problem) is None
     assert fused.forward_refusal(problem, case.spec, t.scales, pre, hidden) is None
-    places = hopper._place(t.w1), hopper._bias_place(t.bias)
+    places = hopper._place(t.w1), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
     fused.forward(problem, case.spec, t.scales, pre, hidden, *places, case.variant)
     return pre, hidden
 
@@ -182,20 +182,17 @@ def check_backward(case: Case, **wants: bool) -> None:
         assert (error <= truth.scales.abs() * step + 2e-6 * size).all(), error.max()
 
 
-def variants(case: Case, built: list[int]) -> list[int]:
-    """Those whose tile has room for a block of gate and as much of up."""
-    block = case.spec.block or 0
-    return [-1, *(v for v in built if v != 1 or block < 128)]
+FORWARD, BACKWARD = [-1, *_C.ACTIVATION_VARIANTS], [-1, *_C.BACKWARD_VARIANTS]
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_every_activation(name: str, dtype: torch.dtype) -> None:
     case = Case(SPECS[name], dtype=dtype)
-    for variant in variants(case, _C.ACTIVATION_VARIANTS):
+    for variant in FORWARD:
         check_forward(replace(case, variant=variant))
         check_forward(replace(case, variant=variant, bias=torch.float32, bias_scale=True, columns=320))
-    for variant in variants(case, _C.BACKWARD_VARIANTS):
+    for variant in BACKWARD:
         check_backward(replace(case, variant=variant))
         check_backward(replace(case, variant=variant, columns=320))
 
@@ -221,9 +218,9 @@ def test_shapes(name: str) -> None:
     """Depth and width that no tile divides."""
     for features, columns in SHAPES:
         case = Case(SPECS[name], features=features, columns=columns)
-        for variant in variants(case, _C.ACTIVATION_VARIANTS):
+        for variant in FORWARD:
             check_forward(replace(case, variant=variant))
-        for variant in variants(case, _C.BACKWARD_VARIANTS):
+        for variant in BACKWARD:
             check_backward(replace(case, variant=variant))
 
 
@@ -231,21 +228,19 @@ def test_blocks_as_wide_as_a_tile() -> None:
     for block, columns in [(128, 384), (128, 640), (16, 48)]:
         spec = gated("silu", None, 1.0, 0.0, interleaved(block))
         case = Case(spec, columns=columns, tail=0)
-        for variant in (0, 3):
+        for variant in _C.ACTIVATION_VARIANTS:
             check_forward(replace(case, variant=variant))
-        check_backward(case)
-        if block == 128:
-            with pytest.raises(RuntimeError, match="blocks of 128 columns do not fit into a tile of 128"):
-                forward(Tensors(replace(case, variant=1)))
+        for variant in _C.BACKWARD_VARIANTS:
+            check_backward(replace(case, variant=variant))
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_one_group_of_every_size(name: str) -> None:
     for size in (1, 2, 63, 64, 65, 127, 128, 129, 192, 255, 256, 257, 385, 1000):
         case = Case(SPECS[name], (size,), tail=size % 5, features=72, columns=136)
-        for variant in variants(case, _C.ACTIVATION_VARIANTS):
+        for variant in FORWARD:
             check_forward(replace(case, variant=variant))
-        for variant in variants(case, _C.BACKWARD_VARIANTS):
+        for variant in BACKWARD:
             check_backward(replace(case, variant=variant))
 
 
@@ -300,16 +295,18 @@ def test_nan_of_a_group_stays_in_it() -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_repeats_are_bitwise_equal(name: str) -> None:
     case = Case(SPECS[name], (700, 0, 1301, 5), features=520, columns=776)
-    for variant in variants(case, _C.BACKWARD_VARIANTS):
+    for variant in BACKWARD:
         t = Tensors(replace(case, variant=variant))
         pre = t.rows(case.width)
         first = backward(t, pre)
-        both = forward(t) if variant in (-1, *_C.ACTIVATION_VARIANTS) else None
         for _ in range(5):
             again = backward(t, pre)
             assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, again, strict=True))
-            if both is not None:
-                assert all(torch.equal(a, b) for a, b in zip(both, forward(t), strict=True))
+    for variant in FORWARD:
+        t = Tensors(replace(case, variant=variant))
+        once = forward(t)
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(once, forward(t), strict=True))
 
 
 def test_graph_replay_with_other_sizes() -> None:
@@ -351,6 +348,27 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     assert_near(grads.pre[:n], two.pre[:n].double(), steps=2, absolute=1e-5)
     assert_near(grads.hidden[:n], two.hidden[:n].double(), steps=2, absolute=1e-5)
     torch.testing.assert_close(grads.scales[:n], two.scales[:n], rtol=1e-5, atol=1e-4)  # type: ignore[index]
+
+
+def scattered(whole: Tensor) -> list[Tensor]:
+    """The parts of a tensor as tensors of their own, at different distances."""
+    copies = {g: whole[g].clone() for g in (3, 0, 5, 1, 4, 2)}
+    return [copies[g] for g in range(len(whole))]
+
+
+def test_weights_and_biases_anywhere_in_memory() -> None:
+    t = Tensors(Case(SPECS["silu glu"], columns=320, bias=torch.bfloat16))
+    assert t.bias is not None
+    w1, w2, bias = scattered(t.w1), scattered(t.w2), scattered(t.bias)
+    for spec in (t.case.spec, gated("silu", None, 1.0, 0.0, interleaved(8))):
+        how = {"scales": t.scales, "keep_pre": True}
+        one = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, **how)
+        many = kernels.grouped_linear_activation(t.x, w1, t.sizes, spec, bias=bias, **how)
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, many, strict=True))
+        pre, wants = one[0], {"scales": t.scales, "want_scales": True, "want_hidden": True}
+        first = kernels.grouped_linear_activation_backward(t.dy, t.w2, pre, t.sizes, spec, **wants)
+        second = kernels.grouped_linear_activation_backward(t.dy, w2, pre, t.sizes, spec, **wants)
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, second, strict=True))
 
 
 def test_refusals_say_why() -> None:

@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kWidest = 768;       // columns that every tile divides, so that no tile's slabs reach further
 
 int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+bool few_rows(const GemmProblem& p) { return p.tokens / p.groups < 384 && p.k > 2048; }
 // In the workspace, after what every grouped GEMM keeps there.
 int64_t shares_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
 
@@ -51,16 +52,18 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 
 }  // namespace
 
+// As for a plain product: where few rows meet much weight, a pair of blocks reads it once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  if (variant < 0) variant = p.tokens / p.groups < 384 && p.k > 2048 ? 3 : 0;
+  if (variant < 0) variant = few_rows(p) ? 3 : 0;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
   const int tile_n = kTileVariants[variant].tile_n;
   FUSIBLE_CHECK(block_fits(a, p.n / 2, tile_n), "blocks of ", a.block, " columns do not fit into a tile of ", tile_n, ". ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
+// The epilogue takes longer than the product of a short depth: then four warps finish a small tile, else those of a large one.
 GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
-  if (variant < 0) variant = p.tokens / p.groups < 384 && p.k > 2048 ? 3 : 0;
+  if (variant < 0) variant = few_rows(p) ? 3 : p.k > 2048 ? 1 : 4;
   FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant, " is not built with the backward of an activation. ", p);
   return choose_config(p, multiprocessors, variant);
 }

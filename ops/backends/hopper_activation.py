@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +11,15 @@ from torch import Tensor
 from ..activations import ActivationSpec
 from .extension import TYPE_CODES, compiled, stream
 from .pointwise import ActivationGrads
-from .problem import GroupedGemm, Layout, first
+from .problem import GroupedGemm, Layout, addresses, first
 from .rows import curve_arguments
 
-NAME = "hopper, activation in the epilogue"
+NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
 _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
-
-class Place(NamedTuple):
-    """Where matrices lie: one tensor, strides in elements, or each at an address of its own."""
-
-    address: int
-    pitch: int
-    group_stride: int
-    addresses: list[int]
+Place = tuple[tuple[int, int, int], list[int]]
+"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
 
 def forward_refusal(
@@ -59,7 +53,7 @@ def _refusal(problem: GroupedGemm, scales: Tensor | None, *rows: Tensor | None) 
     given = [t for t in rows if t is not None]
     if problem.mnk[1] % 8 or any(t.dtype != problem.a.dtype for t in given if t.dim() == 2):
         return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
-    if any(not t.is_contiguous() or t.data_ptr() % 16 for t in given):
+    if any(not t.is_contiguous() or addresses(t)[0] % 16 for t in given):
         return "needs rows that are dense and aligned to 16 bytes"
     if scales is not None and not (scales.is_contiguous() and scales.dtype in TYPE_CODES):
         return "needs dense scales of 16 or 32 bits"
@@ -83,16 +77,15 @@ def forward(
         biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias = problem, problem.bias
+    p, bias, ((address, pitch, _), addresses_) = problem, problem.bias, biases
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
     workspace = p.a.new_empty(_forward_workspace(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
         *_head(p, spec, hidden.shape[-1], first(p.b).shape[-2], weights),
-        *(biases.address, bias_type, biases.pitch, biases.addresses, _address(bias_scale), *_scales(scales)),
+        *(address, bias_type, pitch, addresses_, _address(bias_scale), *_scales(scales)),
         *(_address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
     )
-    torch.autograd.graph.increment_version(hidden if pre is None else (pre, hidden))
 
 
 def backward(
@@ -113,7 +106,6 @@ def backward(
         *(*_scales(scales), pre.data_ptr(), out.pre.data_ptr(), _address(out.scales), _address(out.hidden)),
         *(workspace.data_ptr(), variant),
     )
-    torch.autograd.graph.increment_version([t for t in out if t is not None])
 
 
 @cache
@@ -126,7 +118,7 @@ def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: P
     device, sizes = p.a.get_device(), p.split_sizes
     product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
     groups = sizes.data_ptr(), sizes.dtype == torch.int64
-    return *curve_arguments(spec, columns), device, stream(device), *product, *weights, *groups
+    return *curve_arguments(spec, columns), device, stream(device), *product, *weights[0], weights[1], *groups
 
 
 def _address(tensor: Tensor | None) -> int:
