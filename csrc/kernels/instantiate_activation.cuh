@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "device/epilogue_activation.cuh"
+#include "device/epilogue_activation_backward.cuh"
 #include "fusible/fused_gemm.h"
 #include "kernels/instantiate.cuh"
 
