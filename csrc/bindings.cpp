@@ -2,10 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <sstream>
+#include <vector>
 
 #include "fusible/activation.h"
 #include "fusible/device.h"
+#include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/zero_tail.h"
@@ -81,6 +84,60 @@ void activate_backward(int curve, bool gated, float alpha, float limit, float li
                              device, reinterpret_cast<cudaStream_t>(stream));
 }
 
+fusible::GroupedGemm gemm_of(fusible::Layout layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
+                             int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address workspace, int variant) {
+  const auto type = static_cast<fusible::DType>(operand);
+  fusible::GroupedGemm call{};
+  call.problem = {layout, type, type, false, groups, tokens, 0, n, k};
+  call.a = {pointer<void>(a), type, a_pitch, 0};
+  call.b = {pointer<void>(b), type, b_pitch, b_group, b_addresses};
+  call.groups = {pointer<void>(sizes), nullptr, wide};
+  call.workspace = reinterpret_cast<void*>(workspace);
+  call.variant = variant;
+  return call;
+}
+
+void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int operand,
+                       int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group,
+                       const Addresses& b_addresses, Address sizes, bool wide, Address bias, int bias_type, int64_t bias_pitch,
+                       const Addresses& bias_addresses, Address bias_scale, Address scales, int scales_type,
+                       Address pre, Address hidden, Address workspace, int variant) {
+  fusible::GroupedGemm gemm =
+      gemm_of(fusible::Layout::kNT, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
+  gemm.problem.affine = bias || !bias_addresses.empty();
+  gemm.affine = {{pointer<void>(bias), static_cast<fusible::DType>(bias_type), bias_pitch, 0, bias_addresses}, nullptr, pointer<float>(bias_scale), nullptr, 1.f};
+  gemm.out = {pointer<void>(pre), gemm.problem.operand, n, 0};
+  fusible::linear_activation({gemm, activation(curve, gated, alpha, limit, linear_offset, block),
+                              {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, reinterpret_cast<void*>(hidden)},
+                             device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+void linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream,
+                                int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
+                                int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales, int scales_type, Address pre,
+                                Address dpre, Address dscales, Address hidden, Address workspace, int variant) {
+  const fusible::GroupedGemm gemm =
+      gemm_of(fusible::Layout::kNN, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
+  fusible::linear_activation_backward({gemm, activation(curve, gated, alpha, limit, linear_offset, block),
+                                       {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, pointer<void>(pre),
+                                       reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
+                                      device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+// The configuration that linear_activation or its backward chooses, in words; n counts the columns of the product.
+std::string linear_activation_config(bool backward, bool gated, int64_t block, int operand, int device, int64_t groups, int64_t tokens, int64_t n, int64_t k,
+                                     bool affine) {
+  using fusible::Layout;
+  const auto type = static_cast<fusible::DType>(operand);
+  const fusible::GemmProblem problem{backward ? Layout::kNN : Layout::kNT, type, type, affine, groups, tokens, 0, n, k};
+  const int multiprocessors = fusible::device_properties(device).multiprocessors;
+  std::ostringstream text;
+  if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
+  else text << fusible::choose_activation_config(problem, activation(0, gated, 1, 0, 0, block), multiprocessors);
+  text << ", the activation" << (backward ? "'s backward" : "") << " in the epilogue";
+  return text.str();
+}
+
 void zero_tail(int device, Address stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes, Address sizes, int groups, bool wide) {
   fusible::zero_tail({reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}, device,
                      reinterpret_cast<cudaStream_t>(stream));
@@ -124,6 +181,20 @@ PYBIND11_MODULE(_C, module) {
   module.def("activate_backward", &activate_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
              "type"_a, "rows"_a, "columns"_a, "dhidden"_a, "pre"_a, "scales"_a, "scales_type"_a, "dpre"_a, "dscales"_a, "hidden"_a,
              "The backward of `activate`; 0 for what is not wanted.");
+  module.def("linear_activation", &linear_activation, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
+             "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a, "wide"_a,
+             "bias"_a, "bias_type"_a, "bias_pitch"_a, "bias_addresses"_a, "bias_scale"_a, "scales"_a, "scales_type"_a, "pre"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
+             "A grouped GEMM (NT) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
+  module.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
+             "device"_a, "stream"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a,
+             "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
+             "A grouped GEMM (NN) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
+  module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a, "device"_a, "groups"_a, "tokens"_a,
+             "n"_a, "k"_a, "affine"_a = false, "The configuration that linear_activation or its backward chooses, in words.");
+  module.def("backward_workspace_bytes", &fusible::backward_workspace_bytes, "groups"_a, "tokens"_a, "columns"_a, "dscales"_a,
+             "Bytes of workspace that linear_activation_backward needs.");
+  module.attr("ACTIVATION_VARIANTS") = std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
+  module.attr("BACKWARD_VARIANTS") = std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a, "sizes"_a, "groups"_a, "wide"_a,
              "Zeroes the rows past the last group.");
   module.def("column_sums_workspace", &fusible::column_sums_workspace, "tokens"_a, "columns"_a, "groups"_a, "Bytes that column_sums needs.");

@@ -3,6 +3,8 @@
 from typing import TypedDict
 
 TILE_VARIANTS: int
+ACTIVATION_VARIANTS: list[int]
+BACKWARD_VARIANTS: list[int]
 
 class DeviceProperties(TypedDict):
     name: str
@@ -101,6 +103,84 @@ def activate_backward(
     dscales: int,
     hidden: int,
 ) -> None: ...
+def linear_activation(
+    curve: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    linear_offset: float,
+    block: int,
+    device: int,
+    stream: int,
+    operand: int,
+    groups: int,
+    tokens: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    b_group: int,
+    b_addresses: list[int],
+    sizes: int,
+    wide: bool,
+    bias: int,
+    bias_type: int,
+    bias_pitch: int,
+    bias_addresses: list[int],
+    bias_scale: int,
+    scales: int,
+    scales_type: int,
+    pre: int,
+    hidden: int,
+    workspace: int,
+    variant: int = -1,
+) -> None: ...
+def linear_activation_backward(
+    curve: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    linear_offset: float,
+    block: int,
+    device: int,
+    stream: int,
+    operand: int,
+    groups: int,
+    tokens: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    b_group: int,
+    b_addresses: list[int],
+    sizes: int,
+    wide: bool,
+    scales: int,
+    scales_type: int,
+    pre: int,
+    dpre: int,
+    dscales: int,
+    hidden: int,
+    workspace: int,
+    variant: int = -1,
+) -> None: ...
+def linear_activation_config(
+    backward: bool,
+    gated: bool,
+    block: int,
+    operand: int,
+    device: int,
+    groups: int,
+    tokens: int,
+    n: int,
+    k: int,
+    affine: bool = False,
+) -> str: ...
+def backward_workspace_bytes(groups: int, tokens: int, columns: int, dscales: bool) -> int: ...
 def zero_tail(
     device: int,
     stream: int,

@@ -7,14 +7,15 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, trace
 from .activations import ActivationSpec
-from .backends import elementwise, grouped_mm, hopper, loop, room, rows, traced
+from .backends import elementwise, grouped_mm, hopper, hopper_activation, loop, room, rows, traced
 from .backends.choice import choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
@@ -117,7 +118,8 @@ def grouped_linear_activation(
     pre, hidden = room.new_hidden(x, weight, activation, keep_pre)
     layout, weight = _as_it_lies(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
-    backend = _ready(problem, pre, scales)
+    apart = partial(hopper_activation.forward_refusal, problem, activation, scales, pre, hidden)
+    backend = _ready(problem, pre, scales, apart=apart)
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
         for tokens in (pre, hidden):
@@ -147,7 +149,8 @@ def grouped_linear_activation_backward(
     out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
-    backend = _ready(problem, pre, *out[1:])
+    apart = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
+    backend = _ready(problem, pre, *out[1:], apart=apart)
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         if out.scales is not None:
@@ -235,15 +238,23 @@ def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) 
     return not (trace.active() or pre.is_meta)
 
 
-def _ready(problem: GroupedGemm, *also: Tensor | None) -> Backend | None:
+def _ready(problem: GroupedGemm, *also: Tensor | None, apart: Callable[[], str | None] | None = None) -> Backend | None:
     """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead.
 
-    ``also`` are the tensors that the kernel reads or writes besides those of the problem.
+    Args:
+        also: the tensors that the kernel reads or writes besides those of the problem.
+        apart: says why our own kernel leaves the activation to another one; None: it does not.
     """
     tracing = trace.active()
     choice = choose(problem, tracing)
     if tracing:
         moved = problem.bytes + nbytes(*also)
-        trace.record(trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved))
+        name, reason = choice.backend.NAME, choice.reason
+        if apart is not None and choice.backend is hopper:
+            why = apart()
+            name, reason = (
+                (hopper_activation.NAME, "") if why is None else (f"{name} + {rows.NAME}", f"its epilogue {why}")
+            )
+        trace.record(trace.KernelCall(name, reason, problem.flops, moved))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None

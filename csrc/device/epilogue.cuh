@@ -86,9 +86,15 @@ DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN 
 template <int kTileM, int kTileN>
 DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source, const Tile& tile, int lane) {
   for (int i = lane; i < kTileN; i += 32) {
-    const int column = tile.column * kTileN + i;
+    int column = tile.column * kTileN + i;
+    bool exists = column < source.columns;
+    if (source.half) {  // as many columns of either half
+      const int within = tile.column * (kTileN / 2) + i % (kTileN / 2);
+      exists = within < source.half;
+      column = within + (i < kTileN / 2 ? 0 : source.half);
+    }
     float bias = 0.f;
-    if ((source.bias || source.biases) && column < source.columns) {
+    if ((source.bias || source.biases) && exists) {
       const void* biases = source.biases ? source.biases[tile.group] : source.bias;
       const int64_t at = source.biases ? column : tile.group * source.bias_pitch + column;
       bias = source.bias_type == static_cast<int>(DType::kFloat32)   ? static_cast<const float*>(biases)[at]

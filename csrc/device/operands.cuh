@@ -59,6 +59,15 @@ struct WeightRows : KMajor {
     issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.place.near, tile.place.far);
   }
 };
+// B [2, F, K] of each group: as many rows of either half, gate and up.
+template <int kTileN>
+struct GateUpRows : KMajor {
+  static constexpr int kPieces = 2, kRows = kTileN / 2;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kRows * 128, k, tile.column * kRows, i, tile.place.near, tile.place.far);
+  }
+};
 // B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
 template <int kTileN>
 struct WeightColumns : MnMajor {

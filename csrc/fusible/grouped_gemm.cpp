@@ -8,7 +8,7 @@
 
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "kernels/kernel_entry.h"
+#include "fusible/gemm_launch.h"
 #include "kernels/prepare.h"
 #include "kernels/scale_groups.h"
 
@@ -49,26 +49,6 @@ void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
   FUSIBLE_CHECK(bits % 16 == 0, name, " is not aligned to 16 bytes. ", p);
   FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch, " and a group stride of ", m.group_stride,
                 " elements; both must be multiples of 16 bytes. ", p);
-}
-
-void check(const GroupedGemm& call, int device) {
-  const GemmProblem& p = call.problem;
-  const DeviceProperties& properties = device_properties(device);
-  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
-                properties.minor, "; these kernels are for 9.0. ", p);
-  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= 512, "1 to 512 groups are possible. ", p);
-  FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
-  FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
-  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0, "m and k must be positive multiples of 8. ", p);
-  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand, "operands must be both bf16 or both fp16. ", p);
-  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
-                p);
-  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
-  FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
-  check_matrix("a", call.a, p);
-  check_matrix("b", call.b, p);
-  check_matrix("out", call.out, p);
 }
 
 GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
@@ -161,7 +141,43 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
   FUSIBLE_CUDA_CHECK(scale_groups(scale, device_properties(device).multiprocessors, stream), "beta of ", p);
 }
 
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, cudaStream_t stream) {
+}  // namespace
+
+int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
+
+GroupedGemm settled(const GroupedGemm& wanted) {
+  GroupedGemm call = wanted;
+  call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
+  if (!wanted.affine.bias.addresses.empty()) call.affine.bias.pitch = call.affine.bias.group_stride;
+  return call;
+}
+
+void check(const GroupedGemm& call, int device) {
+  const GemmProblem& p = call.problem;
+  const DeviceProperties& properties = device_properties(device);
+  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
+                properties.minor, "; these kernels are for 9.0. ", p);
+  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= 512, "1 to 512 groups are possible. ", p);
+  FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
+  FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
+  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0, "m and k must be positive multiples of 8. ", p);
+  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand, "operands must be both bf16 or both fp16. ", p);
+  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
+                p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
+  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
+  FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
+  check_matrix("a", call.a, p);
+  check_matrix("b", call.b, p);
+  check_matrix("out", call.out, p);
+}
+
+GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
+  return make_params(call, config, fill_workspace(call, config, stream));
+}
+
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream) {
+  allow_shared_memory(kernel, device, problem, config);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
@@ -177,14 +193,8 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
                      " bytes of shared memory");
 }
 
-}  // namespace
-
-int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
-
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
-  GroupedGemm call = wanted;
-  call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
-  if (!wanted.affine.bias.addresses.empty()) call.affine.bias.pitch = call.affine.bias.group_stride;
+  const GroupedGemm call = settled(wanted);
   check(call, device);
   const GemmProblem& p = call.problem;
   const DeviceGuard guard(device);
@@ -194,11 +204,9 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  const KernelEntry kernel = find_kernel(p, config.variant);
-  allow_shared_memory(kernel, device, p, config);
-  const GemmParams params = make_params(call, config, fill_workspace(call, config, stream));
+  const GemmParams params = prepare_params(call, config, stream);
   if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
-  launch(params, kernel, config, p, stream);
+  launch(params, find_kernel(p, config.variant), config, p, device, stream);
 }
 
 }  // namespace fusible

@@ -55,10 +55,10 @@ struct Bytes {
 uint32_t slab_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
 
 using Extent = uint64_t;
+constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
 
 // The matrices of the groups, `rows` x `columns` each.
 CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns, const std::array<uint32_t, 4>& box) {
-  constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
   const Bytes bytes(m);
   if (m.addresses.empty())
     return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), Extent(groups), 1}, {bytes.pitch, bytes.group, kNearBytes}, box);
@@ -84,6 +84,15 @@ CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int6
   return matrices_map(b, groups, n, k, {64, uint32_t(tile_n / 2), 1, 1});
 }
 
+CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n) {
+  const Bytes bytes(b);
+  const Extent half_bytes = bytes.pitch * Extent(half);
+  const std::array<uint32_t, 5> box = {64, uint32_t(tile_n / 2), 1, 1, 1};
+  if (b.addresses.empty())
+    return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, Extent(groups), 1}, {bytes.pitch, half_bytes, bytes.group, kNearBytes}, box);
+  return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, kNear, kFar}, {bytes.pitch, half_bytes, kNearBytes, kNear * kNearBytes}, box);
+}
+
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
   return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
 }
@@ -93,6 +102,12 @@ CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n) {
   const Bytes bytes(out);
   return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1, 1},
                    {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), 64, 1, 1});
+}
+
+CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half) {
+  const Bytes bytes(out);
+  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
+                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, 64, 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {

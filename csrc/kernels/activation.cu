@@ -1,11 +1,9 @@
 // One warp a row: lanes walk the columns in vectors of 16 bytes, and the sum for a row's scale needs no other warp.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
-#include "fusible/activation.h"
+#include "device/activation.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 
@@ -19,67 +17,21 @@ struct alignas(sizeof(T) * kCount) Vector {
   T values[kCount];
 };
 
-__device__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-
-struct Point {
-  float value, slope;
-};
-
-// The curve and its derivative at x.
-__device__ Point evaluate(const Activation& a, float x) {
-  switch (a.curve) {
-    case Curve::kSilu: {
-      const float s = sigmoid(a.alpha * x);
-      return {x * s, s * (1.f + a.alpha * x * (1.f - s))};
-    }
-    case Curve::kGelu: {
-      const float cdf = 0.5f * (1.f + erff(x * 0.70710678f));
-      return {x * cdf, cdf + x * 0.39894228f * expf(-0.5f * x * x)};
-    }
-    case Curve::kGeluTanh: {
-      const float t = tanhf(0.79788456f * (x + 0.044715f * x * x * x));
-      return {0.5f * x * (1.f + t), 0.5f * (1.f + t) + 0.5f * x * (1.f - t * t) * 0.79788456f * (1.f + 0.134145f * x * x)};
-    }
-    case Curve::kRelu: return {x < 0.f ? 0.f : x, x > 0.f ? 1.f : 0.f};
-    case Curve::kReluSquared: return x < 0.f ? Point{0.f, 0.f} : Point{x * x, 2.f * x};
-    default: {
-      const float s = sigmoid(x);
-      return {s, s * (1.f - s)};
-    }
-  }
-}
-
-__device__ float read(const void* data, DType type, int64_t i) {
-  switch (type) {
-    case DType::kFloat32: return static_cast<const float*>(data)[i];
-    case DType::kFloat16: return static_cast<const __half*>(data)[i];
-    default: return static_cast<const __nv_bfloat16*>(data)[i];
-  }
-}
-
-__device__ void write(void* data, DType type, int64_t i, float x) {
-  switch (type) {
-    case DType::kFloat32: static_cast<float*>(data)[i] = x; break;
-    case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half(x); break;
-    default: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(x);
-  }
-}
-
 // Where the gate of an output column stands in its row; its up stands `block` columns further.
 __device__ int64_t gate_column(const Activation& a, int64_t column) {
   return a.gated && column >= a.block ? column / a.block * 2 * a.block + column % a.block : column;
 }
 
-// Gate and up at one column as the curve and the product see them, and whether their gradients pass the limits. Written so that
-// NaN stays NaN, which fminf and fmaxf would drop.
-struct Inputs {
-  float gate, up;
-  bool gate_passes, up_passes;
-};
-__device__ Inputs clamp(const Activation& a, float gate, float up) {
-  const bool gate_over = gate > a.limit, up_over = fabsf(up) > a.limit;
-  const float clamped = up_over ? copysignf(a.limit, up) : up;
-  return {gate_over ? a.limit : gate, a.gated ? clamped + a.linear_offset : 1.f, !gate_over, !up_over};
+// By the curve and the gate that the call asks for; results of 16 bits need no more than the hardware's own functions.
+template <class T>
+__device__ Inputs inputs_of(const Activation& a, T gate, T up) {
+  return a.gated ? inputs<true>(a, static_cast<float>(gate), static_cast<float>(up)) : Inputs{static_cast<float>(gate), 1.f, true, true};
+}
+template <class T>
+__device__ Point point_of(const Activation& a, float x) {
+  Point point;
+  with_kind(a, [&](auto kind) INLINE { point = evaluate<kind.kCurve, sizeof(T) == 2>(x, a.alpha); });
+  return point;
 }
 
 template <class T, int kVector>
@@ -88,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) forward(const ActivationForward c) {
   const Activation a = c.activation;
   const int lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < c.rows; row += gridDim.x * int64_t{kWarps}) {
-    const float scale = c.scales.data ? read(c.scales.data, c.scales.type, row) : 1.f;
+    const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
     const T* pre = static_cast<const T*>(c.pre) + row * c.columns * (a.gated ? 2 : 1);
     T* hidden = static_cast<T*>(c.hidden) + row * c.columns;
 #pragma unroll 2
@@ -98,8 +50,8 @@ __global__ void __launch_bounds__(kThreads) forward(const ActivationForward c) {
       V out;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const Inputs in = clamp(a, static_cast<float>(gate.values[i]), static_cast<float>(up.values[i]));
-        out.values[i] = static_cast<T>(evaluate(a, in.gate).value * in.up * scale);
+        const Inputs in = inputs_of(a, gate.values[i], up.values[i]);
+        out.values[i] = static_cast<T>(point_of<T>(a, in.gate).value * in.up * scale);
       }
       *reinterpret_cast<V*>(hidden + column) = out;
     }
@@ -112,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) backward(const ActivationBackward c)
   const Activation a = c.activation;
   const int lane = threadIdx.x % 32;
   for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < c.rows; row += gridDim.x * int64_t{kWarps}) {
-    const float scale = c.scales.data ? read(c.scales.data, c.scales.type, row) : 1.f;
+    const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
     const int64_t wide = row * c.columns * (a.gated ? 2 : 1), narrow = row * c.columns;
     float sum = 0.f;
     for (int64_t column = lane * kVector; column < c.columns; column += 32 * kVector) {
@@ -122,8 +74,8 @@ __global__ void __launch_bounds__(kThreads) backward(const ActivationBackward c)
       V dgate, dup, hidden;
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const Inputs in = clamp(a, static_cast<float>(gate.values[i]), static_cast<float>(up.values[i]));
-        const Point p = evaluate(a, in.gate);
+        const Inputs in = inputs_of(a, gate.values[i], up.values[i]);
+        const Point p = point_of<T>(a, in.gate);
         const float d = static_cast<float>(grad.values[i]), plain = p.value * in.up;
         sum += d * plain;
         dgate.values[i] = static_cast<T>(in.gate_passes ? d * scale * in.up * p.slope : 0.f);
@@ -136,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) backward(const ActivationBackward c)
     }
     if (c.dscales) {
       for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (lane == 0) write(c.dscales, c.scales.type, row, sum);
+      if (lane == 0) write_number(c.dscales, c.scales.type, row, sum);
     }
   }
 }

@@ -8,18 +8,30 @@
 
 namespace fusible {
 
-constexpr int kThreads = 128 * (1 + kConsumers);
+// An epilogue says who finishes a deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole warps,
+// which need registers for it (epilogue_activation.cuh). More than one for a consumer are a warpgroup of their own.
+struct StoreEpilogue {
+  using Params = GemmParams;
+  static constexpr int kFinishers = 0, kRegisters = 72;
+  struct Scratch {};  // of shared memory
+  template <class K>
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
+    K::finish(s, p, rank, consumer);
+  }
+};
 
-template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant>
+template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant, class Epilogue = StoreEpilogue>
 struct GroupedGemmKernel {
   using T = T_;
   using A = A_;
   using B = B_;
-  using Params = GemmParams;
+  using Params = typename Epilogue::Params;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr int kDepositBytes = kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
+  static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
+  static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
@@ -35,6 +47,7 @@ struct GroupedGemmKernel {
     uint64_t full[kStages], empty[kStages];
     uint64_t deposited[kConsumers][Layout::kSlots], collected[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kAffine, Affine, NoAffine> affine;
+    [[no_unique_address]] typename Epilogue::Scratch scratch;
     TaskQueue tasks;
     GroupTable groups;
   };
@@ -46,14 +59,14 @@ struct GroupedGemmKernel {
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
-      barrier_init(&s.deposited[0][i], 4);  // the warps of a consumer
-      barrier_init(&s.collected[0][i], 1);
+      barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
+      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
     if constexpr (kAffine) {
       barrier_init(&s.affine.full, 32);
       barrier_init(&s.affine.empty, kConsumers * 128);
     }
-    s.tasks.init(kCluster * (1 + 4 * kConsumers + kConsumers + (kAffine ? 1 : 0)));  // producers, consumer warps, finishers, fetchers
+    s.tasks.init(kCluster * (1 + 4 * kConsumers + kConsumers * max(1, Epilogue::kFinishers) + (kAffine ? 1 : 0)));  // producers, consumer warps, finishers, fetchers
     barrier_init_fence();
   }
 
@@ -84,8 +97,8 @@ struct GroupedGemmKernel {
           barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ 1);
           deposit<Layout, Out>(acc[i], s.deposits[consumer] + slot.stage * Layout::kPartBytes, part, warp, lane);
           ptx::async_proxy_fence();
-          __syncwarp();
-          if (lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
+          if constexpr (!kWholeWarp) __syncwarp();
+          if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
           slot.advance();
         }
       };
@@ -165,10 +178,14 @@ struct GroupedGemmKernel {
         if (threadIdx.x % 32 == 0) produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
         if constexpr (kAffine) fetch_affine(s, p, rank);
-      } else if (threadIdx.x % 32 == 0) {
-        finish(s, p, rank, warp - 2);
+      } else if (!kApart && (kWholeWarp || threadIdx.x % 32 == 0)) {
+        Epilogue::template finish<GroupedGemmKernel>(s, p, rank, warp - 2, 0);
       }
       __syncwarp();
+    } else if (kApart && warp >= 4 * (1 + kConsumers)) {
+      ptx::registers_decrease<kFinisherRegisters>();
+      const int finisher = warp - 4 * (1 + kConsumers);
+      Epilogue::template finish<GroupedGemmKernel>(s, p, rank, finisher / max(1, Epilogue::kFinishers), finisher % max(1, Epilogue::kFinishers));
     } else {
       ptx::registers_increase<kConsumerRegisters>();
       consume(s, p, rank, warp / 4 - 1);
@@ -177,11 +194,13 @@ struct GroupedGemmKernel {
   }
 
  private:
-  static constexpr int kProducerRegisters = kTileN * kRowBlocks > 256 ? 40 : 72, kConsumerRegisters = kTileN * kRowBlocks > 256 ? 232 : 216;
+  static constexpr int kProducerRegisters = kApart ? 40 : kWholeWarp ? Epilogue::kRegisters : kTileN * kRowBlocks > 256 ? 40 : 72;
+  static constexpr int kFinisherRegisters = 104;  // of a warpgroup of their own
+  static constexpr int kConsumerRegisters = kApart ? 184 : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kTileN * kRowBlocks > 256 ? 232 : 216;
 };
 
 template <class K>
-__global__ void __launch_bounds__(kThreads, 1) grouped_gemm_kernel(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(K::kThreads, 1) grouped_gemm_kernel(const __grid_constant__ typename K::Params p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   K::run(shared, p);
 }

@@ -29,7 +29,7 @@ struct Operands<Layout::kTN, kTileN> {
 
 template <class K>
 KernelEntry entry_of() {
-  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), kThreads, static_cast<int>(sizeof(typename K::Storage))};
+  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), K::kThreads, static_cast<int>(sizeof(typename K::Storage))};
 }
 
 template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>

@@ -37,6 +37,7 @@ struct AffineSource {
   int bias_type;              // DType
   int columns;
   int64_t bias_pitch;
+  int half;                   // where a tile has columns of both halves of a row: how many a half has; else 0
   const float *row_scale, *bias_scale;  // [T]
   const float* alphas;                  // [groups]
   float alpha;

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
+from . import hopper_activation as fused
 from . import separate
 from .extension import TYPE_CODES, compiled, device_refusal, stream
+from .hopper_activation import Place
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices, addresses, first
 
@@ -70,15 +72,22 @@ def run(problem: GroupedGemm) -> None:
 def linear_activation(
     problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
 ) -> None:
-    """The product, then the activation."""
-    separate.forward(run, problem, spec, scales, pre, hidden)
+    """In one kernel where the activation fits into its epilogue, else the product, then the activation."""
+    if fused.forward_refusal(problem, spec, scales, pre, hidden) is None:
+        biases = _NOWHERE if problem.bias is None else _bias_place(problem.bias)
+        fused.forward(problem, spec, scales, pre, hidden, _place(problem.b), biases)
+    else:
+        separate.forward(run, problem, spec, scales, pre, hidden)
 
 
 def linear_activation_backward(
     problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
-    """The product, then the activation's backward."""
-    separate.backward(run, problem, pre, spec, scales, out)
+    """In one kernel where the backward fits into its epilogue, else the product, then the activation's backward."""
+    if fused.backward_refusal(problem, pre, spec, scales, out) is None:
+        fused.backward(problem, pre, spec, scales, out, _place(problem.b))
+    else:
+        separate.backward(run, problem, pre, spec, scales, out)
 
 
 def launch(
@@ -141,20 +150,17 @@ def _workspace_bytes(groups: int) -> int:
     return int(compiled().workspace_bytes(groups))
 
 
-_Place = tuple[tuple[int, int, int], list[int]]
-"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
-
-_NOWHERE: _Place = (0, 0, 0), []
+_NOWHERE: Place = (0, 0, 0), []
 
 
-def _place(matrices: Matrices) -> _Place:
+def _place(matrices: Matrices) -> Place:
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
         return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
     return (0, matrices[0].stride(0), 0), [matrix.data_ptr() for matrix in matrices]
 
 
-def _bias_place(bias: Matrices) -> _Place:
+def _bias_place(bias: Matrices) -> Place:
     return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else _place(bias)
 
 

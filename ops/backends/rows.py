@@ -46,7 +46,7 @@ def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tenso
     """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
     columns = out.shape[-1]
     places = pre.data_ptr(), *_scales(scales), out.data_ptr()
-    compiled().activate(*_activation(spec, columns), *_rows(pre, columns), *places)
+    compiled().activate(*curve_arguments(spec, columns), *_rows(pre, columns), *places)
 
 
 def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
@@ -54,7 +54,7 @@ def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor 
     columns = dhidden.shape[-1]
     given = dhidden.data_ptr(), pre.data_ptr(), *_scales(scales)
     wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
-    compiled().activate_backward(*_activation(spec, columns), *_rows(pre, columns), *given, *wanted)
+    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(pre, columns), *given, *wanted)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -90,7 +90,8 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
 
 
 @cache
-def _activation(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
+def curve_arguments(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
+    """An activation with that many output columns, as the extension wants it."""
     alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
     limit = math.inf if spec.limit is None else spec.limit
     return _CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns

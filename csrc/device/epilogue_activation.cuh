@@ -1,0 +1,81 @@
+// The epilogue that turns a deposit into activated rows.
+#pragma once
+#include "device/octet.cuh"
+
+namespace fusible {
+
+// hidden = activation(product) * scales, and the product too if it is kept. kHalves: a tile's columns are as many of gate and of up.
+template <bool kHalves>
+struct ActivationEpilogue {
+  using Params = ActivationParams;
+  static constexpr int kFinishers = 1, kRegisters = 120;  // beside the producer
+  struct Scratch {};
+
+  template <class K>
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
+    const int lane = threadIdx.x % 32;
+    const uint64_t policy = tma::policy_evict_first();
+    each_deposit<K>(s, p, rank, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+      const RowScales scales(p.scales, rows.token, rows.rows, lane);
+      wait();
+      if (p.keep_pre && lane == 0) store_pre<K>(p, policy, tile, row, slabs);
+      with_kind(p.activation, [&](auto kind) INLINE {
+        if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
+        else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
+      });
+      if (p.keep_pre && lane == 0) tma::wait_read<0>();
+    });
+    if (lane == 0) tma::wait_all();
+  }
+
+ private:
+  template <class K>
+  DEVICE static void store_pre(const Params& p, uint64_t policy, const Tile& tile, int row, const uint8_t* slabs) {
+    constexpr int kSlabs = K::Layout::kSlabs;
+    const int map_row[2] = {p.shape.tokens - tile.tokens + row, tile.tokens_start + tile.tokens};
+#pragma unroll
+    for (int i = 0; i < kSlabs; ++i) {
+      if constexpr (kHalves) {
+        const int column = tile.column * (K::kTileN / 2) + i % (kSlabs / 2) * 64;
+        tma::store(&p.out, slabs + i * kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
+      } else {
+        tma::store(&p.out, slabs + i * kSlabBytes, policy, tile.column * K::kTileN + i * 64, map_row[0], map_row[1], 0);
+      }
+    }
+    tma::commit();
+  }
+
+  template <class K, bool kGated, class Kind>
+  DEVICE static void activate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const RowScales& scales, const uint8_t* slabs, int lane) {
+    using T = typename K::T;
+    constexpr int kColumns = kGated ? K::kTileN / 2 : K::kTileN;
+    const Activation& a = p.activation;
+    const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
+    const int first_column = tile_column * kColumns + lane % 8 * 8;
+    T* hidden = static_cast<T*>(p.hidden) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
+    for (int at = 0; at < rows.rows; at += 4, hidden += static_cast<size_t>(4) * p.columns) {
+      const float scale = scales.of(at, lane);
+      const int row = at + lane / 8;
+#pragma unroll
+      for (int i = 0; i < kColumns / 64; ++i) {
+        const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_column(column, block) / 8 : column / 8;
+        uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet)), up = ones<T>();
+        if constexpr (kGated) {
+          up = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet + distance));
+          if constexpr (!kHalves) separate(gate, up, block);
+        }
+        const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),
+                              pair<T>(kind, a, gate.z, up.z, scale), pair<T>(kind, a, gate.w, up.w, scale)};
+        if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(hidden + i * 64) = result;
+      }
+    }
+  }
+  template <class T, class Kind>
+  DEVICE static uint32_t pair(Kind kind, const Activation& a, uint32_t gates, uint32_t ups, float scale) {
+    const float2 gate = ptx::unpack<T>(gates), up = ptx::unpack<T>(ups);
+    const Inputs x = inputs<kind.kLimited>(a, gate.x, up.x), y = inputs<kind.kLimited>(a, gate.y, up.y);
+    return ptx::pack<T>(evaluate<kind.kCurve, true>(x.gate, a.alpha).value * x.up * scale, evaluate<kind.kCurve, true>(y.gate, a.alpha).value * y.up * scale);
+  }
+};
+
+}  // namespace fusible

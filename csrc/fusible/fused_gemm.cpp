@@ -1,0 +1,121 @@
+#include "fusible/fused_gemm.h"
+
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "fusible/gemm_launch.h"
+#include "kernels/activation_entry.h"
+
+namespace fusible {
+namespace {
+
+constexpr int64_t kWidest = 768;       // columns that every tile divides, so that no tile's slabs reach further
+
+int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+bool few_rows(const GemmProblem& p) { return p.tokens / p.groups < 384 && p.k > 2048; }
+// In the workspace, after what every grouped GEMM keeps there.
+int64_t shares_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
+
+template <int kCount>
+bool built_for(const int (&variants)[kCount], int variant) {
+  return std::find(std::begin(variants), std::end(variants), variant) != std::end(variants);
+}
+
+// Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
+bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
+
+// Whether a tile's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
+bool block_fits(const Activation& a, int64_t columns, int tile_n) {
+  if (!a.gated || has_halves(a, columns)) return true;
+  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && tile_n % (2 * a.block) == 0);
+}
+
+void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
+  FUSIBLE_CHECK(columns > 0 && columns % 8 == 0, "the hidden rows must have a multiple of 8 columns, got ", columns, ". ", p);
+  FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ", columns, ". ", p);
+}
+
+ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a, const RowScale& scales, int64_t columns,
+                                   cudaStream_t stream) {
+  ActivationParams params{};
+  static_cast<GemmParams&>(params) = prepare_params(gemm, config, stream);
+  params.activation = a;
+  if (!a.gated) params.activation.limit = std::numeric_limits<float>::infinity(), params.activation.linear_offset = 0;
+  params.scales = scales;
+  params.columns = static_cast<int>(columns);
+  params.block = static_cast<int>(a.gated ? a.block : columns);
+  return params;
+}
+
+}  // namespace
+
+// As for a plain product: where few rows meet much weight, a pair of blocks reads it once.
+GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
+  if (variant < 0) variant = few_rows(p) ? 3 : 0;
+  FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
+  const int tile_n = kTileVariants[variant].tile_n;
+  FUSIBLE_CHECK(block_fits(a, p.n / 2, tile_n), "blocks of ", a.block, " columns do not fit into a tile of ", tile_n, ". ", p);
+  return choose_config(p, multiprocessors, variant);
+}
+
+// The epilogue takes longer than the product of a short depth: then four warps finish a small tile, else those of a large one.
+GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
+  if (variant < 0) variant = few_rows(p) ? 3 : p.k > 2048 ? 1 : 4;
+  FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant, " is not built with the backward of an activation. ", p);
+  return choose_config(p, multiprocessors, variant);
+}
+
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
+  return shares_offset(groups) + (dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens * int64_t{sizeof(float)} : 0);
+}
+
+void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
+  GroupedGemm gemm = settled(call.gemm);
+  const GemmProblem& p = gemm.problem;
+  const bool keep_pre = gemm.out.data != nullptr;
+  const int64_t columns = call.activation.gated ? p.n / 2 : p.n;
+  FUSIBLE_CHECK(p.layout == Layout::kNT && p.output == p.operand, "an activation needs a forward product into the operands' type. ", p);
+  if (!keep_pre) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
+  check(gemm, device);
+  check_activation(p, call.activation, columns);
+  if (p.tokens == 0) return;
+  const DeviceGuard guard(device);
+  const GemmConfig config = choose_activation_config(p, call.activation, device_properties(device).multiprocessors, gemm.variant);
+  ActivationParams params = activation_params(gemm, config, call.activation, call.scales, columns, stream);
+  const bool halves = has_halves(call.activation, columns);
+  if (halves) {
+    params.b = gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n);
+    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
+    params.affine.half = static_cast<int>(columns);
+  }
+  params.keep_pre = keep_pre;
+  params.hidden = call.hidden;
+  const auto entry = p.operand == DType::kBFloat16 ? activation_entry<DType::kBFloat16> : activation_entry<DType::kFloat16>;
+  launch(params, entry(halves, p.affine, config.variant), config, p, device, stream);
+}
+
+void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream) {
+  GroupedGemm gemm = settled(call.gemm);
+  const GemmProblem& p = gemm.problem;
+  FUSIBLE_CHECK(p.layout == Layout::kNN && p.output == p.operand && !p.affine, "the backward of an activation needs the plain gradient of its rows. ", p);
+  FUSIBLE_CHECK(!call.dscales || gemm.workspace, "the gradient of the scales needs a workspace. ", p);
+  gemm.out = {call.dpre, p.operand, p.n, 0};  // a map of it is made, and not used
+  check(gemm, device);
+  check_activation(p, call.activation, p.n);
+  if (p.tokens == 0) return;
+  const DeviceGuard guard(device);
+  const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
+  ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
+  params.pre = call.pre;
+  params.dpre = call.dpre;
+  params.hidden = call.hidden;
+  if (call.dscales) params.shares = reinterpret_cast<float*>(static_cast<char*>(gemm.workspace) + shares_offset(p.groups));
+  const auto entry = p.operand == DType::kBFloat16 ? activation_backward_entry<DType::kBFloat16> : activation_backward_entry<DType::kFloat16>;
+  launch(params, entry(config.variant), config, p, device, stream);
+  if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, call.dscales, call.scales.type, stream);
+}
+
+}  // namespace fusible

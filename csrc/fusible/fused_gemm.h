@@ -1,0 +1,40 @@
+// The public C++ API of the grouped GEMMs whose epilogue is an activation or its backward.
+#pragma once
+#include "fusible/activation.h"
+#include "fusible/grouped_gemm.h"
+
+namespace fusible {
+
+// Positions in kTileVariants of the tiles that these kernels are built for.
+inline constexpr int kActivationVariants[] = {0, 3}, kBackwardVariants[] = {1, 3, 4};
+
+// hidden = activation(pre) * scales with pre = `gemm`, which is kNT into `gemm.out`, or nowhere if that is null. Rows of pre and hidden
+// are dense; n counts the columns of pre.
+struct LinearActivation {
+  GroupedGemm gemm;
+  Activation activation;
+  RowScale scales;
+  void* hidden;
+};
+
+// With dhidden = `gemm`, which is kNN and is not stored: what ActivationBackward says. n counts the columns of hidden; rows are dense.
+struct LinearActivationBackward {
+  GroupedGemm gemm;
+  Activation activation;
+  RowScale scales;
+  const void* pre;
+  void *dpre, *dscales, *hidden;  // dscales in the type of the scales
+};
+
+// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each slab's share of them.
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales);
+
+// The tile variant and what else is chosen for it.
+GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors, int variant = -1);
+GemmConfig choose_backward_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+
+// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which are unspecified.
+void linear_activation(const LinearActivation& call, int device, cudaStream_t stream);
+void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream);
+
+}  // namespace fusible

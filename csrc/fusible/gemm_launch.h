@@ -1,0 +1,20 @@
+// The steps of a launch that every kernel of the grouped GEMM shares.
+#pragma once
+#include "fusible/grouped_gemm.h"
+#include "kernels/kernel_entry.h"
+
+namespace fusible {
+
+// The same call, with matrices that lie at equal distances stated as one tensor.
+GroupedGemm settled(const GroupedGemm& wanted);
+
+// Throws fusible::Error where the kernels cannot do what is asked for.
+void check(const GroupedGemm& call, int device);
+
+// Fills the workspace, on the stream, and the parameters.
+GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
+
+// `params` may be longer than GemmParams, with which they begin.
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream);
+
+}  // namespace fusible

@@ -1,0 +1,32 @@
+// Parameters and instantiations of the grouped GEMMs that end in an activation, or in its backward.
+#pragma once
+#include "fusible/activation.h"
+#include "kernels/kernel_entry.h"
+
+namespace fusible {
+
+// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones (scales).
+struct ActivationParams : GemmParams {
+  Activation activation;
+  RowScale scales;
+  int columns;
+  int block;        // columns of gate before as many of up
+  void* hidden;
+  // Forward: the product goes to `out` of GemmParams.
+  bool keep_pre;
+  // Backward: the product is the gradient of `hidden`.
+  const void* pre;
+  void* dpre;
+  float* shares;    // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
+};
+
+// `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
+template <DType kOperand>
+KernelEntry activation_entry(bool halves, bool affine, int variant);
+template <DType kOperand>
+KernelEntry activation_backward_entry(int variant);
+
+// out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type.
+void sum_shares(const float* shares, int count, int64_t tokens, void* out, DType type, cudaStream_t stream);
+
+}  // namespace fusible

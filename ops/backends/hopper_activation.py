@@ -1,0 +1,129 @@
+"""Our Hopper kernels that end in an activation or its backward: one launch instead of a product and a pass over it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..activations import ActivationSpec
+from .extension import TYPE_CODES, compiled, stream
+from .pointwise import ActivationGrads
+from .problem import GroupedGemm, Layout, addresses, first
+from .rows import curve_arguments
+
+NAME = "hopper (activation in the epilogue)"
+_TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
+_NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
+
+Place = tuple[tuple[int, int, int], list[int]]
+"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
+
+
+def forward_refusal(
+    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
+) -> str | None:
+    """Why a product that this backend takes cannot end in the activation; None: it can."""
+    block, halves = spec.block, spec.block in (None, hidden.shape[-1])
+    if block is not None and not halves and block not in _NARROW and (block % 8 or _TILE % (2 * block)):
+        return f"has no tile for blocks of {block} columns"
+    if problem.layout is not Layout.NT:
+        return "reads weights [E, N, K] alone"
+    if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
+        return "takes no factor but the scales of the bias"
+    return _refusal(problem, scales, pre, hidden)
+
+
+def backward_refusal(
+    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> str | None:
+    """Why a product that this backend takes cannot end in the activation's backward; None: it can."""
+    if spec.block is not None and spec.block not in _NARROW and spec.block % 8:
+        return f"has no loads for blocks of {spec.block} columns"
+    if problem.layout is not Layout.NN:
+        return "reads weights [E, N, K] alone"
+    if not problem.is_plain:
+        return "takes no factors"
+    return _refusal(problem, scales, pre, *out)
+
+
+def _refusal(problem: GroupedGemm, scales: Tensor | None, *rows: Tensor | None) -> str | None:
+    given = [t for t in rows if t is not None]
+    if problem.mnk[1] % 8 or any(t.dtype != problem.a.dtype for t in given if t.dim() == 2):
+        return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
+    if any(not t.is_contiguous() or addresses(t)[0] % 16 for t in given):
+        return "needs rows that are dense and aligned to 16 bytes"
+    if scales is not None and not (scales.is_contiguous() and scales.dtype in TYPE_CODES):
+        return "needs dense scales of 16 or 32 bits"
+    return None
+
+
+def forward(
+    problem: GroupedGemm,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    pre: Tensor | None,
+    hidden: Tensor,
+    weights: Place,
+    biases: Place,
+    variant: int = -1,
+) -> None:
+    """``hidden`` = activation of the product, times ``scales``; the product into ``pre``, if there is one.
+
+    Args:
+        weights: where ``problem.b`` lies.
+        biases: where ``problem.bias`` lies.
+        variant: a tile variant instead of the cost model's, for tests and tuning.
+    """
+    p, bias, ((address, pitch, _), addresses_) = problem, problem.bias, biases
+    bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
+    bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
+    workspace = p.a.new_empty(_forward_workspace(p.groups), dtype=torch.uint8)
+    compiled().linear_activation(
+        *_head(p, spec, hidden.shape[-1], first(p.b).shape[-2], weights),
+        *(address, bias_type, pitch, addresses_, _address(bias_scale), *_scales(scales)),
+        *(_address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
+    )
+
+
+def backward(
+    problem: GroupedGemm,
+    pre: Tensor,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    out: ActivationGrads,
+    weights: Place,
+    variant: int = -1,
+) -> None:
+    """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
+    p, columns, library = problem, first(problem.b).shape[-1], compiled()
+    size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None)
+    workspace = p.a.new_empty(size, dtype=torch.uint8)
+    library.linear_activation_backward(
+        *_head(p, spec, columns, columns, weights),
+        *(*_scales(scales), pre.data_ptr(), out.pre.data_ptr(), _address(out.scales), _address(out.hidden)),
+        *(workspace.data_ptr(), variant),
+    )
+
+
+@cache
+def _forward_workspace(groups: int) -> int:
+    return int(compiled().workspace_bytes(groups))
+
+
+def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
+    """What both directions begin with: the activation, the stream, the product, its operands and groups."""
+    device, sizes = p.a.get_device(), p.split_sizes
+    product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
+    groups = sizes.data_ptr(), sizes.dtype == torch.int64
+    return *curve_arguments(spec, columns), device, stream(device), *product, *weights[0], weights[1], *groups
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _scales(scales: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
