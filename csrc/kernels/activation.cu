@@ -10,87 +10,123 @@
 namespace fusible {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerMultiprocessor = 4;
 
+// kCount neighbouring values as floats; two to eight of them move at once.
 template <class T, int kCount>
 struct alignas(sizeof(T) * kCount) Vector {
   T values[kCount];
 };
+template <class T, int kCount>
+DEVICE void load(float (&to)[kCount], const T* from) {
+  const auto v = *reinterpret_cast<const Vector<T, kCount>*>(from);
+  if constexpr (sizeof(T) == 2 && kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const float2 pair = ptx::unpack<T>(reinterpret_cast<const uint32_t*>(v.values)[i / 2]);
+      to[i] = pair.x, to[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = static_cast<float>(v.values[i]);
+  }
+}
+template <class T, int kCount>
+DEVICE void store(T* to, const float (&from)[kCount]) {
+  Vector<T, kCount> v;
+  if constexpr (sizeof(T) == 2 && kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);
+  }
+  *reinterpret_cast<Vector<T, kCount>*>(to) = v;
+}
 
 // Where the gate of an output column stands in its row; its up stands `block` columns further.
-__device__ int64_t gate_column(const Activation& a, int64_t column) {
-  return a.gated && column >= a.block ? column / a.block * 2 * a.block + column % a.block : column;
+DEVICE unsigned gate_column(unsigned column, unsigned block) { return column >= block ? column / block * 2 * block + column % block : column; }
+
+// The loops over rows are compiled for each kind of activation, so that nothing is decided for each element.
+template <class Body>
+DEVICE void with_form(const Activation& a, Body body) {
+  with_kind(a, [&](auto kind) INLINE {
+    if (a.gated) body(kind, std::true_type());
+    else body(kind, std::false_type());
+  });
 }
 
-// By the curve and the gate that the call asks for; results of 16 bits need no more than the hardware's own functions.
-template <class T>
-__device__ Inputs inputs_of(const Activation& a, T gate, T up) {
-  return a.gated ? inputs<true>(a, static_cast<float>(gate), static_cast<float>(up)) : Inputs{static_cast<float>(gate), 1.f, true, true};
-}
-template <class T>
-__device__ Point point_of(const Activation& a, float x) {
-  Point point;
-  with_kind(a, [&](auto kind) INLINE { point = evaluate<kind.kCurve, sizeof(T) == 2>(x, a.alpha); });
-  return point;
+// body(row) for the rows of this warp.
+template <class Body>
+DEVICE void each_row(int64_t rows, Body body) {
+  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps}) body(row);
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads) forward(const ActivationForward c) {
-  using V = Vector<T, kVector>;
-  const Activation a = c.activation;
-  const int lane = threadIdx.x % 32;
-  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < c.rows; row += gridDim.x * int64_t{kWarps}) {
-    const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
-    const T* pre = static_cast<const T*>(c.pre) + row * c.columns * (a.gated ? 2 : 1);
-    T* hidden = static_cast<T*>(c.hidden) + row * c.columns;
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) forward(const __grid_constant__ ActivationForward c) {
+  const Activation& a = c.activation;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), first = threadIdx.x % 32 * kVector;
+  with_form(a, [&](auto kind, auto is_gated) INLINE {
+    constexpr bool gated = is_gated.value;
+    each_row(c.rows, [&](int64_t row) INLINE {
+      const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
+      const T* pre = static_cast<const T*>(c.pre) + row * columns * (gated ? 2 : 1);
+      T* hidden = static_cast<T*>(c.hidden) + row * columns;
 #pragma unroll 2
-    for (int64_t column = lane * kVector; column < c.columns; column += 32 * kVector) {
-      const int64_t at = gate_column(a, column);
-      const V gate = *reinterpret_cast<const V*>(pre + at), up = *reinterpret_cast<const V*>(pre + at + (a.gated ? a.block : 0));
-      V out;
+      for (unsigned column = first; column < columns; column += 32 * kVector) {
+        float gate[kVector], up[kVector], out[kVector];
+        const unsigned at = gated ? gate_column(column, block) : column;
+        load(gate, pre + at);
+        if constexpr (gated) load(up, pre + at + block);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const Inputs in = inputs_of(a, gate.values[i], up.values[i]);
-        out.values[i] = static_cast<T>(point_of<T>(a, in.gate).value * in.up * scale);
+        for (int i = 0; i < kVector; ++i) {
+          const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
+          out[i] = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha).value * in.up * scale;
+        }
+        store(hidden + column, out);
       }
-      *reinterpret_cast<V*>(hidden + column) = out;
-    }
-  }
+    });
+  });
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads) backward(const ActivationBackward c) {
-  using V = Vector<T, kVector>;
-  const Activation a = c.activation;
-  const int lane = threadIdx.x % 32;
-  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < c.rows; row += gridDim.x * int64_t{kWarps}) {
-    const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
-    const int64_t wide = row * c.columns * (a.gated ? 2 : 1), narrow = row * c.columns;
-    float sum = 0.f;
-    for (int64_t column = lane * kVector; column < c.columns; column += 32 * kVector) {
-      const int64_t at = wide + gate_column(a, column), beside = at + (a.gated ? a.block : 0);
-      const V gate = *reinterpret_cast<const V*>(static_cast<const T*>(c.pre) + at), up = *reinterpret_cast<const V*>(static_cast<const T*>(c.pre) + beside);
-      const V grad = *reinterpret_cast<const V*>(static_cast<const T*>(c.dhidden) + narrow + column);
-      V dgate, dup, hidden;
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) backward(const __grid_constant__ ActivationBackward c) {
+  const Activation& a = c.activation;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), lane = threadIdx.x % 32;
+  with_form(a, [&](auto kind, auto is_gated) INLINE {
+    constexpr bool gated = is_gated.value;
+    each_row(c.rows, [&](int64_t row) INLINE {
+      const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
+      const int64_t wide = row * columns * (gated ? 2 : 1), narrow = row * columns;
+      const T *pre = static_cast<const T*>(c.pre) + wide, *dhidden = static_cast<const T*>(c.dhidden) + narrow;
+      T *dpre = static_cast<T*>(c.dpre) + wide, *hidden = static_cast<T*>(c.hidden) + narrow;
+      float sum = 0.f;
+      for (unsigned column = lane * kVector; column < columns; column += 32 * kVector) {
+        float gate[kVector], up[kVector], grad[kVector];
+        const unsigned at = gated ? gate_column(column, block) : column;
+        load(gate, pre + at);
+        if constexpr (gated) load(up, pre + at + block);
+        load(grad, dhidden + column);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const Inputs in = inputs_of(a, gate.values[i], up.values[i]);
-        const Point p = point_of<T>(a, in.gate);
-        const float d = static_cast<float>(grad.values[i]), plain = p.value * in.up;
-        sum += d * plain;
-        dgate.values[i] = static_cast<T>(in.gate_passes ? d * scale * in.up * p.slope : 0.f);
-        dup.values[i] = static_cast<T>(in.up_passes ? d * scale * p.value : 0.f);
-        hidden.values[i] = static_cast<T>(plain * scale);
+        for (int i = 0; i < kVector; ++i) {
+          const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
+          const Point p = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha);
+          const float plain = p.value * in.up, scaled = grad[i] * scale;
+          sum = fmaf(grad[i], plain, sum);
+          gate[i] = in.gate_passes ? scaled * in.up * p.slope : 0.f;
+          up[i] = in.up_passes ? scaled * p.value : 0.f;
+          grad[i] = plain * scale;
+        }
+        store(dpre + at, gate);
+        if constexpr (gated) store(dpre + at + block, up);
+        if (c.hidden) store(hidden + column, grad);
       }
-      *reinterpret_cast<V*>(static_cast<T*>(c.dpre) + at) = dgate;
-      if (a.gated) *reinterpret_cast<V*>(static_cast<T*>(c.dpre) + beside) = dup;
-      if (c.hidden) *reinterpret_cast<V*>(static_cast<T*>(c.hidden) + narrow + column) = hidden;
-    }
-    if (c.dscales) {
-      for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (lane == 0) write_number(c.dscales, c.scales.type, row, sum);
-    }
-  }
+      if (c.dscales) {
+        for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+        if (lane == 0) write_number(c.dscales, c.scales.type, row, sum);
+      }
+    });
+  });
 }
 
 // Whether every vector of `count` elements lies within one block and is aligned.
@@ -105,7 +141,7 @@ template <class Call>
 void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream) {
   if (!c.rows || !c.columns) return;
   const DeviceGuard guard(device);
-  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps, 8 * device_properties(device).multiprocessors);
+  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps, 2 * kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
   kernel<<<static_cast<int>(blocks), kThreads, 0, stream>>>(c);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "activation of ", c.rows, " rows of ", c.columns, " columns");
 }
