@@ -11,7 +11,7 @@ from torch import Tensor
 from ..activations import ActivationSpec
 from .extension import TYPE_CODES, compiled, stream
 from .pointwise import ActivationGrads
-from .problem import GroupedGemm, Layout, addresses, first
+from .problem import GroupedGemm, Layout, first
 from .rows import curve_arguments
 
 NAME = "hopper (activation in the epilogue)"
@@ -26,14 +26,14 @@ def forward_refusal(
     problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
 ) -> str | None:
     """Why a product that this backend takes cannot end in the activation; None: it can."""
-    block, halves = spec.block, spec.block in (None, hidden.shape[-1])
-    if block is not None and not halves and block not in _NARROW and (block % 8 or _TILE % (2 * block)):
+    block = spec.block
+    if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
         return f"has no tile for blocks of {block} columns"
     if problem.layout is not Layout.NT:
         return "reads weights [E, N, K] alone"
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
-    return _refusal(problem, scales, pre, hidden)
+    return _scales_refusal(scales) or _rows_refusal(problem, (hidden,) if pre is None else (hidden, pre))
 
 
 def backward_refusal(
@@ -44,19 +44,26 @@ def backward_refusal(
         return f"has no loads for blocks of {spec.block} columns"
     if problem.layout is not Layout.NN:
         return "reads weights [E, N, K] alone"
-    if not problem.is_plain:
+    if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
         return "takes no factors"
-    return _refusal(problem, scales, pre, *out)
+    given = (pre, out.pre) if out.hidden is None else (pre, out.pre, out.hidden)
+    return _scales_refusal(scales) or _rows_refusal(problem, given)
 
 
-def _refusal(problem: GroupedGemm, scales: Tensor | None, *rows: Tensor | None) -> str | None:
-    given = [t for t in rows if t is not None]
-    if problem.mnk[1] % 8 or any(t.dtype != problem.a.dtype for t in given if t.dim() == 2):
-        return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
-    if any(not t.is_contiguous() or addresses(t)[0] % 16 for t in given):
-        return "needs rows that are dense and aligned to 16 bytes"
-    if scales is not None and not (scales.is_contiguous() and scales.dtype in TYPE_CODES):
-        return "needs dense scales of 16 or 32 bits"
+def _scales_refusal(scales: Tensor | None) -> str | None:
+    if scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous()):
+        return None
+    return "needs dense scales of 16 or 32 bits"
+
+
+def _rows_refusal(problem: GroupedGemm, given: tuple[Tensor, ...]) -> str | None:
+    """Rows are read and written in pieces of 16 bytes."""
+    dtype = problem.a.dtype
+    for rows in given:
+        if rows.dtype != dtype or rows.shape[-1] % 8:
+            return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
+        if not rows.is_contiguous() or rows.storage_offset() % 8:
+            return "needs rows that are dense and aligned to 16 bytes"
     return None
 
 
