@@ -98,6 +98,7 @@ def test_activations_of_experts(act: nn.Module) -> None:
     [
         {"bias": False},
         {"single_grouped_weight": False, "single_grouped_bias": False},
+        {"transposed_weight": True},
         {"dtype": torch.bfloat16},
         {"dtype": torch.float64},
     ],
