@@ -65,7 +65,9 @@ def note(text: str) -> None:
 
 def named_range(name: str) -> AbstractContextManager[Any]:
     """A range of that name in a profile; costs nothing while no profiler runs."""
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+    if torch.compiler.is_compiling() or not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(name)
 
 
 @contextmanager

@@ -61,14 +61,17 @@ class OwnStep(nn.Module):
         return ": ".join(filter(None, (self._name, self.reason)))
 
 
-class _Built(NamedTuple):
-    """A container, and what it was built for."""
+class _Built:
+    """A container, and what it was built for. It is left out of copies and pickles, which build their own."""
 
-    container: Sequential
-    key: tuple[Any, ...]
+    def __init__(self, container: Sequential, key: tuple[Any, ...]) -> None:
+        self.container, self.key = container, key
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (type(None), ())
 
 
-_built: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
+_PLACE = "_fusible_built"  # among the attributes of the module, where neither its children nor its state_dict show it
 
 
 def refusal(experts: Any) -> str | None:
@@ -89,11 +92,13 @@ def container_of(experts: nn.Module) -> Sequential:
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
+    if torch.compiler.is_dynamo_compiling():
+        _prepare(experts)
     parameters = Parameters.of(experts)
     key = _key(experts, parameters)
-    built = _built.get(experts)
+    built = experts.__dict__.get(_PLACE)
     if built is None or built.key != key:
-        built = _built[experts] = _Built(_build(experts, parameters), key)
+        built = experts.__dict__[_PLACE] = _Built(_build(experts, parameters), key)
     fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
     _lend(fc1, parameters.up, parameters.up_bias)
     _lend(fc2, parameters.down, parameters.down_bias)
@@ -102,8 +107,17 @@ def container_of(experts: nn.Module) -> Sequential:
 
 def existing_container(experts: nn.Module) -> Sequential | None:
     """The container that has run the experts; None if there was no call yet."""
-    built = _built.get(experts)
+    built = experts.__dict__.get(_PLACE)
     return None if built is None else built.container
+
+
+def _prepare(experts: nn.Module) -> bool:
+    """Builds the container outside of the trace, which then finds it."""
+    container_of(experts)
+    return True
+
+
+_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
