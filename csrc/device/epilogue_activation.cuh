@@ -8,31 +8,23 @@ namespace fusible {
 template <bool kHalves>
 struct ActivationEpilogue {
   using Params = ActivationParams;
-  static constexpr int kFinishers = kConsumers;  // a warp for each
+  static constexpr int kFinishers = 1, kRegisters = 120;  // beside the producer
+  struct Scratch {};
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer) {
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
-    Ring<K::Layout::kSlots> slot;
-    for (Tile tile; tiles.next(tile);) {
-      for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {
-        const int first = (consumer + block * kConsumers) * 64;
-        const DepositedRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};
-        const uint8_t* slabs = s.deposits[consumer] + slot.stage * K::Layout::kPartBytes;
-        const RowScales<64> scales(p.scales, rows.token, rows.rows, lane);
-        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
-        if (p.keep_pre && lane == 0) store_pre<K>(p, policy, tile, tile.row + first, slabs);
-        with_kind(p.activation, [&](auto kind) INLINE {
-          if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
-          else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
-        });
-        if (p.keep_pre && lane == 0) tma::wait_read<0>();
-        barrier_arrive(&s.collected[consumer][slot.stage]);
-        slot.advance();
-      }
-    }
+    each_deposit<K>(s, p, rank, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+      const RowScales scales(p.scales, rows.token, rows.rows, lane);
+      wait();
+      if (p.keep_pre && lane == 0) store_pre<K>(p, policy, tile, row, slabs);
+      with_kind(p.activation, [&](auto kind) INLINE {
+        if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
+        else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
+      });
+      if (p.keep_pre && lane == 0) tma::wait_read<0>();
+    });
     if (lane == 0) tma::wait_all();
   }
 
@@ -54,7 +46,7 @@ struct ActivationEpilogue {
   }
 
   template <class K, bool kGated, class Kind>
-  DEVICE static void activate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const RowScales<64>& scales, const uint8_t* slabs, int lane) {
+  DEVICE static void activate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const RowScales& scales, const uint8_t* slabs, int lane) {
     using T = typename K::T;
     constexpr int kColumns = kGated ? K::kTileN / 2 : K::kTileN;
     const Activation& a = p.activation;

@@ -5,112 +5,130 @@
 namespace fusible {
 
 // The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, and each slab's share of
-// <product, activation> by row; the last two if wanted. This takes a warp several times as long as a multiplication, mostly latencies
-// that follow one another, so as many warps as there are share every deposit: a step of a warp is four rows of a slab. Pre is
-// loaded a step ahead, and a share is summed up a step later, beside the next step's arithmetic.
+// <product, activation> by row; the last two if wanted. Every lane stages its octets of pre in shared memory, kSlots - 1 steps ahead
+// of their use: as many registers are not to be had. Where nothing is gated, up is one, and neither loaded nor stored.
+//
+// kWarps share a deposit; a step of a warp is kTogether octets of each lane, which hide each other's latencies.
+template <int kWarps, int kTogether>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
-  static constexpr int kFinishers = 7;  // three beside the producer, and a warpgroup
+  static constexpr int kFinishers = kWarps, kRegisters = 136;
+  static constexpr int kSlots = 12 / (kConsumers * kWarps * kTogether), kStepRows = 4 * kTogether;
+  struct Staged {
+    uint4 gate[kTogether][32], up[kTogether][32];
+  };
+  struct Scratch {
+    Staged slots[kConsumers * kWarps][kSlots];
+  };
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int warp) {
-    static_assert(K::kRowBlocks == 1 && K::Layout::kSlots == 1, "a tile is one deposit of each consumer");
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int warp) {
     const int lane = threadIdx.x % 32;
-    typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
-    uint32_t phases = 0;  // of each consumer's deposits, a bit
-    Share last;
-    for (Tile tile; tiles.next(tile);) {
-      const int deposits = K::row_blocks(tile, 0) + K::row_blocks(tile, 1);
-      if (deposits == 0) continue;
+    each_deposit<K>(s, p, rank, consumer, [&](const Tile& tile, int, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       with_kind(p.activation, [&](auto kind) INLINE {
-        if (p.activation.gated && p.block < 8) differentiate<K, true>(kind, s, p, tile, deposits, phases, last, warp, lane);
-        else differentiate<K, false>(kind, s, p, tile, deposits, phases, last, warp, lane);
+        differentiate<K>(kind, p, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
       });
-      phases ^= (1u << deposits) - 1;
-    }
-    last.settle(lane);
+    });
   }
 
  private:
-  struct Octet {
-    uint4 gate, up;
-  };
-  // A step's share, to be summed over the quarter of a warp, and where it belongs; null for nowhere.
-  struct Share {
-    float value = 0.f;
-    float* to = nullptr;
-    DEVICE void settle(int lane) const {
-      float sum = value;
-#pragma unroll
-      for (int offset = 4; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (to && lane % 8 == 0) *to = sum;
+  // Walks this lane's octets: down the rows of a slab, then on to the next slab. Offsets are in elements.
+  struct Cursor {
+    int column, row;
+    bool exists;  // the column
+    size_t pre;   // offset of the gate
+    DEVICE Cursor(const Params& p, int first_column, int first_row) : column(first_column), row(first_row) { place(p); }
+    DEVICE void place(const Params& p) {
+      exists = column < p.columns;
+      pre = p.activation.gated ? gate_column(column, p.block) : column;
+    }
+    DEVICE void next_slab(const Params& p, int first_row) {
+      column += 64, row = first_row;
+      place(p);
     }
   };
 
-  // kNarrow: blocks of gate and up are narrower than an octet. What is not gated has ups of one, which are not stored.
-  template <class K, bool kNarrow, class Kind>
-  DEVICE static void differentiate(Kind kind, typename K::Storage& s, const Params& p, const Tile& tile, int deposits, uint32_t phases, Share& last,
-                                   int warp, int lane) {
+  template <class K, class Kind, class Wait>
+  DEVICE static void differentiate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const uint8_t* slabs, Staged (&staged)[kSlots],
+                                   int warp, int lane, Wait wait) {
     using T = typename K::T;
-    constexpr int kSlabs = K::Layout::kSlabs, kSteps = kSlabs * 16;  // of a deposit
-    const int steps = deposits * kSteps, row_of_lane = lane / 8;
-    const bool gated = p.activation.gated;
-    const int width = gated ? 2 * p.columns : p.columns, distance = gated ? up_distance(p.block) : 0;
-    const int token = tile.tokens_start + tile.row, first_column = tile.column * K::kTileN + lane % 8 * 8;
-    const T* pre = static_cast<const T*>(p.pre) + static_cast<size_t>(token) * width;
-    T* dpre = static_cast<T*>(p.dpre) + static_cast<size_t>(token) * width;
-    T* hidden = p.hidden ? static_cast<T*>(p.hidden) + static_cast<size_t>(token) * p.columns : nullptr;
-    float* shares = p.shares ? p.shares + static_cast<size_t>(tile.column) * kSlabs * p.shape.tokens + token : nullptr;
-    int gate_at[kSlabs];  // the gate's column in pre; negative where there is none
+    const int first_row = warp * kStepRows;
+    if (first_row >= rows.rows) return wait();
+    constexpr int kStride = kStepRows * kWarps;
+    const bool gated = p.activation.gated, narrow = gated && p.block < 8;
+    const int width = gated ? 2 * p.columns : p.columns, distance = up_distance(p.block), row_of_lane = lane / 8;
+    const int first_column = tile_column * K::kTileN + lane % 8 * 8, last_column = (tile_column + 1) * K::kTileN;
+    const size_t token = rows.token + first_row + row_of_lane, quad = static_cast<size_t>(4) * width;
+
+    Cursor loading(p, first_column, first_row);
+    loading.pre += token * width;
+    int load_slot = 0;
+    const auto load = [&]() INLINE {
 #pragma unroll
-    for (int i = 0; i < kSlabs; ++i) {
-      const int column = first_column + i * 64;
-      gate_at[i] = column >= p.columns ? -1 : gated && p.block < p.columns ? gate_column(column, p.block) : column;
-    }
-    const auto offset_of = [&](int step) INLINE {  // of the gate in pre; negative where there is none
-      const int slab = step % kSteps / 16, row = step / kSteps * 64 + step % 16 * 4 + row_of_lane;
-      int column = gate_at[0];
-#pragma unroll
-      for (int i = 1; i < kSlabs; ++i) column = slab == i ? gate_at[i] : column;
-      return column >= 0 && row < tile.rows ? row * width + column : -1;
+      for (int i = 0; i < kTogether; ++i) {
+        if (loading.exists && loading.row + i * 4 + row_of_lane < rows.rows) {
+          const T* from = static_cast<const T*>(p.pre) + loading.pre + i * quad;
+          ptx::copy_async(&staged[load_slot].gate[i][lane], from);
+          if (gated) ptx::copy_async(&staged[load_slot].up[i][lane], from + distance);
+        }
+      }
+      ptx::copy_async_commit();
+      load_slot = load_slot == kSlots - 1 ? 0 : load_slot + 1;
+      loading.row += kStride, loading.pre += kStride / 4 * quad;
+      if (loading.row >= rows.rows) {
+        loading.next_slab(p, first_row);
+        loading.pre += token * width;
+        if (loading.column >= last_column) loading.exists = false;
+      }
     };
-    Octet ahead{uint4{}, ones<T>()};
-    int offset = offset_of(warp);
-    const auto load = [&](int at) INLINE {
-      if (at < 0) return;
-      ahead.gate = __ldcs(reinterpret_cast<const uint4*>(pre + at));
-      if (gated) ahead.up = __ldcs(reinterpret_cast<const uint4*>(pre + at + distance));
-    };
-    load(offset);
-    const RowScales<K::kTileM> scales(p.scales, token, tile.rows, lane);
-    int deposit = -1;
 #pragma unroll 1
-    for (int step = warp; step < steps; step += kFinishers) {
-      Octet x = ahead;
-      const int consumer = step / kSteps, slab = step % kSteps / 16, first_row = step % 16 * 4, row = consumer * 64 + first_row + row_of_lane;
-      const int here = offset;
-      offset = step + kFinishers < steps ? offset_of(step + kFinishers) : -1;
-      load(offset);
-      if (consumer != deposit) {
-        if (deposit >= 0) barrier_arrive(&s.collected[deposit][0]);
-        deposit = consumer;
-        barrier_wait(&s.deposited[deposit][0], phases >> deposit & 1);
-      }
-      uint4 grad = *reinterpret_cast<const uint4*>(s.deposits[deposit] + slab_offset(first_row + row_of_lane, slab * 8 + lane % 8));
-      const float scale = scales.of(consumer * 64 + first_row, lane);
-      last.settle(lane);
-      if constexpr (kNarrow) separate(x.gate, x.up, p.block);
-      last.value = octet<T>(kind, p.activation, x.gate, x.up, grad, scale);
-      if constexpr (kNarrow) join(x.gate, x.up, p.block);
-      if (here < 0) last.value = 0.f;
-      last.to = shares && row < tile.rows ? shares + static_cast<size_t>(slab) * p.shape.tokens + row : nullptr;
-      if (here >= 0) {
-        *reinterpret_cast<uint4*>(dpre + here) = x.gate;
-        if (gated) *reinterpret_cast<uint4*>(dpre + here + distance) = x.up;
-        if (hidden) *reinterpret_cast<uint4*>(hidden + row * p.columns + first_column + slab * 64) = grad;
+    for (int i = 0; i < kSlots - 1; ++i) load();
+    const RowScales scales(p.scales, rows.token, rows.rows, lane);
+    float* shares = p.shares + static_cast<size_t>(tile_column) * (K::kTileN / 64) * p.shape.tokens + rows.token + row_of_lane;
+    int slot = 0;
+    wait();
+#pragma unroll 1
+    for (Cursor at(p, first_column, first_row); at.column < last_column; at.next_slab(p, first_row), slabs += kSlabBytes, shares += p.shape.tokens) {
+      T* dpre = static_cast<T*>(p.dpre) + token * width + at.pre;
+      T* hidden = static_cast<T*>(p.hidden) + token * p.columns + at.column;
+#pragma unroll 1
+      for (; at.row < rows.rows; at.row += kStride, dpre += kStride / 4 * quad, hidden += kStride * p.columns) {
+        uint4 grad[kTogether], gate[kTogether], up[kTogether];
+        float share[kTogether];
+        ptx::copy_async_wait<kSlots - 2>();
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          grad[i] = *reinterpret_cast<const uint4*>(slabs + in_slab(at.row + i * 4 + row_of_lane, lane % 8));
+          gate[i] = staged[slot].gate[i][lane], up[i] = gated ? staged[slot].up[i][lane] : ones<T>();
+          if (narrow) separate(gate[i], up[i], p.block);
+        }
+        slot = slot == kSlots - 1 ? 0 : slot + 1;
+        load();
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(at.row + i * 4, lane));
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if (narrow) join(gate[i], up[i], p.block);
+          if (at.exists && at.row + i * 4 + row_of_lane < rows.rows) {
+            *reinterpret_cast<uint4*>(dpre + i * quad) = gate[i];
+            if (gated) *reinterpret_cast<uint4*>(dpre + i * quad + distance) = up[i];
+            if (p.hidden) *reinterpret_cast<uint4*>(hidden + i * 4 * p.columns) = grad[i];
+          }
+        }
+        if (p.shares) {
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) share[i] = at.exists ? share[i] : 0.f;
+#pragma unroll
+          for (int offset = 4; offset; offset /= 2)
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) share[i] += __shfl_xor_sync(~0u, share[i], offset);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i)
+            if (lane % 8 == 0 && at.row + i * 4 + row_of_lane < rows.rows) shares[at.row + i * 4] = share[i];
+        }
       }
     }
-    barrier_arrive(&s.collected[deposit][0]);
+    ptx::copy_async_wait<0>();
   }
 
   // Gate and up give way to their gradients, the gradient of the hidden columns to what these are themselves. Returns their part of

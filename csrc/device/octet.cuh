@@ -47,32 +47,41 @@ DEVICE uint4 ones() {
   return {one, one, one, one};
 }
 
-// The scales of some rows, one in each lane for every 32: fetched before they are needed, as device memory is slow.
-template <int kRows>
+// The scales of 64 rows, two in each lane: fetched before they are needed, as device memory is slow.
 class RowScales {
  public:
-  DEVICE RowScales(const RowScale& source, int token, int rows, int lane) {
-#pragma unroll
-    for (int i = 0; i < kRows / 32; ++i) {
-      const int row = lane + i * 32;
-      scales_[i] = source.data && row < rows ? read_number(source.data, source.type, token + row) : 1.f;
-    }
-  }
+  DEVICE RowScales(const RowScale& source, int token, int rows, int lane) : low_(at(source, token, rows, lane)), high_(at(source, token, rows, lane + 32)) {}
   // Of the row of this lane, of the four that begin at `first`; by the whole warp.
-  DEVICE float of(int first, int lane) const {
-    float mine = scales_[0];
-#pragma unroll
-    for (int i = 1; i < kRows / 32; ++i) mine = first / 32 == i ? scales_[i] : mine;
-    return __shfl_sync(~0u, mine, first % 32 + lane / 8);
-  }
+  DEVICE float of(int first, int lane) const { return __shfl_sync(~0u, first < 32 ? low_ : high_, first % 32 + lane / 8); }
 
  private:
-  float scales_[kRows / 32];
+  DEVICE static float at(const RowScale& source, int token, int rows, int i) {
+    return source.data && i < rows ? read_number(source.data, source.type, token + i) : 1.f;
+  }
+  float low_, high_;
 };
 
 // Which 64 rows a deposit holds.
 struct DepositedRows {
   int token, rows;  // the first one's place in the buffer, and how many exist
 };
+
+// Calls body(tile, first row in the group, deposited rows, their deposit, a function that waits for it) for every deposit of a consumer,
+// and gives its room back.
+template <class K, class Body>
+DEVICE void each_deposit(typename K::Storage& s, const typename K::Params& p, int rank, int consumer, Body body) {
+  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
+  Ring<K::Layout::kSlots> slot;
+  for (Tile tile; tiles.next(tile);) {
+    for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {
+      const int first = (consumer + block * kConsumers) * 64;
+      const DepositedRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};
+      body(tile, tile.row + first, rows, s.deposits[consumer] + slot.stage * K::Layout::kPartBytes,
+           [&]() INLINE { barrier_wait(&s.deposited[consumer][slot.stage], slot.phase); });
+      barrier_arrive(&s.collected[consumer][slot.stage]);
+      slot.advance();
+    }
+  }
+}
 
 }  // namespace fusible

@@ -29,6 +29,14 @@ DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 // Ordinary shared-memory stores of this thread become visible to the copy engine and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread that issued them.
+DEVICE void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
+}
+DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+
 // Two floats, rounded to T, the first in the low half.
 template <class T>
 DEVICE uint32_t pack(float low, float high);

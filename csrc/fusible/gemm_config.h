@@ -27,9 +27,8 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 192, 1, 1, 3, 4},
     {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},
-    {128, 192, 2, 1, 4, 8},  // for epilogues alone (fused_gemm.h)
 };
-inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]) - 1;  // that a plain product is built for
+inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
 constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90

@@ -165,6 +165,7 @@ void check(const GroupedGemm& call, int device) {
   FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
                 p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
+  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
@@ -195,7 +196,6 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
   const GroupedGemm call = settled(wanted);
   check(call, device);
-  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", call.problem);
   const GemmProblem& p = call.problem;
   const DeviceGuard guard(device);
   if (p.tokens == 0) {

@@ -8,13 +8,14 @@
 
 namespace fusible {
 
-// An epilogue says who finishes a deposit, and how: one thread that copies it to where it belongs (this one); a whole warp for each
-// consumer, beside the producer; or all warps that can be had, a warpgroup more than otherwise (epilogue_activation.cuh).
+// An epilogue says who finishes a deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole warps,
+// which need registers for it (epilogue_activation.cuh). More than one for a consumer are a warpgroup of their own.
 struct StoreEpilogue {
   using Params = GemmParams;
-  static constexpr int kFinishers = 0;  // whole warps
+  static constexpr int kFinishers = 0, kRegisters = 72;
+  struct Scratch {};  // of shared memory
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer) {
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
     K::finish(s, p, rank, consumer);
   }
 };
@@ -29,8 +30,8 @@ struct GroupedGemmKernel {
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr int kDepositBytes = kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
-  static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kShared = Epilogue::kFinishers > kConsumers;
-  static constexpr int kThreads = 128 * (1 + kConsumers + kShared);
+  static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
+  static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
@@ -46,6 +47,7 @@ struct GroupedGemmKernel {
     uint64_t full[kStages], empty[kStages];
     uint64_t deposited[kConsumers][Layout::kSlots], collected[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kAffine, Affine, NoAffine> affine;
+    [[no_unique_address]] typename Epilogue::Scratch scratch;
     TaskQueue tasks;
     GroupTable groups;
   };
@@ -58,13 +60,13 @@ struct GroupedGemmKernel {
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.collected[0][i], kShared ? 32 * Epilogue::kFinishers : kWholeWarp ? 32 : 1);
+      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
     if constexpr (kAffine) {
       barrier_init(&s.affine.full, 32);
       barrier_init(&s.affine.empty, kConsumers * 128);
     }
-    s.tasks.init(kCluster * (1 + 4 * kConsumers + max(kConsumers, Epilogue::kFinishers) + (kAffine ? 1 : 0)));  // producers, consumer warps, finishers, fetchers
+    s.tasks.init(kCluster * (1 + 4 * kConsumers + kConsumers * max(1, Epilogue::kFinishers) + (kAffine ? 1 : 0)));  // producers, consumer warps, finishers, fetchers
     barrier_init_fence();
   }
 
@@ -170,18 +172,20 @@ struct GroupedGemmKernel {
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_sync();
 
-    if (warp < 4 || (kShared && warp >= 12)) {
+    if (warp < 4) {
       ptx::registers_decrease<kProducerRegisters>();
       if (warp == 0) {
         if (threadIdx.x % 32 == 0) produce<GroupedGemmKernel>(s, p, rank);
-      } else if (kShared) {
-        Epilogue::template finish<GroupedGemmKernel>(s, p, rank, warp < 4 ? warp - 1 : warp - 9);
       } else if (warp == 1) {
         if constexpr (kAffine) fetch_affine(s, p, rank);
-      } else if (kWholeWarp || threadIdx.x % 32 == 0) {
-        Epilogue::template finish<GroupedGemmKernel>(s, p, rank, warp - 2);
+      } else if (!kApart && (kWholeWarp || threadIdx.x % 32 == 0)) {
+        Epilogue::template finish<GroupedGemmKernel>(s, p, rank, warp - 2, 0);
       }
       __syncwarp();
+    } else if (kApart && warp >= 4 * (1 + kConsumers)) {
+      ptx::registers_decrease<kFinisherRegisters>();
+      const int finisher = warp - 4 * (1 + kConsumers);
+      Epilogue::template finish<GroupedGemmKernel>(s, p, rank, finisher / max(1, Epilogue::kFinishers), finisher % max(1, Epilogue::kFinishers));
     } else {
       ptx::registers_increase<kConsumerRegisters>();
       consume(s, p, rank, warp / 4 - 1);
@@ -190,9 +194,9 @@ struct GroupedGemmKernel {
   }
 
  private:
-  static constexpr int kProducerRegisters = kShared ? 104 : kWholeWarp ? 120 : kTileN * kRowBlocks > 256 ? 40 : 72;
-  static constexpr int kConsumerRegisters = kShared ? 152 : kWholeWarp ? 192 : kTileN * kRowBlocks > 256 ? 232 : 216;
-  static_assert(!kShared || (kTileN * kRowBlocks <= 192 && !kAffine), "what a fourth warpgroup leaves of the registers");
+  static constexpr int kProducerRegisters = kApart ? 40 : kWholeWarp ? Epilogue::kRegisters : kTileN * kRowBlocks > 256 ? 40 : 72;
+  static constexpr int kFinisherRegisters = 104;  // of a warpgroup of their own
+  static constexpr int kConsumerRegisters = kApart ? 184 : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kTileN * kRowBlocks > 256 ? 232 : 216;
 };
 
 template <class K>
