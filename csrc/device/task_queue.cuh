@@ -57,7 +57,7 @@ class TaskSource {
       requested_ = next_ + gridDim.x / kCluster;
       if (sends_) {
         barrier_wait(&queue_.number_taken[ring_.stage], ring_.phase ^ 1);
-        send(&queue_.numbers[ring_.stage], requested_, &queue_.number_sent[ring_.stage], 1);
+        barrier_send(&queue_.numbers[ring_.stage], requested_, &queue_.number_sent[ring_.stage], 1);
       }
       next_ = atomicAdd(counter_, 1u);  // needed a tile later: its latency is hidden
     } else {
@@ -87,15 +87,6 @@ class TaskSource {
   }
 
  private:
-  // Stores to the same place in block `block`, and completes the bytes on its barrier.
-  DEVICE static void send(int* to, int value, uint64_t* barrier, uint32_t block) {
-    asm volatile(
-        "{\n .reg .b32 to, barrier;\n mapa.shared::cluster.u32 to, %0, %3;\n mapa.shared::cluster.u32 barrier, %2, %3;\n"
-        " st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [barrier];\n}" ::"r"(ptx::smem_address(to)),
-        "r"(value), "r"(ptx::smem_address(barrier)), "r"(block)
-        : "memory");
-  }
-
   TaskQueue& queue_;
   unsigned* counter_;
   bool dynamic_, sends_;
