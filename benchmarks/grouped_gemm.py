@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +25,12 @@ from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal
 from .problem import (
     DISTRIBUTIONS,
-    DTYPES,
     PRESETS,
+    Asked,
     InaccurateError,
-    Problem,
     add_run_arguments,
     add_size_arguments,
-    sizes_of,
-    split_sizes,
+    asked,
 )
 from .report import Report, describe
 from .timing import interleaved, markdown
@@ -153,24 +150,22 @@ def table(findings: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> 
     return markdown(heading, rows)
 
 
-def run(args: argparse.Namespace, preset: str, tokens: int, distribution: str, report: Report) -> None:
+def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
     """Measures the products of one problem, and reports them."""
-    sizes, label = sizes_of(args, preset, tokens), f"{preset}, {tokens} tokens, {distribution}"
-    splits = split_sizes(distribution, sizes.experts, sizes.rows)
-    problem = Problem.make(*sizes[:3], splits, args.device, DTYPES[args.dtype])
     findings: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for name, p in products(problem, args.main_grad):
+    for name, p in products(case.problem, args.main_grad):
         refusals = {who: refusal(who, p) for who in args.contestants}
         functions = {who: CONTESTANTS[who](p) for who, why in refusals.items() if why is None}
         left_out += [f"{who} {why}" for who, why in refusals.items() if why]
-        print(f"{label}: {name} …", file=sys.stderr, flush=True)
+        print(f"{case}: {name} …", file=sys.stderr, flush=True)
         findings.append(finding(name, p, measure(p, functions, args.rounds)))
     present = [who for who in args.contestants if any(who in f["tflops"] for f in findings)]
     notes = [f"\nLeft out: {'; '.join(dict.fromkeys(left_out))}."] if left_out else []
-    what = {"preset": preset, "tokens": tokens, "distribution": distribution, "problem": describe(problem)}
-    section = "\n".join([f"### {label}: {describe(problem)}\n", table(findings, present), *notes])
-    report.add(section, [{**what, "split_sizes": splits.tolist(), "products": findings}])
+    what = {"preset": case.preset, "tokens": case.tokens, "distribution": case.distribution}
+    section = "\n".join([f"### {case}: {describe(case.problem)}\n", table(findings, present), *notes])
+    splits = case.problem.split_sizes.tolist()
+    report.add(section, [{**what, "problem": describe(case.problem), "split_sizes": splits, "products": findings}])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -178,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     report = Report(args.out)
     with fusible.config(backend=args.backend):
-        for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
-            run(args, preset, tokens, distribution, report)
+        for case in asked(args):
+            run(args, case, report)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,3 +171,24 @@ class Problem:
             gate, up = (x @ w1.mT).chunk(2, -1)
             y = (F.silu(gate) * up * scales.unsqueeze(-1)) @ w2.mT
         return Result(y.detach(), *torch.autograd.grad(y, (x, scales, w1, w2), self.dy[rows].double()))
+
+
+class Asked(NamedTuple):
+    """One of the problems that a command line asks for."""
+
+    preset: str
+    tokens: int
+    distribution: str
+    problem: Problem
+
+    def __str__(self) -> str:
+        return f"{self.preset}, {self.tokens} tokens, {self.distribution}"
+
+
+def asked(args: Namespace) -> Iterator[Asked]:
+    """Every preset, number of tokens and distribution that ``args`` names, one made after the other."""
+    for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
+        experts, features, hidden, rows = sizes_of(args, preset, tokens)
+        splits = split_sizes(distribution, experts, rows)
+        problem = Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
+        yield Asked(preset, tokens, distribution, problem)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from .gemm_contestants import CONTESTANTS, products, refusal
 from .grouped_gemm import YARDSTICK, bytes_moved, measure
 from .plots import Point, add_plot_argument, roofline
-from .problem import DTYPES, PRESETS, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
+from .problem import DTYPES, PRESETS, Asked, add_run_arguments, add_size_arguments, asked
 from .report import Report, describe
 from .timing import interleaved, markdown
 
@@ -51,12 +50,12 @@ def ceilings(device: str, dtype: torch.dtype, rounds: int) -> Ceilings:
     return Ceilings(2 * side**3 / seconds["product"], 2 * copied / seconds["copy"])
 
 
-def findings(problem: Problem, label: str, roof: Ceilings, args: argparse.Namespace) -> list[dict[str, Any]]:
+def findings(case: Asked, roof: Ceilings, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every product of the experts: how many operations a byte, how fast, how fast at most."""
     found = []
-    for name, p in products(problem, args.main_grad):
+    for name, p in products(case.problem, args.main_grad):
         functions = {who: CONTESTANTS[who](p) for who in args.contestants if refusal(who, p) is None}
-        print(f"{label}: {name} …", file=sys.stderr, flush=True)
+        print(f"{case}: {name} …", file=sys.stderr, flush=True)
         measured, moved = measure(p, functions, args.rounds), bytes_moved(p)
         speeds = {who: p.flops / m.seconds for who, m in measured.items()}
         bound = roof.bound(p.flops, moved)
@@ -83,15 +82,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     report, roof = Report(args.out), ceilings(args.device, DTYPES[args.dtype], args.rounds)
     print(f"Ceilings: {roof.flops / 1e12:.4g} TFLOP/s, {roof.bandwidth / 1e12:.3g} TB/s.\n", flush=True)
     points: dict[str, list[Point]] = {who: [] for who in args.contestants}
-    for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
-        sizes, label = sizes_of(args, preset, tokens), f"{preset}, {tokens} tokens, {distribution}"
-        splits = split_sizes(distribution, sizes.experts, sizes.rows)
-        problem = Problem.make(*sizes[:3], splits, args.device, DTYPES[args.dtype])
-        found = findings(problem, label, roof, args)
-        what = {"preset": preset, "tokens": tokens, "distribution": distribution, "ceilings": roof._asdict()}
-        report.add(
-            f"### {label}: {describe(problem)}\n\n{table(found, args.contestants)}", [{**what, "products": found}]
-        )
+    for case in asked(args):
+        found = findings(case, roof, args)
+        what = {
+            "preset": case.preset,
+            "tokens": case.tokens,
+            "distribution": case.distribution,
+            "ceilings": roof._asdict(),
+        }
+        section = f"### {case}: {describe(case.problem)}\n\n{table(found, args.contestants)}"
+        report.add(section, [{**what, "products": found}])
         for f in found:
             for who, speed in f["flops_per_second"].items():
                 points[who].append(Point(f["product"], f["intensity"], speed))

@@ -1,10 +1,11 @@
-"""What a captured CUDA graph does, node by node, as the driver tells it."""
+"""Captured CUDA graphs, and what they do, node by node, as the driver tells it."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -22,6 +23,21 @@ class _KernelNodeParams(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     ]
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of ``function`` that can still be read, and its results, which a replay writes again."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        results = function()
+    graph.instantiate()
+    return graph, results
 
 
 def kinds(graph: torch.cuda.CUDAGraph) -> Counter[str]:

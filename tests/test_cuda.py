@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
 from fusible import ArgumentError, GroupedLinear, RefusedError, Scale, Sequential, SwiGLU, config, grouped_gemm
@@ -138,20 +139,6 @@ def test_empty_groups_have_gradients_of_exactly_zero():
     got = run(caller(model, sizes_of()), tensors, dy)
 
     assert all(got[name][1].eq(0).all() for name in ("w1", "b1", "w2", "b2"))
-
-
-def captured(function):
-    """A graph of ``function``, and what it gives: tensors that a replay writes again."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 @pytest.mark.parametrize("fused", [True, False])

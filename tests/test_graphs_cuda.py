@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graph_nodes import kernels, kinds
+from graph_nodes import captured, kernels, kinds
 from reference import assert_same, unit
 from torch import Tensor, nn
 
@@ -62,21 +61,6 @@ class Inputs:
                 old.copy_(tensor(*old.shape, dtype=old.dtype))
                 old[sum(splits) :] = torch.nan  # the tail reaches nothing
         self.sizes.copy_(sizes_of(splits))
-
-
-def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of ``function`` that can still be read, and its results, which a replay writes again."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        results = function()
-    graph.instantiate()
-    return graph, results
 
 
 def valid(tensors: tuple[Tensor, ...], splits: list[int]) -> tuple[Tensor, ...]:
