@@ -1,0 +1,86 @@
+"""The emulated extension in place of the compiled one, and the tests of the GPU with tensors of the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parents[1]
+_ON_CPU = {
+    '"cuda"': '"cpu"',
+    ".cuda()": "",
+    "torch.cuda.is_available()": "True",
+    "torch.cuda.current_device()": "0",
+    "torch.cuda.synchronize()": "None",
+}
+
+
+class Emulation:
+    """What `fusible.ops._C` is, on the CPU. Copies may touch the storages of all tensors that live when a call is made."""
+
+    def __init__(self, module: Path) -> None:
+        spec = importlib.util.spec_from_file_location("_C", module)
+        assert spec is not None and spec.loader is not None
+        self._module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self._module)
+        self._library = ctypes.CDLL(str(module))
+        self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return self._call(value) if callable(value) else value
+
+    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self._show_memory()
+            return function(*arguments, **named)
+
+        return call
+
+    def _show_memory(self) -> None:
+        self._library.emulation_clear_memory()
+        storages = {
+            (s.data_ptr(), s.nbytes()) for t in gc.get_objects() if type(t) is torch.Tensor for s in [t.untyped_storage()]
+        }
+        for address, size in storages:
+            self._library.emulation_add_memory(address, size)
+
+    def shuffle(self, seed: int) -> None:
+        """Lets the threads of a block take turns in another order; 0: in that of their numbers."""
+        self._library.emulation_set_seed(seed)
+
+
+def install(emulation: Emulation, patch: pytest.MonkeyPatch) -> None:
+    """Makes the backends believe in a GPU whose tensors are those of the CPU."""
+    import fusible.ops
+
+    patch.setitem(sys.modules, "fusible.ops._C", emulation)  # type: ignore[arg-type]
+    patch.setattr(fusible.ops, "_C", emulation, raising=False)
+    patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+    patch.setattr(torch.Tensor, "is_cuda", True)
+    answers = {"compiled": lambda: emulation, "stream": lambda device: 0, "device_refusal": lambda device: None}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fusible.ops."):
+            for function, answer in answers.items():
+                if hasattr(module, function):
+                    patch.setattr(module, function, answer)
+
+
+def on_cpu(name: str) -> ModuleType:
+    """A test module of the GPU, its tensors on the CPU. The emulation must be installed."""
+    text = (TESTS / f"{name}.py").read_text()
+    for old, new in _ON_CPU.items():
+        text = text.replace(old, new)
+    module = ModuleType(f"emulated_{name}")
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    exec(compile(text, str(TESTS / f"{name}.py"), "exec"), module.__dict__)
+    return module
