@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "emulation"
 EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
-FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -Wno-attributes -Wno-unknown-pragmas -w".split()
+FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -fmax-errors=3 -w".split()
 
 
 def rewrite(source: str) -> str:
@@ -28,7 +28,7 @@ def rewrite(source: str) -> str:
         source,
     )
     source = re.sub(r"__shared__ ([^;]+);", shared_variable, source)
-    source = re.sub(r"const __grid_constant__ ([\w<>]+) (\w+)", r"const \1& \2", source)
+    source = re.sub(r"const __grid_constant__ ([\w:<> ]+) (\w+)", r"const \1& \2", source)
     return re.sub(r"([\w:]+(?:<[^<>()]*>)?)<<<(.*?)>>>\((.*)\);", r"emulation::launch(\2, [&] { \1(\3); });", source)
 
 
