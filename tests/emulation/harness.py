@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import importlib.util
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+import fusible.ops
+from fusible.ops import backends
 
 TESTS = Path(__file__).resolve().parents[1]
 _ON_CPU = {
@@ -33,6 +39,7 @@ class Emulation:
         self._module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
+        self._hidden = 0
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
     def __getattr__(self, name: str) -> Any:
@@ -52,27 +59,34 @@ class Emulation:
             (s.data_ptr(), s.nbytes()) for t in gc.get_objects() if type(t) is torch.Tensor for s in [t.untyped_storage()]
         }
         for address, size in storages:
-            self._library.emulation_add_memory(address, size)
+            if address != self._hidden:
+                self._library.emulation_add_memory(address, size)
+
+    def hide(self, address: int) -> None:
+        """Pretends that there is no tensor at this address; 0: all are there."""
+        self._hidden = address
 
     def shuffle(self, seed: int) -> None:
         """Lets the threads of a block take turns in another order; 0: in that of their numbers."""
         self._library.emulation_set_seed(seed)
 
 
-def install(emulation: Emulation, patch: pytest.MonkeyPatch) -> None:
-    """Makes the backends believe in a GPU whose tensors are those of the CPU."""
-    import fusible.ops
-
-    patch.setitem(sys.modules, "fusible.ops._C", emulation)  # type: ignore[arg-type]
-    patch.setattr(fusible.ops, "_C", emulation, raising=False)
-    patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-    patch.setattr(torch.Tensor, "is_cuda", True)
+@contextmanager
+def installed(emulation: Emulation) -> Iterator[None]:
+    """The backends believe in a GPU whose tensors are those of the CPU."""
     answers = {"compiled": lambda: emulation, "stream": lambda device: 0, "device_refusal": lambda device: None}
-    for name, module in list(sys.modules.items()):
-        if name.startswith("fusible.ops."):
-            for function, answer in answers.items():
-                if hasattr(module, function):
-                    patch.setattr(module, function, answer)
+    gc.freeze()  # what is older than the tests is not asked for its storage at every call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "fusible.ops._C", emulation)  # type: ignore[arg-type]
+        patch.setattr(fusible.ops, "_C", emulation, raising=False)
+        patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+        patch.setattr(torch.Tensor, "is_cuda", True)
+        for found in pkgutil.iter_modules(backends.__path__):
+            module = importlib.import_module(f"{backends.__name__}.{found.name}")
+            for function in answers.keys() & vars(module).keys():
+                patch.setattr(module, function, answers[function])
+        yield
+    gc.unfreeze()
 
 
 def on_cpu(name: str) -> ModuleType:
