@@ -64,6 +64,23 @@ T atomicAdd(T* to, U value) {
   *to += value;
   return before;
 }
+// Loads and stores with hints for the caches, which can be checked as ordinary ones cannot.
+template <class T>
+T emulate_load(const T* from) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(from), sizeof(T), "a load");
+  return *from;
+}
+template <class T>
+void emulate_store(T* to, T value) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(to), sizeof(T), "a store");
+  *to = value;
+}
+#define __ldg emulate_load
+#define __ldcs emulate_load
+#define __ldcg emulate_load
+#define __stcs emulate_store
+#define __stcg emulate_store
+
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
