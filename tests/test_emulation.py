@@ -1,12 +1,13 @@
 """The CUDA sources on the CPU (tests/emulation): the checks of the GPU's tests, on small problems.
 
-What is read where nothing may be read is NaN, what is written where nothing may be written is seen bit by bit, a barrier
-that is never reached is a failure, and so is a bulk copy outside of every tensor.
+What is read where nothing may be read is NaN, what is written where nothing may be written is seen bit by bit, a
+barrier that is never reached is a failure, and so is a bulk copy outside of every tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,13 +32,15 @@ class Gpu(NamedTuple):
     emulation: harness.Emulation
     gemm: ModuleType
     rows: ModuleType
+    fused: ModuleType
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
-        yield Gpu(emulation, harness.on_cpu("test_kernels_cuda"), harness.on_cpu("test_rows_cuda"))
+        names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda"
+        yield Gpu(emulation, *map(harness.on_cpu, names))
 
 
 def check(gpu: Gpu, layout: Layout, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
@@ -110,25 +113,17 @@ def test_nothing(gpu: Gpu, layout: Layout, tail: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_order_of_threads(gpu: Gpu, layout: Layout, seed: int) -> None:
     """What a thread does must not depend on who runs before it."""
-    gpu.emulation.shuffle(seed)
-    try:
+    with gpu.emulation.shuffled(seed):
         for variant in VARIANTS:
             check(gpu, layout, n=392, bias=torch.float32, variant=variant)
-    finally:
-        gpu.emulation.shuffle(0)
 
 
 def test_a_copy_outside_of_every_tensor_is_a_fault(gpu: Gpu) -> None:
-    problem = gpu.gemm.Problem(gpu.gemm.Case(Layout.NT, (70,)))
-    sizes = torch.tensor([70])
-    far = torch.zeros(70, 200, dtype=torch.bfloat16)
-    outside = far.data_ptr()
-    with pytest.raises(RuntimeError, match=r"block \d thread \d+: a bulk store of \d+ bytes at .* outside of every buffer"):
-        gpu.emulation.hide(outside)
-        try:
-            hopper.launch(Layout.NT, problem.a[:70], problem.b, far, sizes)
-        finally:
-            gpu.emulation.hide(0)
+    problem, sizes = gpu.gemm.Problem(gpu.gemm.Case(Layout.NT, (70,), tail=0)), torch.tensor([70])
+    out = torch.zeros(70, 200, dtype=torch.bfloat16)
+    fault = r"block \d thread \d+: a bulk store of \d+ bytes at .* outside of every buffer"
+    with gpu.emulation.without(out), pytest.raises(RuntimeError, match=fault):
+        hopper.launch(Layout.NT, problem.a, problem.b, out, sizes)
 
 
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"]
@@ -155,3 +150,55 @@ def test_sums_and_dots(gpu: Gpu, number: int, columns: int, pitch: int) -> None:
     sizes = gpu.rows.CHUNKED[number]
     gpu.rows.test_column_sums(torch.bfloat16, columns, pitch, sizes, torch.int64, True)
     gpu.rows.test_row_dots(torch.bfloat16, torch.float32, columns, pitch, sizes)
+
+
+EVERY = [*ACTIVATIONS, *GATED[:7], "clamped", "gpt-oss", *(f"blocks of {n}" for n in (1, 2, 4, 8, 32, 64))]
+SOME = ("silu glu", "gpt-oss", "blocks of 8", "relu2")
+
+
+def check_fused(gpu: Gpu, name: str, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
+    """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
+    case = gpu.fused.Case(gpu.fused.SPECS[name], sizes, **what)
+    for variant in gpu.fused._C.ACTIVATION_VARIANTS:
+        gpu.fused.check_forward(replace(case, variant=variant))
+    for variant in gpu.fused._C.BACKWARD_VARIANTS:
+        gpu.fused.check_backward(replace(case, variant=variant))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_epilogues_of_every_activation(gpu: Gpu, name: str) -> None:
+    assert set(EVERY) == set(gpu.fused.SPECS)
+    check_fused(gpu, name, features=72, columns=320, bias=torch.float32, bias_scale=True)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_epilogues_of_types_and_shapes(gpu: Gpu, name: str) -> None:
+    check_fused(gpu, name, dtype=torch.float16, scales=torch.float16, index=torch.int32)
+    check_fused(gpu, name, (70, 0, 200), features=8, columns=8, scales=None, tail=0)
+    for size in (1, 64, 129):
+        check_fused(gpu, name, (size,), features=72, columns=136, tail=size % 5)
+
+
+@pytest.mark.parametrize("want_scales", [False, True])
+@pytest.mark.parametrize("want_hidden", [False, True])
+def test_gradients_that_are_wanted(gpu: Gpu, want_hidden: bool, want_scales: bool) -> None:
+    case = gpu.fused.Case(gpu.fused.SPECS["silu glu"], RAGGED)
+    gpu.fused.check_backward(case, want_hidden=want_hidden, want_scales=want_scales)
+
+
+def test_epilogues_of_many_groups(gpu: Gpu) -> None:
+    check_fused(gpu, "silu glu", tuple(g * 7 % 5 for g in range(70)), features=72, columns=136, bias=torch.bfloat16)
+
+
+def test_epilogues_and_the_edges(gpu: Gpu) -> None:
+    gpu.fused.test_blocks_as_wide_as_a_tile()
+    gpu.fused.test_nothing()
+    gpu.fused.test_nan_of_a_group_stays_in_it()
+    gpu.fused.test_weights_and_biases_anywhere_in_memory()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_epilogues_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
+    with gpu.emulation.shuffled(seed):
+        for name in SOME:
+            check_fused(gpu, name)

@@ -1,6 +1,7 @@
 """Builds csrc for the CPU: g++ compiles the kernel sources against headers that emulate what is PTX.
 
-Three pieces of syntax are rewritten in a copy, because no macro can express them: launches, shared variables and grid constants.
+Three pieces of syntax are rewritten in a copy, because no macro can express them: launches, shared variables and grid
+constants.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "emulation"
 EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
-FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -fno-strict-aliasing -ffp-contract=off -fmax-errors=3 -w".split()
+FLAGS = [
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fmax-errors=3",
+    "-w",
+]
 
 
 def rewrite(source: str) -> str:
@@ -81,7 +90,8 @@ def digest(paths: list[Path], seed: str = "") -> str:
 def command(source: Path, target: Path, includes: list[str]) -> list[str]:
     """Kernels at -O1, which compiles in a third of the time; the emulation itself at -O3, for its products."""
     level = "-O3" if source.parent == HERE else "-O1"
-    return ["g++", *FLAGS, level, "-include", str(HERE / "cuda_language.h"), *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
+    language = "-include", str(HERE / "cuda_language.h")
+    return ["g++", *FLAGS, level, *language, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
 
 
 def build(csrc: Path = ROOT / "csrc", workers: int = 2) -> Path:

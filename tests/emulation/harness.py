@@ -31,11 +31,15 @@ _ON_CPU = {
 
 
 class Emulation:
-    """What `fusible.ops._C` is, on the CPU. Copies may touch the storages of all tensors that live when a call is made."""
+    """What `fusible.ops._C` is, on the CPU.
+
+    Bulk copies may touch the storages of all tensors that live when a call is made.
+    """
 
     def __init__(self, module: Path) -> None:
         spec = importlib.util.spec_from_file_location("_C", module)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         self._module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
@@ -55,20 +59,28 @@ class Emulation:
 
     def _show_memory(self) -> None:
         self._library.emulation_clear_memory()
-        storages = {
-            (s.data_ptr(), s.nbytes()) for t in gc.get_objects() if type(t) is torch.Tensor for s in [t.untyped_storage()]
-        }
-        for address, size in storages:
+        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        for address, size in {(s.data_ptr(), s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)}:
             if address != self._hidden:
                 self._library.emulation_add_memory(address, size)
 
-    def hide(self, address: int) -> None:
-        """Pretends that there is no tensor at this address; 0: all are there."""
-        self._hidden = address
+    @contextmanager
+    def without(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Copies may not touch this tensor."""
+        self._hidden = tensor.untyped_storage().data_ptr()
+        try:
+            yield
+        finally:
+            self._hidden = 0
 
-    def shuffle(self, seed: int) -> None:
-        """Lets the threads of a block take turns in another order; 0: in that of their numbers."""
+    @contextmanager
+    def shuffled(self, seed: int) -> Iterator[None]:
+        """The threads of a launch take turns in another order than that of their numbers."""
         self._library.emulation_set_seed(seed)
+        try:
+            yield
+        finally:
+            self._library.emulation_set_seed(0)
 
 
 @contextmanager
