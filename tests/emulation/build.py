@@ -37,7 +37,8 @@ def rewrite(source: str) -> str:
         source,
     )
     source = re.sub(r"__shared__ ([^;]+);", shared_variable, source)
-    source = re.sub(r"const __grid_constant__ ([\w:<> ]+) (\w+)", r"const \1& \2", source)
+    if "<<<" not in source:  # launched by its address, which does not tell the size of its parameter
+        source = re.sub(r"const __grid_constant__ ([\w:<> ]+) (\w+)", r"const \1& \2", source)
     return re.sub(r"([\w:]+(?:<[^<>()]*>)?)<<<(.*?)>>>\((.*)\);", r"emulation::launch(\2, [&] { \1(\3); });", source)
 
 
