@@ -16,6 +16,7 @@ import pytest
 import torch
 from emulation import build, harness
 
+from fusible.ops.activations import ActivationSpec, gated, interleaved
 from fusible.ops.backends import hopper
 from fusible.ops.backends.problem import Layout
 
@@ -156,9 +157,9 @@ EVERY = [*ACTIVATIONS, *GATED[:7], "clamped", "gpt-oss", *(f"blocks of {n}" for 
 SOME = ("silu glu", "gpt-oss", "blocks of 8", "relu2")
 
 
-def check_fused(gpu: Gpu, name: str, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
+def check_fused(gpu: Gpu, name: str | ActivationSpec, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
     """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
-    case = gpu.fused.Case(gpu.fused.SPECS[name], sizes, **what)
+    case = gpu.fused.Case(gpu.fused.SPECS[name] if isinstance(name, str) else name, sizes, **what)
     for variant in gpu.fused._C.ACTIVATION_VARIANTS:
         gpu.fused.check_forward(replace(case, variant=variant))
     for variant in gpu.fused._C.BACKWARD_VARIANTS:
@@ -191,7 +192,7 @@ def test_epilogues_of_many_groups(gpu: Gpu) -> None:
 
 
 def test_epilogues_and_the_edges(gpu: Gpu) -> None:
-    gpu.fused.test_blocks_as_wide_as_a_tile()
+    check_fused(gpu, gated("silu", None, 1.0, 0.0, interleaved(128)), columns=384)  # blocks as wide as half a tile
     gpu.fused.test_nothing()
     gpu.fused.test_nan_of_a_group_stays_in_it()
     gpu.fused.test_weights_and_biases_anywhere_in_memory()
