@@ -23,6 +23,14 @@ DEVICE void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) {
       " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(ptx::smem_address(barrier)), "r"(rank)
       : "memory");
 }
+// Stores to the same place in block `rank` of the cluster, and completes the four bytes on its barrier.
+DEVICE void barrier_send(int* to, int value, uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "{\n .reg .b32 to, barrier;\n mapa.shared::cluster.u32 to, %0, %3;\n mapa.shared::cluster.u32 barrier, %2, %3;\n"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [barrier];\n}" ::"r"(ptx::smem_address(to)),
+      "r"(value), "r"(ptx::smem_address(barrier)), "r"(rank)
+      : "memory");
+}
 // Returns once the phase of the given parity has ended (a fresh barrier counts as having ended parity 1).
 DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(

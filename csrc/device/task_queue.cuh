@@ -43,7 +43,7 @@ class TaskSource {
         barrier_arrive(&queue_.full[ring_.stage]);
       } else {
 #pragma unroll
-        for (int block = 0; block < kCluster; ++block) send(&queue_.tasks[ring_.stage], task, &queue_.full[ring_.stage], block);
+        for (int block = 0; block < kCluster; ++block) barrier_send(&queue_.tasks[ring_.stage], task, &queue_.full[ring_.stage], block);
       }
       next_ = atomicAdd(counter_, 1u);  // needed a tile later: its latency is hidden
     }
@@ -51,15 +51,6 @@ class TaskSource {
   }
 
  private:
-  // Stores to the same place in block `block`, and completes the bytes on its barrier.
-  DEVICE static void send(int* to, int value, uint64_t* barrier, uint32_t block) {
-    asm volatile(
-        "{\n .reg .b32 to, barrier;\n mapa.shared::cluster.u32 to, %0, %3;\n mapa.shared::cluster.u32 barrier, %2, %3;\n"
-        " st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [barrier];\n}" ::"r"(ptx::smem_address(to)),
-        "r"(value), "r"(ptx::smem_address(barrier)), "r"(block)
-        : "memory");
-  }
-
   TaskQueue& queue_;
   unsigned* counter_;
   bool dynamic_;

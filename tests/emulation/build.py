@@ -1,0 +1,120 @@
+"""Builds csrc for the CPU: g++ compiles the kernel sources against headers that emulate what is PTX.
+
+Three pieces of syntax are rewritten in a copy, because no macro can express them: launches, shared variables and grid
+constants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BUILD = ROOT / "build" / "emulation"
+EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
+FLAGS = [
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fmax-errors=3",
+    "-w",
+]
+
+
+def rewrite(source: str) -> str:
+    """CUDA's syntax as C++; every line stays where it is."""
+    source = re.sub(
+        r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
+        r"auto* \2 = reinterpret_cast<\1*>(emulation::current->block->shared);",
+        source,
+    )
+    source = re.sub(r"__shared__ ([^;]+);", shared_variable, source)
+    if "<<<" not in source:  # launched by its address, which does not tell the size of its parameter
+        source = re.sub(r"const __grid_constant__ ([\w:<> ]+) (\w+)", r"const \1& \2", source)
+    return re.sub(r"([\w:]+(?:<[^<>()]*>)?)<<<(.*?)>>>\((.*)\);", r"emulation::launch(\2, [&] { \1(\3); });", source)
+
+
+def shared_variable(match: re.Match[str]) -> str:
+    """`__shared__ float x[2], y;` as references to the members of a structure that every block has once."""
+    names = [re.sub(r"\[.*", "", part).split()[-1] for part in split_declarators(match[1])]
+    kind = "Shared_" + "_".join(names)
+    return f"struct {kind} {{ {match[1]}; }}; auto& [{', '.join(names)}] = emulation::shared_variable<{kind}>();"
+
+
+def split_declarators(text: str) -> list[str]:
+    """Parts between commas outside of brackets."""
+    return re.split(r",(?![^<\[]*[>\]])", text)
+
+
+def find_cuda() -> Path | None:
+    """The folder of cuda_bf16.h, if there is one."""
+    nvcc = shutil.which("nvcc")
+    homes = [Path("/usr/local/cuda")] + ([Path(nvcc).resolve().parents[1]] if nvcc else [])
+    return next((home / "include" for home in homes if (home / "include" / "cuda_bf16.h").exists()), None)
+
+
+def missing() -> str | None:
+    """Why the emulation cannot be built here, if it cannot."""
+    if shutil.which("g++") is None:
+        return "no g++"
+    return None if find_cuda() else "no CUDA headers"
+
+
+def copy_sources(csrc: Path, to: Path) -> list[Path]:
+    """Rewritten sources, without the headers that are emulated; returns those to compile."""
+    shutil.rmtree(to, ignore_errors=True)
+    for path in sorted(csrc.rglob("*.*")):
+        if path.parent.name == "device" and path.name in EMULATED:
+            continue
+        target = to / path.relative_to(csrc)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(rewrite(path.read_text()))
+    return sorted([*to.rglob("*.cu"), *to.rglob("*.cpp")])
+
+
+def digest(paths: list[Path], seed: str = "") -> str:
+    """Of names and contents."""
+    total = hashlib.sha256(seed.encode())
+    for path in paths:
+        total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def command(source: Path, target: Path, includes: list[str]) -> list[str]:
+    """Kernels at -O1, which compiles in a third of the time; the emulation itself at -O3, for its products."""
+    level = "-O3" if source.parent == HERE else "-O1"
+    language = "-include", str(HERE / "cuda_language.h")
+    return ["g++", *FLAGS, level, *language, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
+
+
+def build(csrc: Path = ROOT / "csrc", workers: int = 2) -> Path:
+    """Path of the extension module `_C`, compiled if it is not up to date."""
+    import pybind11
+
+    BUILD.mkdir(parents=True, exist_ok=True)
+    copy = BUILD / ("csrc_" + digest(sorted(csrc.rglob("*.*"))))
+    sources = copy_sources(csrc, copy) + sorted(HERE.glob("*.cpp"))
+    headers = [p for folder in (HERE, copy) for p in sorted(folder.rglob("*.*h"))]
+    python = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
+    includes = [f"-I{HERE / 'include'}", f"-I{copy}", f"-I{HERE}", f"-isystem{find_cuda()}", *python]
+    seed = digest(headers, " ".join(command(HERE / "runtime.cpp", BUILD, includes[:1])))
+    objects = {source: BUILD / f"{source.stem}_{digest([source], seed)}.o" for source in sources}
+    stale = [command(source, target, includes) for source, target in objects.items() if not target.exists()]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda line: subprocess.run(line, check=True), stale))
+    module = BUILD / f"_C_{digest(list(objects.values()))}.so"
+    if not module.exists():
+        subprocess.run(["g++", "-shared", *map(str, objects.values()), "-o", str(module)], check=True)
+    return module
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,217 @@
+#include "fibers.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+dim3 gridDim, blockDim;
+
+namespace emulation {
+
+Thread* current = nullptr;
+
+namespace {
+
+constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 4096;
+constexpr uint8_t kGuard = 0xA5;
+
+ucontext_t scheduler;
+std::string failure;  // of the running launch
+const std::function<void()>* body_of_launch;
+unsigned seed = 0;
+std::vector<std::pair<uint64_t, uint64_t>> memory;  // first and last byte + 1 of what copies may touch
+
+void* stack(size_t i) {
+  static std::vector<void*> stacks;
+  while (stacks.size() <= i) stacks.push_back(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  return stacks[i];
+}
+
+std::string describe(const Block& b) {
+  std::ostringstream text;
+  text << "block " << b.index.x;
+  if (b.index.y) text << "," << b.index.y;
+  return text.str();
+}
+
+// The life of a fiber.
+void run_thread() {
+  Thread& t = *current;
+  try {
+    (*body_of_launch)();
+    check(t.products.empty(), "a thread ends with wgmma products that it has not waited for");
+    check(t.stores.empty(), "a thread ends with bulk stores that it has not waited for");
+    check(t.copies.empty(), "a thread ends with copies to shared memory that it has not waited for");
+  } catch (const std::exception& error) {
+    if (failure.empty()) failure = error.what();
+  }
+  t.done = true;
+  Block& b = *t.block;
+  --b.live, --b.cluster->live;
+  for (auto [meeting, live] : {std::pair<Meeting*, int>(&b.all, b.live), {b.cluster, b.cluster->live}})
+    if (meeting->arrived && meeting->arrived >= live) meeting->arrived = 0, ++meeting->generation;  // those that ended count as arrived
+  swapcontext(&t.context, &scheduler);
+}
+
+std::string describe(const Block& b, const Wait& w);
+
+std::string describe_hang(const std::vector<Thread*>& threads) {
+  std::map<std::string, int> waits;
+  for (const Thread* t : threads)
+    if (!t->done) ++waits[describe(*t->block) + " warp " + std::to_string(t->number / 32) + ": " + describe(*t->block, t->wait)];
+  std::string text = "the kernel hangs:";
+  for (const auto& [what, count] : waits) text += "\n  " + what + " (" + std::to_string(count) + " threads)";
+  return text;
+}
+
+void run_all(std::vector<Thread*> threads) {
+  unsigned random = seed;
+  if (seed)
+    for (size_t i = threads.size() - 1; i > 0; --i) std::swap(threads[i], threads[(random = random * 1664525u + 1013904223u) / 65536 % (i + 1)]);
+  for (size_t i = 0; i < threads.size(); ++i) {
+    Thread& t = *threads[i];
+    getcontext(&t.context);
+    t.context.uc_stack = {.ss_sp = stack(i), .ss_flags = 0, .ss_size = kStackBytes};
+    t.context.uc_link = nullptr;
+    makecontext(&t.context, run_thread, 0);
+  }
+  for (size_t left = threads.size(); left;) {
+    bool progress = false;
+    for (Thread* t : threads) {
+      if (t->done || !t->wait.over()) continue;
+      progress = true;
+      t->wait = {};
+      current = t;
+      swapcontext(&scheduler, &t->context);
+      current = nullptr;
+      if (!failure.empty()) throw Fault(failure);
+      left -= t->done;
+    }
+    if (!progress) throw Fault(describe_hang(threads));
+  }
+}
+
+struct Free {
+  void operator()(uint8_t* p) const { std::free(p); }
+};
+
+// One wave of clusters, from linear block number `first` on.
+void run_wave(const Config& c, unsigned first, unsigned count) {
+  const int threads = c.block.x * c.block.y * c.block.z;
+  std::vector<Block> blocks(count);
+  std::vector<Cluster> clusters(count / c.cluster);
+  std::vector<std::unique_ptr<uint8_t, Free>> shared;
+  std::vector<Thread*> all;
+  const size_t bytes = (c.shared_bytes + kGuardBytes + 1023) / 1024 * 1024;
+  for (unsigned i = 0; i < count; ++i) {
+    Block& b = blocks[i];
+    const unsigned number = first + i;
+    b.index = {number % c.grid.x, number / c.grid.x % c.grid.y, number / c.grid.x / c.grid.y};
+    b.rank = i % c.cluster, b.cluster = &clusters[i / c.cluster];
+    b.cluster->blocks.push_back(&b), b.cluster->live += threads;
+    shared.emplace_back(static_cast<uint8_t*>(std::aligned_alloc(1024, bytes)));
+    b.shared = shared.back().get(), b.shared_bytes = c.shared_bytes;
+    std::memset(b.shared, 0xFF, c.shared_bytes);
+    std::memset(b.shared + c.shared_bytes, kGuard, bytes - c.shared_bytes);
+    b.threads.resize(threads), b.warps.resize((threads + 31) / 32), b.warpgroups.resize((threads + 127) / 128), b.live = threads;
+    for (int t = 0; t < threads; ++t) {
+      Thread& thread = b.threads[t];
+      thread.index = {t % c.block.x, t / c.block.x % c.block.y, t / c.block.x / c.block.y};
+      thread.number = t, thread.block = &b;
+      all.push_back(&thread);
+    }
+  }
+  run_all(std::move(all));
+  for (const Block& b : blocks)
+    for (size_t i = c.shared_bytes; i < bytes; ++i)
+      if (b.shared[i] != kGuard) throw Fault(describe(b) + " wrote behind the end of its shared memory, at +" + std::to_string(i));
+}
+
+}  // namespace
+
+void fault(const std::string& text) {
+  if (!current) throw Fault(text);
+  throw Fault(describe(*current->block) + " thread " + std::to_string(current->number) + ": " + text);
+}
+
+Warp& Thread::warp() const { return block->warps[number / 32]; }
+
+void wait(const Wait& w) {
+  Thread& t = *current;
+  t.wait = w;
+  if (t.wait.over()) return void(t.wait = {});
+  swapcontext(&t.context, &scheduler);
+}
+
+const uint64_t* exchange(uint64_t value, const char* what) {
+  Warp& warp = current->warp();
+  uint64_t* values = warp.values[warp.generation & 1];
+  values[current->lane()] = value;
+  meet(warp, 32, what, [] {});
+  return values;
+}
+
+void launch(const Config& c, const std::function<void()>& body) {
+  const uint64_t blocks = uint64_t{c.grid.x} * c.grid.y * c.grid.z, resident = kMultiprocessors / c.cluster * c.cluster;
+  check(blocks > 0 && c.grid.x % c.cluster == 0 && resident > 0, "a grid of ", blocks, " blocks in clusters of ", c.cluster);
+  check(c.block.x * c.block.y * c.block.z <= 1024 && c.shared_bytes <= kSharedLimit, "a block of ", c.block.x, " threads, ", c.shared_bytes,
+        " bytes of shared memory");
+  check(!current, "a kernel launches a kernel");
+  gridDim = c.grid, blockDim = c.block, body_of_launch = &body;
+  failure.clear();
+  for (uint64_t first = 0; first < blocks; first += resident) run_wave(c, first, std::min(resident, blocks - first));
+}
+
+uint32_t shared_address(const void* pointer) {
+  const Block& b = *current->block;
+  const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - b.shared;
+  check(offset >= 0 && offset < static_cast<ptrdiff_t>(b.shared_bytes), "a pointer is not into the block's shared memory");
+  return kSharedBase + static_cast<uint32_t>(offset);
+}
+
+uint8_t* shared_pointer(Block& block, uint32_t address, size_t bytes) {
+  check(address >= kSharedBase && address - kSharedBase + bytes <= block.shared_bytes, bytes, " bytes at shared address ", address,
+        " are outside of the block's ", block.shared_bytes);
+  check(block.live > 0, "the block whose shared memory is used has ended");
+  return block.shared + (address - kSharedBase);
+}
+
+void* variable_of_block(const void* key, size_t bytes) {
+  auto& memory = current->block->variables[key];
+  if (memory.empty()) memory.assign((bytes + 7) / 8, ~uint64_t{0});
+  return memory.data();
+}
+
+void check_memory(uint64_t address, uint64_t bytes, const char* what) {
+  for (const auto& [first, end] : memory)
+    if (address >= first && address + bytes <= end) return;
+  check(false, what, " of ", bytes, " bytes at ", reinterpret_cast<void*>(address), " is outside of every buffer");
+}
+
+}  // namespace emulation
+
+#include "barrier.h"
+
+namespace emulation {
+
+bool Wait::over() const { return barrier ? phase_over(*barrier, parity) : !meeting || meeting->generation != generation; }
+
+namespace {
+std::string describe(const Block& b, const Wait& w) {
+  if (!w.barrier) return std::string(w.what);
+  std::ostringstream text;
+  text << "mbarrier at +" << reinterpret_cast<const uint8_t*>(w.barrier) - b.shared << ", parity " << w.parity << " (" << describe_barrier(*w.barrier) << ")";
+  return text.str();
+}
+}  // namespace
+
+}  // namespace emulation
+
+// For the tests, through ctypes.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+EXPORT void emulation_clear_memory() { emulation::memory.clear(); }
+EXPORT void emulation_add_memory(uint64_t address, uint64_t bytes) { emulation::memory.emplace_back(address, address + bytes); }
+// In which order the threads of a block take their turns: 0 for that of their numbers.
+EXPORT void emulation_set_seed(unsigned seed) { emulation::seed = seed; }

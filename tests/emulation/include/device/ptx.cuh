@@ -1,0 +1,68 @@
+// The interface of csrc/device/ptx.cuh, emulated.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "../../fibers.h"
+
+#define DEVICE inline
+#define INLINE
+
+namespace fusible::ptx {
+
+DEVICE uint32_t smem_address(const void* pointer) { return emulation::shared_address(pointer); }
+DEVICE uint32_t cluster_rank() { return emulation::current->block->rank; }
+DEVICE void cluster_sync() {
+  emulation::Cluster& cluster = *emulation::current->block->cluster;
+  emulation::meet(cluster, cluster.live, "the barrier of the cluster", [] {});
+}
+template <int kRegisters>
+DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+template <int kRegisters>
+DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+DEVICE void async_proxy_fence() {}
+
+// Carried out as late as their wait allows.
+DEVICE void copy_async(void* to, const void* from) {
+  (void)emulation::shared_pointer(smem_address(to), 16);
+  emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 == 0, "cp.async is not aligned to 16 bytes");
+  emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
+  emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
+}
+DEVICE void copy_async_commit() { emulation::current->copies.commit(); }
+template <int kPending>
+DEVICE void copy_async_wait() { emulation::current->copies.complete_all_but(kPending, [](auto& copy) { copy(); }); }
+
+template <class T>
+DEVICE uint32_t pack(float low, float high) {
+  const T pair[2] = {static_cast<T>(low), static_cast<T>(high)};
+  uint32_t bits;
+  std::memcpy(&bits, pair, sizeof bits);
+  return bits;
+}
+template <class T>
+DEVICE float2 unpack(uint32_t bits) {
+  T pair[2];
+  std::memcpy(pair, &bits, sizeof bits);
+  return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
+}
+
+DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
+  emulation::check(address % 16 == 0, "stmatrix is not aligned to 16 bytes");
+  const uint64_t* addresses = emulation::exchange(address, "stmatrix");
+  const int lane = emulation::current->lane();
+  for (int i = 0; i < 4; ++i) std::memcpy(emulation::shared_pointer(addresses[i * 8 + lane / 4], 16) + lane % 4 * 4, &m[i], 4);
+}
+DEVICE void store_shared(uint32_t address, float x, float y) {
+  emulation::check(address % 8 == 0, "a shared store of 8 bytes is not aligned");
+  const float pair[2] = {x, y};
+  std::memcpy(emulation::shared_pointer(address, 8), pair, 8);
+}
+
+DEVICE float exp2_approx(float x) { return exp2f(x); }
+DEVICE float reciprocal_approx(float x) { return 1.f / x; }
+
+}  // namespace fusible::ptx

@@ -1,0 +1,157 @@
+#include "tensor_map.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "barrier.h"
+
+namespace emulation {
+namespace {
+
+// What stands in the 128 bytes of a map.
+struct Map {
+  uint64_t magic, base;
+  uint64_t strides[5];  // in bytes; of the innermost dimension the size of an element
+  uint32_t last[5];     // size - 1 of each dimension
+  uint16_t box[5];
+  uint8_t rank, type;
+  uint64_t element() const { return strides[0]; }
+};
+static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+constexpr uint64_t kMagic = 0x70616D726F736E74;
+
+Map read(const CUtensorMap* map) {
+  check(reinterpret_cast<uintptr_t>(map) % 64 == 0, "a tensor map is not aligned to 64 bytes");
+  Map m;
+  std::memcpy(&m, map, sizeof m);
+  check(m.magic == kMagic, "a copy uses a tensor map that was never encoded");
+  return m;
+}
+
+uint64_t element_bytes(CUtensorMapDataType type) {
+  return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 0;
+}
+
+// Calls row(address of the row of the box, its offset in the box, how many of its bytes are within bounds: [from, to)) for every row of a
+// box. Addresses wrap around modulo 2^64, as the engine's do.
+template <class Row>
+void each_row(const Map& m, const std::vector<int>& at, Row row) {
+  const int64_t width = m.box[0], size = int64_t{m.last[0]} + 1, first = at[0];
+  const int64_t from = std::clamp<int64_t>(-first, 0, width), to = std::clamp<int64_t>(size - first, 0, width);
+  uint32_t rows = 1;
+  for (int d = 1; d < m.rank; ++d) rows *= m.box[d];
+  for (uint32_t i = 0; i < rows; ++i) {
+    uint64_t address = m.base + static_cast<uint64_t>(first) * m.element();
+    bool inside = from < to;
+    uint32_t rest = i;
+    for (int d = 1; d < m.rank; ++d) {
+      const int64_t coordinate = int64_t{at[d]} + rest % m.box[d];
+      rest /= m.box[d];
+      inside &= coordinate >= 0 && coordinate <= m.last[d];
+      address += static_cast<uint64_t>(coordinate) * m.strides[d];
+    }
+    row(address, i * width * m.element(), inside ? from * m.element() : 0, inside ? to * m.element() : 0);
+  }
+}
+
+// The bytes [from, to) of a box, in the swizzled shared memory that begins at `shared`, in pieces that stay together.
+template <class Piece>
+void each_piece(uint32_t shared, uint64_t from, uint64_t to, Piece piece) {
+  for (uint64_t at = from; at < to;) {
+    const uint64_t end = std::min(to, at / 16 * 16 + 16);
+    piece(shared_pointer(swizzled(shared + at), end - at), at, end - at);
+    at = end;
+  }
+}
+
+template <class T>
+void add_values(uint8_t* to, const uint8_t* from, uint64_t bytes) {
+  for (uint64_t i = 0; i < bytes; i += sizeof(T)) {
+    T x, y;
+    std::memcpy(&x, to + i, sizeof(T)), std::memcpy(&y, from + i, sizeof(T));
+    x = static_cast<T>(static_cast<float>(x) + static_cast<float>(y));
+    std::memcpy(to + i, &x, sizeof(T));
+  }
+}
+
+void write(const Map& m, uint8_t* to, const uint8_t* from, uint64_t bytes, bool add) {
+  if (!add) std::memcpy(to, from, bytes);
+  else if (m.type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32) add_values<float>(to, from, bytes);
+  else if (m.type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16) add_values<__half>(to, from, bytes);
+  else add_values<__nv_bfloat16>(to, from, bytes);
+}
+
+Map checked(const CUtensorMap* map, const void* shared, size_t coordinates) {
+  const Map m = read(map);
+  check(m.rank == coordinates, "a map of ", int{m.rank}, " dimensions is addressed with ", coordinates, " coordinates");
+  check(shared_address(shared) % 128 == 0, "a bulk copy's shared memory is not aligned to 128 bytes");
+  return m;
+}
+
+}  // namespace
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* sizes, const cuuint64_t* strides,
+                      const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                      CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  const uint64_t element = element_bytes(type);
+  Map m{.magic = kMagic, .base = reinterpret_cast<uint64_t>(base), .strides = {element}, .rank = static_cast<uint8_t>(rank), .type = static_cast<uint8_t>(type)};
+  bool good = element && rank >= 1 && rank <= 5 && m.base % 16 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
+              swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // the only ones that are emulated
+  for (uint32_t d = 0; good && d < rank; ++d) {
+    good &= sizes[d] >= 1 && sizes[d] <= 1ull << 32 && box[d] >= 1 && box[d] <= 256 && element_strides[d] == 1;
+    m.last[d] = static_cast<uint32_t>(sizes[d] - 1), m.box[d] = static_cast<uint16_t>(box[d]);
+    if (d == 0) continue;
+    good &= strides[d - 1] % 16 == 0 && strides[d - 1] < 1ull << 40;
+    m.strides[d] = strides[d - 1];
+  }
+  good = good && box[0] * element % 16 == 0 && box[0] * element <= 128;
+  if (!good) return CUDA_ERROR_INVALID_VALUE;
+  std::memset(map, 0, sizeof *map);
+  std::memcpy(map, &m, sizeof m);
+  return CUDA_SUCCESS;
+}
+
+void check_map(const CUtensorMap* map) { (void)read(map); }
+
+void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t blocks, std::initializer_list<int> coordinates) {
+  const Map m = checked(map, to, coordinates.size());
+  check(m.box[0] * m.element() == 128, "only boxes of 128 bytes a row are emulated");
+  const auto& cluster = current->block->cluster->blocks;
+  const uint32_t shared = shared_address(to);
+  int64_t total = 0;
+  for (uint32_t rank = 0; blocks >> rank; ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    check(rank < cluster.size(), "a multicast to block ", rank, " of a cluster of ", cluster.size());
+    total = 0;
+    each_row(m, coordinates, [&](uint64_t address, uint64_t offset, uint64_t from, uint64_t end) {
+      if (from < end) check_memory(address + from, end - from, "a bulk load");
+      for (uint64_t at = 0; at < 128; at += 2) {
+        uint8_t* place = shared_pointer(*cluster[rank], swizzled(shared + offset + at), 2);
+        if (at >= from && at < end) std::memcpy(place, reinterpret_cast<const void*>(address + at), 2);
+        else std::memset(place, 0, 2);
+      }
+      total += 128;
+    });
+    complete_bytes(mapped(barrier, rank), total);
+  }
+}
+
+void store_box(const CUtensorMap* map, const void* from, bool add, std::initializer_list<int> coordinates) {
+  const Map m = checked(map, from, coordinates.size());
+  const std::vector<int> at = coordinates;
+  const uint32_t shared = shared_address(from);
+  current->stores.open.push_back([=] {
+    each_row(m, at, [&](uint64_t address, uint64_t offset, uint64_t first, uint64_t end) {
+      if (first >= end) return;
+      check_memory(address + first, end - first, "a bulk store");
+      each_piece(shared, offset + first, offset + end, [&](const uint8_t* piece, uint64_t place, uint64_t bytes) {
+        write(m, reinterpret_cast<uint8_t*>(address + (place - offset)), piece, bytes, add);
+      });
+    });
+  });
+}
+
+}  // namespace emulation

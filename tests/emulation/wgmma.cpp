@@ -1,0 +1,92 @@
+#include "wgmma.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <array>
+#include <cstring>
+
+namespace emulation {
+namespace {
+
+using Table = std::array<float, 65536>;
+template <class T>
+const Table& table() {
+  static const Table values = [] {
+    Table t;
+    for (int i = 0; i < 65536; ++i) t[i] = static_cast<float>(__builtin_bit_cast(T, static_cast<uint16_t>(i)));
+    return t;
+  }();
+  return values;
+}
+
+// Element (row, k) of an operand with 128-byte swizzle, where row is one of m or n.
+struct Operand {
+  uint32_t address, leading, stride;
+  bool transposed;
+  Operand(uint64_t descriptor, bool transposed)
+      : address((descriptor & 0x3FFF) << 4), leading((descriptor >> 16 & 0x3FFF) << 4), stride((descriptor >> 32 & 0x3FFF) << 4), transposed(transposed) {
+    check(descriptor >> 62 == 1 && (descriptor >> 49 & 7) == 0, "a matrix descriptor is not of the 128-byte swizzle");
+  }
+  uint32_t at(int row, int k) const {
+    return swizzled(transposed ? address + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2 : address + row / 8 * stride + row % 8 * 128 + k * 2);
+  }
+};
+
+void load_operand(uint64_t descriptor, bool transposed, bool bf16, int rows, float* to /* [16][rows] */) {
+  const Table& values = bf16 ? table<__nv_bfloat16>() : table<__half>();
+  const Operand operand(descriptor, transposed);
+  for (int k = 0; k < 16; ++k)
+    for (int row = 0; row < rows; ++row) {
+      uint16_t bits;
+      std::memcpy(&bits, shared_pointer(operand.at(row, k), 2), 2);
+      to[k * rows + row] = values[bits];
+    }
+}
+
+// Thread t = 32 w + l holds, in accumulator[4c .. 4c+3], row 16w + l/4 (first two) and 8 below it of columns 8c + 2(l%4) and the next.
+template <class Visit>
+void each_accumulator(int columns, Visit visit) {
+  for (int t = 0; t < 128; ++t)
+    for (int i = 0; i < columns / 2; ++i) visit(t, i, t / 32 * 16 + t % 32 / 4 + i % 4 / 2 * 8, i / 4 * 8 + t % 4 * 2 + i % 2);
+}
+
+void multiply(const Product& p, float* const accumulators[128]) {
+  static float a[16 * 64], b[16 * 256], sums[64 * 256];
+  load_operand(p.a, p.transpose_a, p.bf16, 64, a);
+  load_operand(p.b, p.transpose_b, p.bf16, p.columns, b);
+  std::memset(sums, 0, sizeof(sums));
+  for (int row = 0; row < 64; ++row)
+    for (int k = 0; k < 16; ++k) {
+      const float x = a[k * 64 + row];
+      float* __restrict to = sums + row * 256;
+      const float* __restrict from = b + k * p.columns;
+      for (int column = 0; column < p.columns; ++column) to[column] += x * from[column];
+    }
+  each_accumulator(p.columns, [&](int t, int i, int row, int column) {
+    accumulators[t][i] = (p.accumulate ? accumulators[t][i] : 0.f) + sums[row * 256 + column];
+  });
+}
+
+}  // namespace
+
+void wait_for_products(int newest) {
+  Block& block = *current->block;
+  const int group = current->number / 128;
+  meet(block.warpgroups[group], 128, "wgmma.wait_group of its warpgroup", [&] {
+    Thread* threads = &block.threads[group * 128];
+    check(threads[0].products.open.empty(), "wgmma.wait_group before wgmma.commit_group");
+    std::vector<Product> products[128];
+    for (int t = 0; t < 128; ++t) threads[t].products.complete_all_but(newest, [&](const Product& p) { products[t].push_back(p); });
+    for (size_t i = 0; i < products[0].size(); ++i) {
+      float* accumulators[128];
+      for (int t = 0; t < 128; ++t) {
+        check(products[t].size() == products[0].size() && products[t][i].same(products[0][i]), "threads of a warpgroup issue different products");
+        accumulators[t] = products[t][i].accumulator;
+      }
+      multiply(products[0][i], accumulators);
+    }
+  });
+}
+
+}  // namespace emulation

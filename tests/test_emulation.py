@@ -1,0 +1,205 @@
+"""The CUDA sources on the CPU (tests/emulation): the checks of the GPU's tests, on small problems.
+
+What is read where nothing may be read is NaN, what is written where nothing may be written is seen bit by bit, a
+barrier that is never reached is a failure, and so is a bulk copy outside of every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from emulation import build, harness
+
+from fusible.ops.activations import ActivationSpec, gated, interleaved
+from fusible.ops.backends import hopper
+from fusible.ops.backends.problem import Layout
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+
+RAGGED = (131, 0, 77, 1, 64)
+LAYOUTS, VARIANTS = list(Layout), range(5)
+HALVES = [torch.bfloat16, torch.float16]
+
+
+class Gpu(NamedTuple):
+    """The emulated extension, and the test modules of the GPU on top of it."""
+
+    emulation: harness.Emulation
+    gemm: ModuleType
+    rows: ModuleType
+    fused: ModuleType
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Gpu]:
+    emulation = harness.Emulation(build.build())
+    with harness.installed(emulation):
+        names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda"
+        yield Gpu(emulation, *map(harness.on_cpu, names))
+
+
+def check(gpu: Gpu, layout: Layout, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
+    """With tasks on demand and in a fixed order; compares everything with float64."""
+    gpu.gemm.check(gpu.gemm.Case(layout, sizes, **what))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles(gpu: Gpu, layout: Layout, variant: int) -> None:
+    """Depth and width that no tile divides; odd rows of tiles, more of them than the depth of the queue."""
+    check(gpu, layout, k=136, n=264, variant=variant)
+    check(gpu, layout, (300, 0, 129), k=72, n=520, tail=0, variant=variant)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_types(gpu: Gpu, layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool) -> None:
+    out = torch.float32 if wide else dtype
+    for variant in (1, 2):
+        check(gpu, layout, dtype=dtype, out_dtype=out, accumulate=accumulate, pitch=24, variant=variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bias_and_factors(gpu: Gpu, layout: Layout, variant: int) -> None:
+    scaled = layout is not Layout.TN
+    factors = {"alpha": "groups", "row_scale": scaled, "bias_scale": scaled}
+    check(gpu, layout, bias=torch.float32, variant=variant, **factors)
+    check(gpu, layout, bias=torch.bfloat16, alpha=0.75, accumulate=True, beta="groups", variant=variant)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", ["sizes", "starts", "offsets"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_the_groups_are(gpu: Gpu, layout: Layout, groups: str, index: torch.dtype) -> None:
+    check(gpu, layout, groups=groups, index=index)
+    many = tuple(g * 7 % 5 for g in range(70))
+    check(gpu, layout, many, k=72, n=136, groups=groups, index=index, tail=11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matrices_anywhere(gpu: Gpu, layout: Layout) -> None:
+    for variant, wide in product((0, 1), (None, torch.float32)):
+        check(gpu, layout, separate=True, bias=torch.bfloat16, out_dtype=wide, variant=variant)
+        check(gpu, layout, separate=True, accumulate=True, beta="groups", out_dtype=wide, pitch=24, variant=variant)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_of_one_group(gpu: Gpu, layout: Layout) -> None:
+    for size, variant in product((1, 63, 64, 65, 129, 193), (0, 3)):
+        check(gpu, layout, (size,), k=72, n=136, tail=size % 5, variant=variant)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_that_lie(gpu: Gpu, layout: Layout) -> None:
+    gpu.gemm.test_sizes_that_lie_stay_inside(layout)
+
+
+@pytest.mark.parametrize("tail", [0, 50])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing(gpu: Gpu, layout: Layout, tail: int) -> None:
+    check(gpu, layout, (0, 0, 0), tail=tail)
+    check(gpu, layout, (0, 0, 0), tail=tail, accumulate=True, out_dtype=torch.float32, pitch=8)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_order_of_threads(gpu: Gpu, layout: Layout, seed: int) -> None:
+    """What a thread does must not depend on who runs before it."""
+    with gpu.emulation.shuffled(seed):
+        for variant in VARIANTS:
+            check(gpu, layout, n=392, bias=torch.float32, variant=variant)
+
+
+def test_a_copy_outside_of_every_tensor_is_a_fault(gpu: Gpu) -> None:
+    problem, sizes = gpu.gemm.Problem(gpu.gemm.Case(Layout.NT, (70,), tail=0)), torch.tensor([70])
+    out = torch.zeros(70, 200, dtype=torch.bfloat16)
+    fault = r"block \d thread \d+: a bulk store of \d+ bytes at .* outside of every buffer"
+    with gpu.emulation.without(out), pytest.raises(RuntimeError, match=fault):
+        hopper.launch(Layout.NT, problem.a, problem.b, out, sizes)
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"]
+GATED = [f"{name} glu" for name in ACTIVATIONS] + ["gpt-oss", "blocks of 32", "blocks of 4"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS + GATED)
+def test_activation(gpu: Gpu, name: str) -> None:
+    for dtype, scales in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        gpu.rows.test_activation_and_its_backward(name, dtype, 96, scales)
+    gpu.rows.test_nan_stays_nan(name)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [50, -9, 60], [2**31 - 1] * 3], ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+def test_zero_tail(gpu: Gpu, index: torch.dtype, sizes: list[int]) -> None:
+    for columns, dtype in ((64, torch.bfloat16), (3, torch.float16)):
+        gpu.rows.test_zero_tail_writes_the_tail_and_nothing_else(columns, dtype, sizes, index)
+
+
+@pytest.mark.parametrize(("columns", "pitch"), [(264, 264), (5, 7)])
+@pytest.mark.parametrize("number", range(4))
+def test_sums_and_dots(gpu: Gpu, number: int, columns: int, pitch: int) -> None:
+    sizes = gpu.rows.CHUNKED[number]
+    gpu.rows.test_column_sums(torch.bfloat16, columns, pitch, sizes, torch.int64, True)
+    gpu.rows.test_row_dots(torch.bfloat16, torch.float32, columns, pitch, sizes)
+
+
+EVERY = [*ACTIVATIONS, *GATED[:7], "clamped", "gpt-oss", *(f"blocks of {n}" for n in (1, 2, 4, 8, 32, 64))]
+SOME = ("silu glu", "gpt-oss", "blocks of 8", "relu2")
+
+
+def check_fused(gpu: Gpu, name: str | ActivationSpec, sizes: tuple[int, ...] = RAGGED, **what: Any) -> None:
+    """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
+    case = gpu.fused.Case(gpu.fused.SPECS[name] if isinstance(name, str) else name, sizes, **what)
+    for variant in gpu.fused._C.ACTIVATION_VARIANTS:
+        gpu.fused.check_forward(replace(case, variant=variant))
+    for variant in gpu.fused._C.BACKWARD_VARIANTS:
+        gpu.fused.check_backward(replace(case, variant=variant))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_epilogues_of_every_activation(gpu: Gpu, name: str) -> None:
+    assert set(EVERY) == set(gpu.fused.SPECS)
+    check_fused(gpu, name, features=72, columns=320, bias=torch.float32, bias_scale=True)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_epilogues_of_types_and_shapes(gpu: Gpu, name: str) -> None:
+    check_fused(gpu, name, dtype=torch.float16, scales=torch.float16, index=torch.int32)
+    check_fused(gpu, name, (70, 0, 200), features=8, columns=8, scales=None, tail=0)
+    for size in (1, 64, 129):
+        check_fused(gpu, name, (size,), features=72, columns=136, tail=size % 5)
+
+
+@pytest.mark.parametrize("want_scales", [False, True])
+@pytest.mark.parametrize("want_hidden", [False, True])
+def test_gradients_that_are_wanted(gpu: Gpu, want_hidden: bool, want_scales: bool) -> None:
+    case = gpu.fused.Case(gpu.fused.SPECS["silu glu"], RAGGED)
+    gpu.fused.check_backward(case, want_hidden=want_hidden, want_scales=want_scales)
+
+
+def test_epilogues_of_many_groups(gpu: Gpu) -> None:
+    check_fused(gpu, "silu glu", tuple(g * 7 % 5 for g in range(70)), features=72, columns=136, bias=torch.bfloat16)
+
+
+def test_epilogues_and_the_edges(gpu: Gpu) -> None:
+    check_fused(gpu, gated("silu", None, 1.0, 0.0, interleaved(128)), columns=384)  # blocks as wide as half a tile
+    gpu.fused.test_nothing()
+    gpu.fused.test_nan_of_a_group_stays_in_it()
+    gpu.fused.test_weights_and_biases_anywhere_in_memory()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_epilogues_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
+    with gpu.emulation.shuffled(seed):
+        for name in SOME:
+            check_fused(gpu, name)
