@@ -25,11 +25,9 @@ from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal
 from .problem import (
     DISTRIBUTIONS,
-    PRESETS,
     Asked,
     InaccurateError,
-    add_run_arguments,
-    add_size_arguments,
+    add_asked_arguments,
     asked,
 )
 from .report import Report, describe
@@ -162,10 +160,11 @@ def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
         findings.append(finding(name, p, measure(p, functions, args.rounds)))
     present = [who for who in args.contestants if any(who in f["tflops"] for f in findings)]
     notes = [f"\nLeft out: {'; '.join(dict.fromkeys(left_out))}."] if left_out else []
-    what = {"preset": case.preset, "tokens": case.tokens, "distribution": case.distribution}
     section = "\n".join([f"### {case}: {describe(case.problem)}\n", table(findings, present), *notes])
     splits = case.problem.split_sizes.tolist()
-    report.add(section, [{**what, "problem": describe(case.problem), "split_sizes": splits, "products": findings}])
+    report.add(
+        section, [{**case.about(), "problem": describe(case.problem), "split_sizes": splits, "products": findings}]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -180,11 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
     parser = argparse.ArgumentParser(prog="fusible bench grouped_gemm", description=description)
-    published = [name for name in PRESETS if name != "small"]
-    add_size_arguments(parser, [8192, 32768] if cuda else [1024], published if cuda else ["small"], nargs="+")
-    add_run_arguments(parser, CONTESTANTS, rounds=10)
+    add_asked_arguments(parser, [8192, 32768], CONTESTANTS, rounds=10)
     parser.set_defaults(distribution=list(DISTRIBUTIONS) if cuda else ["random"])
-    parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
     return parser.parse_args(argv)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,6 +183,20 @@ class Asked(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.preset}, {self.tokens} tokens, {self.distribution}"
+
+    def about(self) -> dict[str, Any]:
+        """What was asked for, as data."""
+        return {name: value for name, value in self._asdict().items() if name != "problem"}
+
+
+def add_asked_arguments(
+    parser: ArgumentParser, tokens: Collection[int], contestants: Collection[str], rounds: int
+) -> None:
+    """Arguments that :func:`asked` reads: by default, the published models on a GPU, a small one on a CPU."""
+    cuda, published = torch.cuda.is_available(), [name for name in PRESETS if name != "small"]
+    add_size_arguments(parser, tokens if cuda else [1024], published if cuda else ["small"], nargs="+")
+    add_run_arguments(parser, contestants, rounds)
+    parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
 
 
 def asked(args: Namespace) -> Iterator[Asked]:

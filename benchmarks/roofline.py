@@ -20,7 +20,7 @@ import torch
 from .gemm_contestants import CONTESTANTS, products, refusal
 from .grouped_gemm import YARDSTICK, bytes_moved, measure
 from .plots import Point, add_plot_argument, roofline
-from .problem import DTYPES, PRESETS, Asked, add_run_arguments, add_size_arguments, asked
+from .problem import DTYPES, Asked, add_asked_arguments, asked
 from .report import Report, describe
 from .timing import interleaved, markdown
 
@@ -84,14 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     points: dict[str, list[Point]] = {who: [] for who in args.contestants}
     for case in asked(args):
         found = findings(case, roof, args)
-        what = {
-            "preset": case.preset,
-            "tokens": case.tokens,
-            "distribution": case.distribution,
-            "ceilings": roof._asdict(),
-        }
         section = f"### {case}: {describe(case.problem)}\n\n{table(found, args.contestants)}"
-        report.add(section, [{**what, "products": found}])
+        report.add(section, [{**case.about(), "ceilings": roof._asdict(), "products": found}])
         for f in found:
             for who, speed in f["flops_per_second"].items():
                 points[who].append(Point(f["product"], f["intensity"], speed))
@@ -103,11 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
     parser = argparse.ArgumentParser(prog="fusible roofline", description=description)
-    published = [name for name in PRESETS if name != "small"]
-    add_size_arguments(parser, [64, 8192] if cuda else [1024], published if cuda else ["small"], nargs="+")
-    add_run_arguments(parser, CONTESTANTS, rounds=5)
+    add_asked_arguments(parser, [64, 8192], CONTESTANTS, rounds=5)
     peers = [who for who in ("ours", "grouped_mm") if cuda or who == "ours"]
     parser.set_defaults(contestants=[*peers, YARDSTICK])
-    parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
     add_plot_argument(parser)
     return parser.parse_args(argv)

@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kWidest = 768;       // columns that every tile divides, so that no tile's slabs reach further
 
-int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 bool few_rows(const GemmProblem& p) { return p.tokens / p.groups < 384 && p.k > 2048; }
 // In the workspace, after what every grouped GEMM keeps there.
 int64_t shares_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }

@@ -6,8 +6,6 @@
 namespace fusible {
 namespace {
 
-int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 // Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/measured.md).
 enum Variant : int {
   kSquare,     // most shapes

@@ -5,6 +5,9 @@
 
 namespace fusible {
 
+// How many blocks of a size n needs.
+constexpr int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
 
 // Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.

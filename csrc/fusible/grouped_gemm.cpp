@@ -15,7 +15,6 @@
 namespace fusible {
 namespace {
 
-int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 // The same matrices as one tensor, if they lie at equal distances.

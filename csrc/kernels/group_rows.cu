@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kChunkRows = 256;
 
-int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // Every group may leave a rest, and so may the rows past the last one.
 int64_t most_chunks(int64_t tokens, int groups) { return tokens / kChunkRows + groups + 1; }
 

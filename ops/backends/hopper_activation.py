@@ -12,7 +12,7 @@ from ..activations import ActivationSpec
 from .extension import TYPE_CODES, compiled, stream
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, first
-from .rows import curve_arguments
+from .rows import curve_arguments, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -90,7 +90,7 @@ def forward(
     workspace = p.a.new_empty(_forward_workspace(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
         *_head(p, spec, hidden.shape[-1], first(p.b).shape[-2], weights),
-        *(address, bias_type, pitch, addresses_, _address(bias_scale), *_scales(scales)),
+        *(address, bias_type, pitch, addresses_, _address(bias_scale), *scale_arguments(scales)),
         *(_address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
     )
 
@@ -110,7 +110,7 @@ def backward(
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
         *_head(p, spec, columns, columns, weights),
-        *(*_scales(scales), pre.data_ptr(), out.pre.data_ptr(), _address(out.scales), _address(out.hidden)),
+        *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), _address(out.scales), _address(out.hidden)),
         *(workspace.data_ptr(), variant),
     )
 
@@ -130,7 +130,3 @@ def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: P
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _scales(scales: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])

@@ -45,14 +45,14 @@ def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
     """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
     columns = out.shape[-1]
-    places = pre.data_ptr(), *_scales(scales), out.data_ptr()
+    places = pre.data_ptr(), *scale_arguments(scales), out.data_ptr()
     compiled().activate(*curve_arguments(spec, columns), *_rows(pre, columns), *places)
 
 
 def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
     """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
     columns = dhidden.shape[-1]
-    given = dhidden.data_ptr(), pre.data_ptr(), *_scales(scales)
+    given = dhidden.data_ptr(), pre.data_ptr(), *scale_arguments(scales)
     wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
     compiled().activate_backward(*curve_arguments(spec, columns), *_rows(pre, columns), *given, *wanted)
 
@@ -97,6 +97,11 @@ def curve_arguments(spec: ActivationSpec, columns: int) -> tuple[int, bool, floa
     return _CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns
 
 
+def scale_arguments(scales: Tensor | None) -> tuple[int, int]:
+    """A factor for each row, or none, as the extension wants it."""
+    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
+
+
 def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
     device = pre.get_device()
     return device, stream(device), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
@@ -112,7 +117,3 @@ def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, i
         rows.stride(0),
     )
     return (*dense, split_sizes.data_ptr(), split_sizes.shape[0], split_sizes.dtype == torch.int64)
-
-
-def _scales(scales: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
