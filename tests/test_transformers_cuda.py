@@ -71,7 +71,9 @@ def test_runs_on_our_kernels(name: str) -> None:
     results(experts, "fusible", *inputs(experts, 64))
     holder = torch.nn.ModuleDict({"experts": experts})
 
-    assert [layer.explanation.steps[0].kernel for layer in fusible.explain(holder).layers] == ["hopper"]
+    (layer,) = fusible.explain(holder).layers
+    products = [part for part in str(layer.explanation.steps[0].kernel).split(" + ") if part != "activation"]
+    assert products and all(product.startswith("hopper") for product in products)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
