@@ -32,8 +32,8 @@ struct DepositLayout {
   static constexpr int kSlots = kBytes / kPartBytes;
 };
 
-// One part of the accumulator to shared memory; see wgmma.cuh for which thread holds what.
-template <class Layout, class Out, int kSize>
+// One part of the accumulator to shared memory, or (kAdd, fp32) its sum with what stands there; see wgmma.cuh for which thread holds what.
+template <class Layout, class Out, bool kAdd = false, int kSize>
 DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
   const uint32_t base = ptx::smem_address(to);
   if constexpr (sizeof(Out) == 2) {
@@ -58,9 +58,12 @@ DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, 
         const float *even_row = acc + (part * 4 + octet + turn * 2) * 4, *odd_row = acc + (part * 4 + octet + (1 - turn) * 2) * 4;
         const int chunk = (octet + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
 #pragma unroll
-        for (int lower = 0; lower < 2; ++lower)
-          ptx::store_shared(base + in_slab(row + lower * 8, chunk) + lane % 2 * 8, odd ? odd_row[lower * 2] : even_row[lower * 2],
-                            odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1]);
+        for (int lower = 0; lower < 2; ++lower) {
+          const uint32_t at = base + in_slab(row + lower * 8, chunk) + lane % 2 * 8;
+          const float2 old = kAdd ? ptx::load_shared(at) : float2{};
+          const float x = odd ? odd_row[lower * 2] : even_row[lower * 2], y = odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1];
+          ptx::store_shared(at, kAdd ? old.x + x : x, kAdd ? old.y + y : y);
+        }
       }
   }
 }
@@ -122,6 +125,17 @@ struct Destination {
   int map_row[3];   // coordinates of the first row in the map
   bool accumulate;  // add to what is there
 };
+// What stands at a part's place, to shared memory; completes on `barrier`. Only where the map is one of matrices: bytes before a token
+// buffer may not be there to be read.
+template <class Layout>
+DEVICE void load_part(const Destination& d, uint8_t* to, int part, uint64_t* barrier) {
+  barrier_arrive_expecting(barrier, Layout::kPartBytes);
+#pragma unroll
+  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
+    tma::load(d.map, barrier, to + i * kSlabBytes, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+  }
+}
 template <class Layout>
 DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
 #pragma unroll

@@ -12,10 +12,10 @@ struct ActivationEpilogue {
   struct Scratch {};
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    each_deposit<K>(s, p, rank, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
       if (p.keep_pre && lane == 0) store_pre<K>(p, policy, tile, row, slabs);

@@ -22,9 +22,9 @@ struct ActivationBackwardEpilogue {
   };
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int warp) {
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
     const int lane = threadIdx.x % 32;
-    each_deposit<K>(s, p, rank, consumer, [&](const Tile& tile, int, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       with_kind(p.activation, [&](auto kind) INLINE {
         differentiate<K>(kind, p, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
       });

@@ -43,14 +43,17 @@ DEVICE int k_blocks_of(const Tile& tile, const typename K::Params& p) {
 
 template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
-  TaskSource<K::kCluster> tasks(s.tasks, p.shape.counter, rank);
-  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, false);
+  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank);
   Ring<K::kStages> ring;
-  for (Tile tile; tiles.next(tile);) {
+  constexpr bool kAhead = K::kSpareRegisters;  // finding a tile takes a while: before the last stage is free, not when the tile is due
+  Tile tile, following;
+  for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + 63) / 64;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
     const uint32_t bytes = rows * kBlockBytes + (tile.idle ? 0 : K::kTileN * kTileK * 2);
-    for (int block = 0, blocks = k_blocks_of<K>(tile, p); block < blocks; ++block) {
+    const int blocks = k_blocks_of<K>(tile, p);
+    for (int block = 0; block < blocks; ++block) {
+      if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
       uint8_t *a = s.stages.a[ring.stage], *b = s.stages.b[ring.stage];
@@ -65,9 +68,10 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       } else if (!tile.idle) {
         for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
       }
-      if (block == 0) tasks.provide();  // after the first copies, which are more urgent
+      if (block == 0) tiles.request();  // after the first copies, which are more urgent
       ring.advance();
     }
+    if (!kAhead || blocks == 1) more = tiles.next(following);
   }
   for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
     barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
@@ -84,10 +88,14 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
 }
 
 // acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2, ... of the tile.
-// `done(i)` is called when block i is complete; of two blocks, the first is handed over while the second is still being multiplied.
-template <class K, int kBlocks, class Done>
+//
+// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its registers: the next
+// tile's first product goes to the first block alone, and `meanwhile` takes the second one's away. So the tensor cores always have a
+// product to go on with. `ahead` is called once, while the last products are under way if there are registers for it. `done(i)` is called when block i is complete; for two
+// blocks, of the first alone.
+template <class K, int kBlocks, class Meanwhile, class Ahead, class Done>
 DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring, const Tile& tile,
-                     const typename K::Params& p, int consumer, int lane, Done done) {
+                     const typename K::Params& p, int consumer, int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;
   const auto multiply_step = [&](int i, int step, bool accumulate) {
@@ -96,7 +104,27 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
         B::descriptor(s.stages.b[ring.stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;
-  for (int block = 0; block < before; ++block) {
+  int block = 0;
+  if (kBlocks == 1 || before == 0) meanwhile();
+  if constexpr (kBlocks == 2) {
+    if (before > 0) {
+      barrier_wait(&s.full[ring.stage], ring.phase);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kTileK / 16; ++step) multiply_step(0, step, step != 0);
+      wgmma_commit();
+      meanwhile();
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kTileK / 16; ++step) multiply_step(1, step, step != 0);
+      wgmma_commit();
+      wgmma_wait<0>();
+      release<K>(s, ring.stage, lane);
+      ring.advance();
+      block = 1;
+    }
+  }
+  for (; block < before; ++block) {
     barrier_wait(&s.full[ring.stage], ring.phase);
     wgmma_fence();
 #pragma unroll
@@ -127,14 +155,17 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
   } else {
     last(std::integral_constant<int, kTileK / 16>());
   }
+  if constexpr (K::kSpareRegisters && !K::kAffine) ahead();
+  if constexpr (kBlocks == 2) wgmma_wait<1>();
+  else wgmma_wait<0>();
   if constexpr (kBlocks == 2) {
-    wgmma_wait<1>();
     done(std::integral_constant<int, 0>());
+    wgmma_wait<0>();
   }
-  wgmma_wait<0>();
   release<K>(s, ring.stage, lane);
   ring.advance();
-  done(std::integral_constant<int, kBlocks - 1>());
+  if constexpr (kBlocks == 1) done(std::integral_constant<int, 0>());
+  if constexpr (!K::kSpareRegisters || K::kAffine) ahead();
 }
 // The same for a consumer whose rows do not exist (a loop of its own: a branch around wgmma makes ptxas serialise it).
 template <class K>

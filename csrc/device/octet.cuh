@@ -69,8 +69,8 @@ struct DepositedRows {
 // Calls body(tile, first row in the group, deposited rows, their deposit, a function that waits for it) for every deposit of a consumer,
 // and gives its room back.
 template <class K, class Body>
-DEVICE void each_deposit(typename K::Storage& s, const typename K::Params& p, int rank, int consumer, Body body) {
-  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
+DEVICE void each_deposit(typename K::Storage& s, const typename K::Params& p, int consumer, Body body) {
+  TileReader tiles(s.tasks);
   Ring<K::Layout::kSlots> slot;
   for (Tile tile; tiles.next(tile);) {
     for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {

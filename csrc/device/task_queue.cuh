@@ -1,90 +1,116 @@
-// Hands out task numbers, the same ones to every role of both blocks of a cluster.
+// Which task comes next, and the tiles that tasks become, on their way to every role of a block.
 //
 // Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a cluster asks for
 // a task when it is ready for it, which evens out tasks of different sizes. The first block's producer then asks, a tile ahead, and
-// sends the number to the shared memory of both blocks.
+// sends the number to the other block's producer. Each producer finds its tile (tile_scheduler.cuh), which takes several hundred cycles,
+// and leaves it in the shared memory of its block, where the other roles read it.
 #pragma once
 #include "device/barrier.cuh"
+#include "kernels/kernel_entry.h"
 
 namespace fusible {
 
 constexpr int kQueueDepth = 4;
 
-struct TaskQueue {
-  int tasks[kQueueDepth];
-  uint64_t full[kQueueDepth];   // one arrival of the block's own producer; in a cluster of two, also the four bytes of a task
-  uint64_t empty[kQueueDepth];  // of the first block: every role of the cluster has taken the task
+struct Tile {
+  int group, tokens_start, tokens;  // the group, its first token in the buffer, its number of tokens; -1 after the last tile
+  Place place;                      // of the group's matrix
+  int row, rows;                    // the tile's first output row, counted within the group, and how many of its rows exist
+  int column;                       // index of the column tile
+  bool share_a;                     // both blocks of the cluster have these rows, and each its own column
+  bool idle;                        // nothing to compute here: this block only helps the other one to its half of A
+};
 
-  DEVICE void init(int takers) {
+struct TaskQueue {
+  int numbers[kQueueDepth];            // of tasks, sent by the first block of a cluster of two to the second
+  uint64_t number_sent[kQueueDepth];   // of the second block
+  uint64_t number_taken[kQueueDepth];  // of the first block
+  Tile tiles[kQueueDepth];
+  uint64_t tile_ready[kQueueDepth], tile_taken[kQueueDepth];
+
+  // `readers` are the threads that read every tile.
+  DEVICE void init(int readers) {
     for (int i = 0; i < kQueueDepth; ++i) {
-      barrier_init(&full[i], 1);
-      barrier_init(&empty[i], takers);
+      barrier_init(&number_sent[i], 1);
+      barrier_init(&number_taken[i], 1);
+      barrier_init(&tile_ready[i], 1);
+      barrier_init(&tile_taken[i], readers);
     }
   }
 };
 
-// The producer's end, of both blocks.
+// A producer's end: numbers of tasks in, tiles out.
 template <int kCluster>
 class TaskSource {
  public:
-  DEVICE TaskSource(TaskQueue& queue, unsigned* counter, int rank) : queue_(queue), counter_(rank == 0 ? counter : nullptr), dynamic_(counter) {
+  DEVICE TaskSource(TaskQueue& queue, unsigned* counter, int rank)
+      : queue_(queue), counter_(rank == 0 ? counter : nullptr), dynamic_(counter), sends_(kCluster > 1 && counter), task_(blockIdx.x / kCluster) {
     if (counter_) next_ = atomicAdd(counter_, 1u);
   }
 
-  // Makes way for one more task, and sends it if this is the first block; once per tile.
-  DEVICE void provide() {
+  DEVICE int task() const { return task_; }  // the one in hand; the first is known from the start
+
+  // Makes the task after this one known; once per tile, some time before `advance`.
+  DEVICE void request() {
     if (!dynamic_) return;
-    if constexpr (kCluster > 1) barrier_arrive_expecting(&queue_.full[ring_.stage], sizeof(int));
     if (counter_) {
-      barrier_wait(&queue_.empty[ring_.stage], ring_.phase ^ 1);
-      const int task = next_ + gridDim.x / kCluster;
-      if constexpr (kCluster == 1) {
-        queue_.tasks[ring_.stage] = task;
-        barrier_arrive(&queue_.full[ring_.stage]);
-      } else {
-#pragma unroll
-        for (int block = 0; block < kCluster; ++block) barrier_send(&queue_.tasks[ring_.stage], task, &queue_.full[ring_.stage], block);
+      requested_ = next_ + gridDim.x / kCluster;
+      if (sends_) {
+        barrier_wait(&queue_.number_taken[ring_.stage], ring_.phase ^ 1);
+        barrier_send(&queue_.numbers[ring_.stage], requested_, &queue_.number_sent[ring_.stage], 1);
       }
       next_ = atomicAdd(counter_, 1u);  // needed a tile later: its latency is hidden
+    } else {
+      barrier_arrive_expecting(&queue_.number_sent[ring_.stage], sizeof(int));
     }
-    ring_.advance();
   }
-
- private:
-  TaskQueue& queue_;
-  unsigned* counter_;
-  bool dynamic_;
-  unsigned next_ = 0;
-  Ring<kQueueDepth> ring_;
-};
-
-// A taker's end: a role of one thread, or of a whole warp.
-template <int kCluster>
-class TaskTaker {
- public:
-  DEVICE TaskTaker(TaskQueue& queue, bool dynamic, bool whole_warp)
-      : queue_(queue), dynamic_(dynamic), whole_warp_(whole_warp), task_(blockIdx.x / kCluster) {}
-
-  DEVICE int task() const { return task_; }
   DEVICE void advance() {
     if (!dynamic_) {
       task_ += gridDim.x / kCluster;
       return;
     }
-    barrier_wait(&queue_.full[ring_.stage], ring_.phase);
-    if (!whole_warp_ || threadIdx.x % 32 == 0) {
-      task_ = queue_.tasks[ring_.stage];
-      if constexpr (kCluster == 1) barrier_arrive(&queue_.empty[ring_.stage]);
-      else barrier_arrive_remote(&queue_.empty[ring_.stage], 0);
+    if (counter_) {
+      task_ = requested_;
+    } else {
+      barrier_wait(&queue_.number_sent[ring_.stage], ring_.phase);
+      task_ = queue_.numbers[ring_.stage];
+      barrier_arrive_remote(&queue_.number_taken[ring_.stage], 0);
     }
-    if (whole_warp_) task_ = __shfl_sync(~0u, task_, 0);
     ring_.advance();
+  }
+
+  DEVICE void publish(const Tile& tile) {
+    barrier_wait(&queue_.tile_taken[tiles_.stage], tiles_.phase ^ 1);
+    queue_.tiles[tiles_.stage] = tile;
+    barrier_arrive(&queue_.tile_ready[tiles_.stage]);
+    tiles_.advance();
   }
 
  private:
   TaskQueue& queue_;
-  bool dynamic_, whole_warp_;
-  int task_;
+  unsigned* counter_;
+  bool dynamic_, sends_;
+  int task_, requested_ = 0;
+  unsigned next_ = 0;
+  Ring<kQueueDepth> ring_, tiles_;
+};
+
+// Any other role's end: the tiles in turn. For each thread of it alone.
+class TileReader {
+ public:
+  DEVICE explicit TileReader(TaskQueue& queue) : queue_(queue) {}
+
+  // False when all tiles are done.
+  DEVICE bool next(Tile& tile) {
+    barrier_wait(&queue_.tile_ready[ring_.stage], ring_.phase);
+    tile = queue_.tiles[ring_.stage];
+    barrier_arrive(&queue_.tile_taken[ring_.stage]);
+    ring_.advance();
+    return tile.group >= 0;
+  }
+
+ private:
+  TaskQueue& queue_;
   Ring<kQueueDepth> ring_;
 };
 

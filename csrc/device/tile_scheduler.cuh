@@ -11,7 +11,6 @@
 // share few rows of A and few columns of B in the L2 cache.
 #pragma once
 #include "device/task_queue.cuh"
-#include "kernels/kernel_entry.h"
 
 namespace fusible {
 
@@ -21,19 +20,10 @@ DEVICE long long read_index(const GroupSource& source, const void* array, int i)
   return source.wide ? static_cast<const long long*>(array)[i] : static_cast<const int*>(array)[i];
 }
 
-// The groups as every role of a block reads them, in shared memory.
+// The groups as the producer reads them, in shared memory.
 struct GroupTable {
   int start[kMaxGroups], tokens[kMaxGroups];
   int tasks_end[kMaxGroups];  // tasks of this group and of all before it
-};
-
-struct Tile {
-  int group, tokens_start, tokens;  // the group, its first token in the buffer, its number of tokens
-  Place place;                      // of the group's matrix
-  int row, rows;                    // the tile's first output row, counted within the group, and how many of its rows exist
-  int column;                       // index of the column tile
-  bool share_a;                     // both blocks of the cluster have these rows, and each its own column
-  bool idle;                        // nothing to compute here: this block only helps the other one to its half of A
 };
 
 DEVICE int clamp(long long x, int low, int high) { return static_cast<int>(x < low ? low : x > high ? high : x); }
@@ -81,25 +71,20 @@ class TileScheduler {
     }
   }
 
-  // For a role of one thread, or of a whole warp.
-  DEVICE TileScheduler(const GroupTable& table, TaskQueue& queue, const TaskShape& shape, int rank, bool whole_warp)
-      : table_(table), shape_(shape), rank_(rank), taker_(queue, shape.counter != nullptr, whole_warp) {}
+  // For the producer's thread.
+  DEVICE TileScheduler(const GroupTable& table, TaskQueue& queue, const TaskShape& shape, int rank)
+      : table_(table), shape_(shape), rank_(rank), tasks_(queue, shape.counter, rank) {}
 
-  // False when all tasks are done. Every role of a block walks the same sequence on its own.
+  // Makes the task after this one known; once per tile, before the next one is asked for.
+  DEVICE void request() { tasks_.request(); }
+
+  // False when all tasks are done. The other roles of the block read the same tiles (TileReader).
   DEVICE bool next(Tile& tile) {
-    if (group_ >= 0) taker_.advance();
-    const int task = taker_.task();
-    while (task >= tasks_end_) {
-      if (++group_ >= shape_.groups) return false;
-      first_task_ = tasks_end_;
-      tasks_end_ = table_.tasks_end[group_];
-    }
-    tile.group = group_;
-    tile.tokens_start = table_.start[group_];
-    tile.tokens = table_.tokens[group_];
-    tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
-    place(tile, task - first_task_, rows(tile.tokens, shape_));
-    return true;
+    if (group_ >= 0) tasks_.advance();
+    const bool found = find(tile);
+    if (!found) tile.group = -1;
+    tasks_.publish(tile);
+    return found;
   }
 
  private:
@@ -112,35 +97,51 @@ class TileScheduler {
     const int tiles = (rows(tokens, shape) + kTileM - 1) / kTileM;
     return tiles / kClusterM * column_tasks(shape) + (tiles % kClusterM ? (shape.columns + 1) / 2 : 0);
   }
+  DEVICE bool find(Tile& tile) {
+    const int task = tasks_.task();
+    while (task >= tasks_end_) {
+      if (++group_ >= shape_.groups) return false;
+      first_task_ = tasks_end_;
+      tasks_end_ = table_.tasks_end[group_];
+    }
+    tile.group = group_;
+    tile.tokens_start = table_.start[group_];
+    tile.tokens = table_.tokens[group_];
+    tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
+    place(tile, task - first_task_, rows(tile.tokens, shape_));
+    return true;
+  }
   // Row and column of a group's task number `local`.
-  DEVICE void place(Tile& tile, int local, int rows) const {
-    const int tiles = (rows + kTileM - 1) / kTileM, pairs = tiles / kClusterM, columns = column_tasks(shape_);
-    const int bands = max(1, (pairs + kVariant.band - 1) / kVariant.band), usual = (pairs + bands - 1) / bands;  // height of a band
-    const int band = min(local / max(1, usual * columns), bands - 1), within = local - band * usual * columns;
+  DEVICE void place(Tile& tile, unsigned local, int rows) const {
+    const unsigned tiles = (rows + kTileM - 1) / kTileM, pairs = tiles / kClusterM, columns = column_tasks(shape_);
+    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band), usual = (pairs + bands - 1) / bands;  // height of a band
+    const unsigned band = min(local / max(1u, usual * columns), bands - 1), within = local - band * usual * columns;
     const bool last = band == bands - 1;
-    const int height = last ? pairs - band * usual : usual;
-    int pair, column;
+    const unsigned height = last ? pairs - band * usual : usual;
+    unsigned pair, column;
     bool odd = false;
     if (last && tiles % kClusterM != 0) {  // two columns at a time: their pairs, then the odd row of tiles at both
-      const int two = within / (2 * height + 1), at = within - two * (2 * height + 1);
-      odd = at >= height * min(2, columns - 2 * two);
-      pair = odd ? pairs : band * usual + at % max(1, height);
-      column = 2 * two + (odd ? rank_ : at / max(1, height));
+      const unsigned two = within / (2 * height + 1), at = within - two * (2 * height + 1);
+      odd = at >= height * min(2u, columns - 2 * two);
+      const unsigned second = height && at >= height;  // of the two columns
+      pair = odd ? pairs : band * usual + at - second * height;
+      column = 2 * two + (odd ? rank_ : second);
     } else {
-      pair = band * usual + within % height;
-      column = within / height * kClusterN + (kClusterN == 2 ? rank_ : 0);
+      const unsigned across = within / height;
+      pair = band * usual + within - across * height;
+      column = across * kClusterN + (kClusterN == 2 ? rank_ : 0);
     }
     tile.row = (pair * kClusterM + (odd || kClusterM == 1 ? 0 : rank_)) * kTileM;
     tile.rows = max(0, min(kTileM, rows - tile.row));
     tile.column = column;
     tile.share_a = odd || kClusterN == 2;
-    tile.idle = tile.rows == 0 || column >= shape_.columns;
+    tile.idle = tile.rows == 0 || tile.column >= shape_.columns;
   }
 
   const GroupTable& table_;
   const TaskShape& shape_;
   int rank_;
-  TaskTaker<kCluster> taker_;
+  TaskSource<kCluster> tasks_;
   int group_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 

@@ -9,8 +9,8 @@ namespace {
 // Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/measured.md).
 enum Variant : int {
   kSquare,     // most shapes
-  kTall,       // long groups and weight gradients: fewest bytes, thanks to the shared rows
-  kPadding,    // where 192 divides the columns better than 256: most work per byte of a block alone
+  kTall,       // long groups: fewest bytes, thanks to the shared rows; fp32 weight gradients of short groups: most room for old values
+  kPadding,    // where 192 divides the columns better than 256, weight gradients: most work per tile
   kWeights,    // few rows meet much weight: the pair reads it once
   kDecode,     // hardly any rows: most bytes in flight
 };
@@ -18,8 +18,11 @@ enum Variant : int {
 int choose_variant(const GemmProblem& p) {
   const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(blocks_of(p.n, 192) * 192);
   const bool pads = medium * 1.03 < wide;
-  if (p.layout == Layout::kTN) return pads ? kPadding : kTall;
   const int64_t rows = p.tokens / p.groups;
+  if (p.layout == Layout::kTN) {
+    const bool memory_bound = p.output == DType::kFloat32 && rows < 768;
+    return pads || (!memory_bound && medium <= 1.05 * static_cast<double>(blocks_of(p.n, 128) * 128)) ? kPadding : kTall;
+  }
   if (rows <= 64) return kDecode;
   if (rows < 384 && p.k > 2048) return kWeights;
   if (pads) return kPadding;

@@ -15,8 +15,9 @@ struct StoreEpilogue {
   static constexpr int kFinishers = 0, kRegisters = 72;
   struct Scratch {};  // of shared memory
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int rank, int consumer, int) {
-    K::finish(s, p, rank, consumer);
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
+    if (K::kFetchesOld && p.accumulate) K::finish_sums(s, p, consumer);
+    else K::finish(s, p, consumer);
   }
 };
 
@@ -32,9 +33,13 @@ struct GroupedGemmKernel {
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
+  static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
+  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
+  // for is fetched while the tile is multiplied, and its sum stored; only the rest is added in the cache.
+  static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth;
 
   struct NoAffine {};
   struct Affine {
@@ -66,7 +71,8 @@ struct GroupedGemmKernel {
       barrier_init(&s.affine.full, 32);
       barrier_init(&s.affine.empty, kConsumers * 128);
     }
-    s.tasks.init(kCluster * (1 + 4 * kConsumers + kConsumers * max(1, Epilogue::kFinishers) + (kAffine ? 1 : 0)));  // producers, consumer warps, finishers, fetchers
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + (kAffine ? 32 : 0);
+    s.tasks.init(kReaders);  // threads of the consumers, of the finishers, of the warp that fetches
     barrier_init_fence();
   }
 
@@ -75,50 +81,74 @@ struct GroupedGemmKernel {
     return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
 
-  DEVICE static void consume(Storage& s, const Params& p, int rank, int consumer) {
+  DEVICE static void consume(Storage& s, const Params& p, int consumer) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
+    TileReader tiles(s.tasks);
     Ring<kStages> ring;
     Ring<Layout::kSlots> slot;
     [[maybe_unused]] uint32_t affine_phase = 0;
-    for (Tile tile; tiles.next(tile);) {
-      const int mine = row_blocks(tile, consumer);
-      float acc[kRowBlocks][kTileN / 2];
-      [[maybe_unused]] bool affine_ready = false;
-      const auto done = [&](auto block) {
-        constexpr int i = block.value;
-        if constexpr (kAffine) {
-          if (!affine_ready) barrier_wait(&s.affine.full, affine_phase);
-          affine_ready = true;
-          apply(s.affine.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
-        }
+    float acc[kRowBlocks][kTileN / 2];
+    bool pending = false;  // the last block of the tile before is complete, but still in its registers
+    const auto hand_over = [&](auto block) {
+      constexpr int i = block.value;
+      if constexpr (kAffine) {
+        barrier_wait(&s.affine.full, affine_phase);
+        apply(s.affine.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
+      }
 #pragma unroll
-        for (int part = 0; part < Layout::kParts; ++part) {
-          barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ 1);
-          deposit<Layout, Out>(acc[i], s.deposits[consumer] + slot.stage * Layout::kPartBytes, part, warp, lane);
-          ptx::async_proxy_fence();
-          if constexpr (!kWholeWarp) __syncwarp();
-          if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
-          slot.advance();
-        }
-      };
-      if (mine == kRowBlocks) multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, done);
-      else if (mine > 0) multiply<GroupedGemmKernel, 1>(acc, s, ring, tile, p, consumer, lane, done);
-      else skip<GroupedGemmKernel>(s, ring, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
-      if constexpr (kAffine)
-        if (mine == 0) barrier_wait(&s.affine.full, affine_phase);
+      for (int part = 0; part < Layout::kParts; ++part) {
+        uint8_t* room = s.deposits[consumer] + slot.stage * Layout::kPartBytes;
+        bool fetches = false;
+        if constexpr (kFetchesOld) fetches = p.accumulate;
+        barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
+        if (kFetchesOld && i == 0 && part < Layout::kSlots && fetches) deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
+        else deposit<Layout, Out>(acc[i], room, part, warp, lane);
+        ptx::async_proxy_fence();
+        if constexpr (!kWholeWarp) __syncwarp();
+        if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
+        slot.advance();
+      }
+    };
+    const auto end_tile = [&] {
       if constexpr (kAffine) {
         barrier_arrive(&s.affine.empty);
         affine_phase ^= 1;
       }
+    };
+    const auto end_tile_before = [&] {
+      if (!pending) return;
+      hand_over(std::integral_constant<int, kRowBlocks - 1>());
+      end_tile();
+      pending = false;
+    };
+    Tile tile, following;
+    bool more = tiles.next(tile);
+    const auto look_ahead = [&] { more = tiles.next(following); };
+    for (; more; tile = following) {
+      const int mine = row_blocks(tile, consumer);
+      if (mine == kRowBlocks) {
+        multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        if (kRowBlocks == 2) pending = true;
+        else end_tile();
+      } else if (mine > 0) {
+        multiply<GroupedGemmKernel, 1>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        end_tile();
+      } else {
+        end_tile_before();
+        skip<GroupedGemmKernel>(s, ring, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
+        if constexpr (kAffine) barrier_wait(&s.affine.full, affine_phase);
+        end_tile();
+        look_ahead();
+      }
     }
+    end_tile_before();
   }
 
   // One thread for each consumer. A part's room is given back once it has been read: while the next part is being copied, if there is
   // room for two.
-  DEVICE static void finish(Storage& s, const Params& p, int rank, int consumer) {
+  DEVICE static void finish(Storage& s, const Params& p, int consumer) {
     constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
-    Scheduler tiles(s.groups, s.tasks, p.shape, rank, false);
+    TileReader tiles(s.tasks);
     Ring<Layout::kSlots> slot, read;
     Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
     const auto give_back = [&] {
@@ -147,10 +177,40 @@ struct GroupedGemmKernel {
     tma::wait_all();
   }
 
+  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first parts.
+  DEVICE static void finish_sums(Storage& s, const Params& p, int consumer) {
+    TileReader tiles(s.tasks);
+    Ring<Layout::kSlots> slot;
+    Destination to{.map = &p.out, .policy = tma::policy_evict_first()};
+    const auto place = [&](const Tile& tile, int part) {
+      to.map_row[0] = tile.row + (consumer + part / Layout::kParts * kConsumers) * 64;
+    };
+    for (Tile tile; tiles.next(tile);) {
+      const int parts = row_blocks(tile, consumer) * Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
+      to.column = tile.column * kTileN;
+      to.map_row[1] = tile.place.near, to.map_row[2] = tile.place.far;
+      for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
+        place(tile, part);
+        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part, &s.collected[consumer][part]);
+      }
+      for (int part = 0; part < parts; ++part) {
+        place(tile, part);
+        to.accumulate = part >= Layout::kSlots;
+        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
+        store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
+        slot.advance();
+        tma::wait_read<1>();
+        if (part > 0 && part - 1 + Layout::kSlots < parts) barrier_arrive(&s.collected[consumer][(part - 1) % Layout::kSlots]);
+      }
+      tma::wait_read<0>();
+    }
+    tma::wait_all();
+  }
+
   // One warp: bias and scales of every tile, while the consumers multiply it.
-  DEVICE static void fetch_affine(Storage& s, const Params& p, int rank) {
+  DEVICE static void fetch_affine(Storage& s, const Params& p) {
     const int lane = threadIdx.x % 32;
-    Scheduler tiles(s.groups, s.tasks, p.shape, rank, true);
+    TileReader tiles(s.tasks);
     uint32_t phase = 0;
     for (Tile tile; tiles.next(tile); phase ^= 1) {
       barrier_wait(&s.affine.empty, phase ^ 1);
@@ -177,26 +237,26 @@ struct GroupedGemmKernel {
       if (warp == 0) {
         if (threadIdx.x % 32 == 0) produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
-        if constexpr (kAffine) fetch_affine(s, p, rank);
+        if constexpr (kAffine) fetch_affine(s, p);
       } else if (!kApart && (kWholeWarp || threadIdx.x % 32 == 0)) {
-        Epilogue::template finish<GroupedGemmKernel>(s, p, rank, warp - 2, 0);
+        Epilogue::template finish<GroupedGemmKernel>(s, p, warp - 2, 0);
       }
       __syncwarp();
     } else if (kApart && warp >= 4 * (1 + kConsumers)) {
       ptx::registers_decrease<kFinisherRegisters>();
       const int finisher = warp - 4 * (1 + kConsumers);
-      Epilogue::template finish<GroupedGemmKernel>(s, p, rank, finisher / max(1, Epilogue::kFinishers), finisher % max(1, Epilogue::kFinishers));
+      Epilogue::template finish<GroupedGemmKernel>(s, p, finisher / max(1, Epilogue::kFinishers), finisher % max(1, Epilogue::kFinishers));
     } else {
       ptx::registers_increase<kConsumerRegisters>();
-      consume(s, p, rank, warp / 4 - 1);
+      consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
   }
 
  private:
-  static constexpr int kProducerRegisters = kApart ? 40 : kWholeWarp ? Epilogue::kRegisters : kTileN * kRowBlocks > 256 ? 40 : 72;
+  static constexpr int kProducerRegisters = kApart ? 72 : kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
   static constexpr int kFinisherRegisters = 104;  // of a warpgroup of their own
-  static constexpr int kConsumerRegisters = kApart ? 184 : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kTileN * kRowBlocks > 256 ? 232 : 216;
+  static constexpr int kConsumerRegisters = kApart ? 168 : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
 };
 
 template <class K>
