@@ -61,6 +61,12 @@ DEVICE void store_shared(uint32_t address, float x, float y) {
   const float pair[2] = {x, y};
   std::memcpy(emulation::shared_pointer(address, 8), pair, 8);
 }
+DEVICE float2 load_shared(uint32_t address) {
+  emulation::check(address % 8 == 0, "a shared load of 8 bytes is not aligned");
+  float pair[2];
+  std::memcpy(pair, emulation::shared_pointer(address, 8), 8);
+  return {pair[0], pair[1]};
+}
 
 DEVICE float exp2_approx(float x) { return exp2f(x); }
 DEVICE float reciprocal_approx(float x) { return 1.f / x; }
