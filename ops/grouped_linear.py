@@ -41,7 +41,7 @@ class GroupedLinear(WeightGrads):
         bias: whether there is a bias.
         single_grouped_weight: one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N, K].
         single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
-        scale_bias: the bias is multiplied by ``bias_scale``, which is then a required keyword.
+        scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
         accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
             where ``weight.overwrite_main_grad`` is set) and does not go through autograd.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
