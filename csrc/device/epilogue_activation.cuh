@@ -18,14 +18,14 @@ struct ActivationEpilogue {
     each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
-      if (p.keep_pre && lane == 0) store_pre<K>(p, policy, tile, row, slabs);
+      if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, row, slabs);
       with_kind(p.activation, [&](auto kind) INLINE {
         if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
         else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
       });
-      if (p.keep_pre && lane == 0) tma::wait_read<0>();
+      if (p.keep_pre && ptx::elect_one()) tma::wait_read<0>();
     });
-    if (lane == 0) tma::wait_all();
+    if (ptx::elect_one()) tma::wait_all();
   }
 
  private:

@@ -60,7 +60,11 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
         for (int i = rank; i < rows; i += 2) K::A::copy(Both{&p.a, full}, a, i, block * kTileK, tile);
+      } else if (rows == K::kTileM / 64) {  // apart, because a loop of a known number of rounds is unrolled
+#pragma unroll
+        for (int i = 0; i < K::kTileM / 64; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
       } else {
+#pragma unroll 1
         for (int i = 0; i < rows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
       }
       if (share_b) {

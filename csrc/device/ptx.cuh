@@ -21,6 +21,14 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// True in one lane of a whole warp, always the same. The compiler knows this instruction: bulk copies that it guards need no loop over
+// lanes whose operands might differ, which takes three times as long.
+DEVICE bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n .reg .pred elected;\n elect.sync _|elected, 0xFFFFFFFF;\n selp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
+  return elected;
+}
+
 template <int kRegisters>
 DEVICE void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
 template <int kRegisters>

@@ -235,10 +235,10 @@ struct GroupedGemmKernel {
     if (warp < 4) {
       ptx::registers_decrease<kProducerRegisters>();
       if (warp == 0) {
-        if (threadIdx.x % 32 == 0) produce<GroupedGemmKernel>(s, p, rank);
+        if (ptx::elect_one()) produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
         if constexpr (kAffine) fetch_affine(s, p);
-      } else if (!kApart && (kWholeWarp || threadIdx.x % 32 == 0)) {
+      } else if (!kApart && (kWholeWarp || ptx::elect_one())) {
         Epilogue::template finish<GroupedGemmKernel>(s, p, warp - 2, 0);
       }
       __syncwarp();

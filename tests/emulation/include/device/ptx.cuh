@@ -24,6 +24,7 @@ DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegiste
 template <int kRegisters>
 DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 DEVICE void async_proxy_fence() {}
+DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
 // Carried out as late as their wait allows.
 DEVICE void copy_async(void* to, const void* from) {
