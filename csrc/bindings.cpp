@@ -84,11 +84,11 @@ void activate_backward(int curve, bool gated, float alpha, float limit, float li
                              device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-fusible::GroupedGemm gemm_of(fusible::Layout layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
+fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
                              int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address workspace, int variant) {
   const auto type = static_cast<fusible::DType>(operand);
   fusible::GroupedGemm call{};
-  call.problem = {layout, type, type, false, groups, tokens, 0, n, k};
+  call.problem = {static_cast<fusible::Layout>(layout), type, type, false, groups, tokens, 0, n, k};
   call.a = {pointer<void>(a), type, a_pitch, 0};
   call.b = {pointer<void>(b), type, b_pitch, b_group, b_addresses};
   call.groups = {pointer<void>(sizes), nullptr, wide};
@@ -97,13 +97,13 @@ fusible::GroupedGemm gemm_of(fusible::Layout layout, int operand, int64_t groups
   return call;
 }
 
-void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int operand,
+void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int layout, int operand,
                        int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group,
                        const Addresses& b_addresses, Address sizes, bool wide, Address bias, int bias_type, int64_t bias_pitch,
                        const Addresses& bias_addresses, Address bias_scale, Address scales, int scales_type,
                        Address pre, Address hidden, Address workspace, int variant) {
   fusible::GroupedGemm gemm =
-      gemm_of(fusible::Layout::kNT, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
+      gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
   gemm.problem.affine = bias || !bias_addresses.empty();
   gemm.affine = {{pointer<void>(bias), static_cast<fusible::DType>(bias_type), bias_pitch, 0, bias_addresses}, nullptr, pointer<float>(bias_scale), nullptr, 1.f};
   gemm.out = {pointer<void>(pre), gemm.problem.operand, n, 0};
@@ -113,11 +113,11 @@ void linear_activation(int curve, bool gated, float alpha, float limit, float li
 }
 
 void linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream,
-                                int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
+                                int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
                                 int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales, int scales_type, Address pre,
                                 Address dpre, Address dscales, Address hidden, Address workspace, int variant) {
   const fusible::GroupedGemm gemm =
-      gemm_of(fusible::Layout::kNN, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
+      gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
   fusible::linear_activation_backward({gemm, activation(curve, gated, alpha, limit, linear_offset, block),
                                        {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, pointer<void>(pre),
                                        reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
@@ -182,13 +182,13 @@ PYBIND11_MODULE(_C, module) {
              "type"_a, "rows"_a, "columns"_a, "dhidden"_a, "pre"_a, "scales"_a, "scales_type"_a, "dpre"_a, "dscales"_a, "hidden"_a,
              "The backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation", &linear_activation, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
-             "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a, "wide"_a,
-             "bias"_a, "bias_type"_a, "bias_pitch"_a, "bias_addresses"_a, "bias_scale"_a, "scales"_a, "scales_type"_a, "pre"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
-             "A grouped GEMM (NT) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
+             "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a,
+             "wide"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a, "bias_addresses"_a, "bias_scale"_a, "scales"_a, "scales_type"_a, "pre"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
+             "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
   module.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
-             "device"_a, "stream"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a,
-             "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
-             "A grouped GEMM (NN) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
+             "device"_a, "stream"_a, "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a,
+             "b_addresses"_a, "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
+             "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a, "device"_a, "groups"_a, "tokens"_a,
              "n"_a, "k"_a, "affine"_a = false, "The configuration that linear_activation or its backward chooses, in words.");
   module.def("backward_workspace_bytes", &fusible::backward_workspace_bytes, "groups"_a, "tokens"_a, "columns"_a, "dscales"_a,

@@ -180,6 +180,12 @@ def test_epilogues_of_types_and_shapes(gpu: Gpu, name: str) -> None:
         check_fused(gpu, name, (size,), features=72, columns=136, tail=size % 5)
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_epilogues_with_weights_stored_transposed(gpu: Gpu, name: str) -> None:
+    check_fused(gpu, name, features=136, columns=320, bias=torch.float32, bias_scale=True, transposed=True)
+    check_fused(gpu, name, (70, 0, 200), dtype=torch.float16, features=72, columns=136, tail=0, transposed=True)
+
+
 @pytest.mark.parametrize("want_scales", [False, True])
 @pytest.mark.parametrize("want_hidden", [False, True])
 def test_gradients_that_are_wanted(gpu: Gpu, want_hidden: bool, want_scales: bool) -> None:

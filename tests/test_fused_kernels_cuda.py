@@ -55,6 +55,7 @@ class Case:
     bias: torch.dtype | None = None
     bias_scale: bool = False
     index: torch.dtype = torch.int64
+    transposed: bool = False  # both weights, as the kernels read them
     variant: int = -1
 
     @property
@@ -99,6 +100,13 @@ class Tensors:
         return pre
 
 
+def as_stored(t: Tensors, weights: Tensor, layout: Layout) -> tuple[Layout, Tensor]:
+    """The weights, transposed in memory if the case says so, and the layout that reads them."""
+    if not t.case.transposed:
+        return layout, weights
+    return Layout.NN if layout is Layout.NT else Layout.NT, weights.mT.contiguous()
+
+
 def poisoned(t: Tensors, *shape: int, dtype: torch.dtype) -> Tensor:
     """Room for a result inside a buffer of poison."""
     return torch.full((t.tokens + 2 * GUARD, *shape), POISON, dtype=dtype, device="cuda")[GUARD:-GUARD]
@@ -116,10 +124,11 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     case = t.case
     pre = poisoned(t, case.width, dtype=case.dtype) if keep else None
     hidden = poisoned(t, case.columns, dtype=case.dtype)
-    problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
+    layout, weights = as_stored(t, t.w1, Layout.NT)
+    problem = GroupedGemm(layout, t.x, weights, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
     assert hopper.refusal(problem) is None
     assert fused.forward_refusal(problem, case.spec, t.scales, pre, hidden) is None
-    places = hopper._place(t.w1), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
+    places = hopper._place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
     fused.forward(problem, case.spec, t.scales, pre, hidden, *places, case.variant)
     return pre, hidden
 
@@ -132,9 +141,10 @@ def backward(t: Tensors, pre: Tensor, want_scales: bool = True, want_hidden: boo
         torch.full_like(t.scales, POISON) if wanted else None,  # type: ignore[arg-type]
         poisoned(t, case.columns, dtype=case.dtype) if want_hidden else None,
     )
-    problem = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, out.pre)
+    layout, weights = as_stored(t, t.w2, Layout.NN)
+    problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.pre)
     assert fused.backward_refusal(problem, pre, case.spec, t.scales, out) is None
-    fused.backward(problem, pre, case.spec, t.scales, out, hopper._place(t.w2), case.variant)
+    fused.backward(problem, pre, case.spec, t.scales, out, hopper._place(weights), case.variant)
     return out
 
 
@@ -232,6 +242,19 @@ def test_blocks_as_wide_as_a_tile() -> None:
             check_forward(replace(case, variant=variant))
         for variant in _C.BACKWARD_VARIANTS:
             check_backward(replace(case, variant=variant))
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("name", ["silu glu", "gpt-oss", "blocks of 8", "blocks of 64", "relu2"])
+def test_weights_stored_transposed(name: str, dtype: torch.dtype) -> None:
+    case = Case(SPECS[name], dtype=dtype, transposed=True)
+    for features, columns in [(136, 192), (72, 320), (8, 8), (520, 776)]:
+        for variant in FORWARD:
+            check_forward(replace(case, variant=variant, features=features, columns=columns))
+        for variant in BACKWARD:
+            check_backward(replace(case, variant=variant, features=features, columns=columns))
+    for variant in FORWARD:
+        check_forward(replace(case, variant=variant, bias=torch.float32, bias_scale=True, columns=320))
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -369,6 +392,12 @@ def test_weights_and_biases_anywhere_in_memory() -> None:
         first = kernels.grouped_linear_activation_backward(t.dy, t.w2, pre, t.sizes, spec, **wants)
         second = kernels.grouped_linear_activation_backward(t.dy, w2, pre, t.sizes, spec, **wants)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, second, strict=True))
+        turned = [w.mT.contiguous().mT for w in w1]
+        other = kernels.grouped_linear_activation(t.x, turned, t.sizes, spec, bias=bias, **how)
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, other, strict=True))
+        turned = [w.mT.contiguous().mT for w in w2]
+        third = kernels.grouped_linear_activation_backward(t.dy, turned, pre, t.sizes, spec, **wants)
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, third, strict=True))
 
 
 def test_refusals_say_why() -> None:

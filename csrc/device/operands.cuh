@@ -68,6 +68,16 @@ struct GateUpRows : KMajor {
     issue(stage + i * kRows * 128, k, tile.column * kRows, i, tile.place.near, tile.place.far);
   }
 };
+// B [K, 2, F] of each group: as many columns of either half, in chunks of 64.
+template <int kTileN>
+struct GateUpColumns : MnMajor {
+  static constexpr int kPieces = kTileN / 64, kOfHalf = kPieces / 2;
+  static_assert(kTileN % 128 == 0, "a half of a tile is made of whole chunks");
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * 64, i / kOfHalf, k, tile.place.near, tile.place.far);
+  }
+};
 // B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
 template <int kTileN>
 struct WeightColumns : MnMajor {

@@ -37,6 +37,19 @@ void check_activation(const GemmProblem& p, const Activation& a, int64_t columns
   FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ", columns, ". ", p);
 }
 
+KernelEntry forward_entry(const GemmProblem& p, bool halves, int variant) {
+  const bool bf16 = p.operand == DType::kBFloat16;
+  if (p.layout == Layout::kNT)
+    return bf16 ? activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.affine, variant) : activation_entry<Layout::kNT, DType::kFloat16>(halves, p.affine, variant);
+  return bf16 ? activation_entry<Layout::kNN, DType::kBFloat16>(halves, p.affine, variant) : activation_entry<Layout::kNN, DType::kFloat16>(halves, p.affine, variant);
+}
+KernelEntry backward_entry(const GemmProblem& p, int variant) {
+  const bool bf16 = p.operand == DType::kBFloat16;
+  if (p.layout == Layout::kNT)
+    return bf16 ? activation_backward_entry<Layout::kNT, DType::kBFloat16>(variant) : activation_backward_entry<Layout::kNT, DType::kFloat16>(variant);
+  return bf16 ? activation_backward_entry<Layout::kNN, DType::kBFloat16>(variant) : activation_backward_entry<Layout::kNN, DType::kFloat16>(variant);
+}
+
 ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a, const RowScale& scales, int64_t columns,
                                    cudaStream_t stream) {
   ActivationParams params{};
@@ -76,7 +89,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   const GemmProblem& p = gemm.problem;
   const bool keep_pre = gemm.out.data != nullptr;
   const int64_t columns = call.activation.gated ? p.n / 2 : p.n;
-  FUSIBLE_CHECK(p.layout == Layout::kNT && p.output == p.operand, "an activation needs a forward product into the operands' type. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand, "an activation needs a forward product into the operands' type. ", p);
   if (!keep_pre) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, columns);
@@ -86,20 +99,20 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, columns, stream);
   const bool halves = has_halves(call.activation, columns);
   if (halves) {
-    params.b = gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n);
+    params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
+                                       : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
     if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
     params.affine.half = static_cast<int>(columns);
   }
   params.keep_pre = keep_pre;
   params.hidden = call.hidden;
-  const auto entry = p.operand == DType::kBFloat16 ? activation_entry<DType::kBFloat16> : activation_entry<DType::kFloat16>;
-  launch(params, entry(halves, p.affine, config.variant), config, p, device, stream);
+  launch(params, forward_entry(p, halves, config.variant), config, p, device, stream);
 }
 
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream) {
   GroupedGemm gemm = settled(call.gemm);
   const GemmProblem& p = gemm.problem;
-  FUSIBLE_CHECK(p.layout == Layout::kNN && p.output == p.operand && !p.affine, "the backward of an activation needs the plain gradient of its rows. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.affine, "the backward of an activation needs the plain gradient of its rows. ", p);
   FUSIBLE_CHECK(!call.dscales || gemm.workspace, "the gradient of the scales needs a workspace. ", p);
   gemm.out = {call.dpre, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
@@ -112,8 +125,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   params.dpre = call.dpre;
   params.hidden = call.hidden;
   if (call.dscales) params.shares = reinterpret_cast<float*>(static_cast<char*>(gemm.workspace) + shares_offset(p.groups));
-  const auto entry = p.operand == DType::kBFloat16 ? activation_backward_entry<DType::kBFloat16> : activation_backward_entry<DType::kFloat16>;
-  launch(params, entry(config.variant), config, p, device, stream);
+  launch(params, backward_entry(p, config.variant), config, p, device, stream);
   if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, call.dscales, call.scales.type, stream);
 }
 

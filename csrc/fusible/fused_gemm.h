@@ -6,10 +6,10 @@
 namespace fusible {
 
 // Positions in kTileVariants of the tiles that these kernels are built for.
-inline constexpr int kActivationVariants[] = {0, 3}, kBackwardVariants[] = {1, 3, 4};
+inline constexpr int kActivationVariants[] = {0, 1, 3}, kBackwardVariants[] = {1, 3, 4};
 
-// hidden = activation(pre) * scales with pre = `gemm`, which is kNT into `gemm.out`, or nowhere if that is null. Rows of pre and hidden
-// are dense; n counts the columns of pre.
+// hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null. Rows of pre
+// and hidden are dense; n counts the columns of pre.
 struct LinearActivation {
   GroupedGemm gemm;
   Activation activation;
@@ -17,7 +17,7 @@ struct LinearActivation {
   void* hidden;
 };
 
-// With dhidden = `gemm`, which is kNN and is not stored: what ActivationBackward says. n counts the columns of hidden; rows are dense.
+// With dhidden = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of hidden; rows are dense.
 struct LinearActivationBackward {
   GroupedGemm gemm;
   Activation activation;

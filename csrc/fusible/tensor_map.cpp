@@ -93,6 +93,15 @@ CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, 
   return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, kNear, kFar}, {bytes.pitch, half_bytes, kNearBytes, kNear * kNearBytes}, box);
 }
 
+CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k) {
+  const Bytes bytes(b);
+  const Extent half_bytes = Extent(half) * bytes_of(b.type);
+  const std::array<uint32_t, 5> box = {64, 1, 64, 1, 1};
+  if (b.addresses.empty())
+    return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), Extent(groups), 1}, {half_bytes, bytes.pitch, bytes.group, kNearBytes}, box);
+  return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), kNear, kFar}, {half_bytes, bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+}
+
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
   return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
 }

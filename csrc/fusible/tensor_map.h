@@ -32,6 +32,8 @@ CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t column
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n);
 // b[2, half, k] of each group, gate and up: tile_n / 2 rows of one half x 64 values of k.
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n);
+// b[k, 2, half] of each group, gate and up: 64 values of k x 64 columns of one half.
+CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k);
 // b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
 // out[T, n]: row s + r of a group is addressed as (T - n + r, s + n, 0), and r >= n is dropped.

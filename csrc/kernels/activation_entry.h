@@ -20,10 +20,10 @@ struct ActivationParams : GemmParams {
   float* shares;    // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
 };
 
-// `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
-template <DType kOperand>
+// kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
+template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool affine, int variant);
-template <DType kOperand>
+template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
 
 // out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type.

@@ -1,4 +1,5 @@
-// Turns an operand type into the kernels that end in an activation or its backward, one for each tile variant that they are built for.
+// Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile variant that they are
+// built for.
 #pragma once
 #include <iterator>
 
@@ -9,40 +10,44 @@
 
 namespace fusible {
 
-template <class T, bool kHalves, bool kAffine, TileVariant kVariant>
+// Weights whose rows, or columns, come from both halves.
+template <Layout kLayout, int kTileN>
+using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<kTileN>, GateUpColumns<kTileN>>;
+
+template <Layout kLayout, class T, bool kHalves, bool kAffine, TileVariant kVariant>
 KernelEntry activation_entry_of() {
-  using B = std::conditional_t<kHalves, GateUpRows<kVariant.tile_n>, WeightRows<kVariant.tile_n>>;
+  using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Operands<kLayout, kVariant.tile_n>::B>;
   return entry_of<GroupedGemmKernel<T, TokenRows, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
 }
-template <class T, bool kHalves, bool kAffine, size_t... kIndices>
+template <Layout kLayout, class T, bool kHalves, bool kAffine, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kActivationVariants[kIndices] ? void(entry = activation_entry_of<T, kHalves, kAffine, kTileVariants[kActivationVariants[kIndices]]>()) : void()), ...);
+  ((variant == kActivationVariants[kIndices] ? void(entry = activation_entry_of<kLayout, T, kHalves, kAffine, kTileVariants[kActivationVariants[kIndices]]>()) : void()), ...);
   return entry;
 }
-template <DType kOperand>
+template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool affine, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<std::size(kActivationVariants)> kAll;
-  if (halves) return affine ? activation_entry_of<T, true, true>(variant, kAll) : activation_entry_of<T, true, false>(variant, kAll);
-  return affine ? activation_entry_of<T, false, true>(variant, kAll) : activation_entry_of<T, false, false>(variant, kAll);
+  if (halves) return affine ? activation_entry_of<kLayout, T, true, true>(variant, kAll) : activation_entry_of<kLayout, T, true, false>(variant, kAll);
+  return affine ? activation_entry_of<kLayout, T, false, true>(variant, kAll) : activation_entry_of<kLayout, T, false, false>(variant, kAll);
 }
 
 // wgmma of 256 columns leaves no registers for a fourth warpgroup at the start of a kernel; the others do.
-template <class T, TileVariant kVariant>
+template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
   using Epilogue = std::conditional_t<kVariant.tile_n == 256, ActivationBackwardEpilogue<1, 2>, ActivationBackwardEpilogue<2, 1>>;
-  return entry_of<GroupedGemmKernel<T, TokenRows, WeightColumns<kVariant.tile_n>, T, false, kVariant, Epilogue>>();
+  return entry_of<GroupedGemmKernel<T, TokenRows, typename Operands<kLayout, kVariant.tile_n>::B, T, false, kVariant, Epilogue>>();
 }
-template <class T, size_t... kIndices>
+template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kBackwardVariants[kIndices] ? void(entry = activation_backward_entry_of<T, kTileVariants[kBackwardVariants[kIndices]]>()) : void()), ...);
+  ((variant == kBackwardVariants[kIndices] ? void(entry = activation_backward_entry_of<kLayout, T, kTileVariants[kBackwardVariants[kIndices]]>()) : void()), ...);
   return entry;
 }
-template <DType kOperand>
+template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant) {
-  return activation_backward_entry_of<Element<kOperand>>(variant, std::make_index_sequence<std::size(kBackwardVariants)>());
+  return activation_backward_entry_of<kLayout, Element<kOperand>>(variant, std::make_index_sequence<std::size(kBackwardVariants)>());
 }
 
 }  // namespace fusible

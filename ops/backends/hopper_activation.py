@@ -29,8 +29,6 @@ def forward_refusal(
     block = spec.block
     if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
         return f"has no tile for blocks of {block} columns"
-    if problem.layout is not Layout.NT:
-        return "reads weights [E, N, K] alone"
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
     return _scales_refusal(scales) or _rows_refusal(problem, (hidden,) if pre is None else (hidden, pre))
@@ -42,8 +40,6 @@ def backward_refusal(
     """Why a product that this backend takes cannot end in the activation's backward; None: it can."""
     if spec.block is not None and spec.block not in _NARROW and spec.block % 8:
         return f"has no loads for blocks of {spec.block} columns"
-    if problem.layout is not Layout.NN:
-        return "reads weights [E, N, K] alone"
     if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
         return "takes no factors"
     given = (pre, out.pre) if out.hidden is None else (pre, out.pre, out.hidden)
@@ -89,7 +85,7 @@ def forward(
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
     workspace = p.a.new_empty(_forward_workspace(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, spec, hidden.shape[-1], first(p.b).shape[-2], weights),
+        *_head(p, spec, hidden.shape[-1], _width(p), weights),
         *(address, bias_type, pitch, addresses_, _address(bias_scale), *scale_arguments(scales)),
         *(_address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
     )
@@ -105,7 +101,7 @@ def backward(
     variant: int = -1,
 ) -> None:
     """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
-    p, columns, library = problem, first(problem.b).shape[-1], compiled()
+    p, columns, library = problem, _width(problem), compiled()
     size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None)
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
@@ -123,9 +119,14 @@ def _forward_workspace(groups: int) -> int:
 def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
     """What both directions begin with: the activation, the stream, the product, its operands and groups."""
     device, sizes = p.a.get_device(), p.split_sizes
-    product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
+    product = int(p.layout is Layout.NN), TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
     groups = sizes.data_ptr(), sizes.dtype == torch.int64
     return *curve_arguments(spec, columns), device, stream(device), *product, *weights[0], weights[1], *groups
+
+
+def _width(p: GroupedGemm) -> int:
+    """Columns of the product."""
+    return first(p.b).shape[-2 if p.layout is Layout.NT else -1]
 
 
 def _address(tensor: Tensor | None) -> int:

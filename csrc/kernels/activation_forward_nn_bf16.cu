@@ -1,5 +1,5 @@
 #include "kernels/instantiate_activation.cuh"
 
 namespace fusible {
-template KernelEntry activation_backward_entry<DType::kBFloat16>(int);
+template KernelEntry activation_entry<Layout::kNN, DType::kBFloat16>(bool, bool, int);
 }  // namespace fusible

@@ -1,5 +1,5 @@
 #include "kernels/instantiate_activation.cuh"
 
 namespace fusible {
-template KernelEntry activation_entry<DType::kFloat16>(bool, bool, int);
+template KernelEntry activation_entry<Layout::kNT, DType::kFloat16>(bool, bool, int);
 }  // namespace fusible

@@ -1,0 +1,5 @@
+#include "kernels/instantiate_activation.cuh"
+
+namespace fusible {
+template KernelEntry activation_entry<Layout::kNN, DType::kFloat16>(bool, bool, int);
+}  // namespace fusible
