@@ -44,6 +44,8 @@ class TileScheduler {
  public:
   // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
   DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
+    for (const void* array : {source.sizes, source.starts})  // all at once: the rounds below wait for one another
+      for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128) ptx::prefetch(static_cast<const char*>(array) + i);
     int tokens_before = 0, tasks_before = 0;
     for (int base = 0; base < shape.groups; base += 32) {
       const int group = base + lane;
@@ -100,10 +102,10 @@ class TileScheduler {
   }
   DEVICE bool find(Tile& tile) {
     const int task = tasks_.task();
-    while (task >= tasks_end_) {
-      if (++group_ >= shape_.groups) return false;
-      first_task_ = tasks_end_;
-      tasks_end_ = table_.tasks_end[group_];
+    if (group_ < 0 || task >= table_.tasks_end[group_]) {
+      group_ = next_group(task);
+      if (group_ >= shape_.groups) return false;
+      first_task_ = group_ > 0 ? table_.tasks_end[group_ - 1] : 0;
     }
     tile.group = group_;
     tile.tokens_start = table_.start[group_];
@@ -111,6 +113,17 @@ class TileScheduler {
     tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
     place(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
+  }
+  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most groups empty.
+  DEVICE int next_group(int task) const {
+    int before = group_, step = 1;  // `before` and all groups up to it end before the task
+    const auto ends_before = [&](int group) { return group < shape_.groups && table_.tasks_end[group] <= task; };
+    for (; ends_before(before + step); step *= 2) before += step;
+    for (; step > 1;) {
+      step /= 2;
+      if (ends_before(before + step)) before += step;
+    }
+    return before + 1;
   }
   // Row and column of a group's task number `local`.
   DEVICE void place(Tile& tile, unsigned local, int rows) const {
@@ -155,7 +168,7 @@ class TileScheduler {
   const TaskShape& shape_;
   int rank_;
   TaskSource<kCluster> tasks_;
-  int group_ = -1, first_task_ = 0, tasks_end_ = 0;
+  int group_ = -1, first_task_ = 0;
 };
 
 }  // namespace fusible

@@ -20,8 +20,7 @@ int choose_variant(const GemmProblem& p) {
   const bool pads = medium * 1.03 < wide;
   const int64_t rows = p.tokens / p.groups;
   if (p.layout == Layout::kTN) {
-    const bool memory_bound = p.output == DType::kFloat32 && rows < 768;
-    return pads || (!memory_bound && medium <= 1.05 * static_cast<double>(blocks_of(p.n, 128) * 128)) ? kPadding : kTall;
+    return pads || (!bytes_decide(p) && medium <= 1.05 * static_cast<double>(blocks_of(p.n, 128) * 128)) ? kPadding : kTall;
   }
   if (rows <= 64) return kDecode;
   if (rows < 384 && p.k > 2048) return kWeights;

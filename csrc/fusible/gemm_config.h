@@ -45,6 +45,9 @@ struct GemmProblem {
   int64_t n, k;  // output columns; depth (not kTN)
 };
 
+// Whether an fp32 weight gradient takes longer to get through memory than to multiply.
+constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768; }
+
 struct GemmConfig {
   int variant;     // index into kTileVariants
   int grid;        // blocks

@@ -38,7 +38,8 @@ struct GroupedGemmKernel {
   using Out = Out_;
   using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
-  // for is fetched while the tile is multiplied, and its sum stored; only the rest is added in the cache.
+  // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
+  // room of what has been stored, for which the consumer waits.
   static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth;
 
   struct NoAffine {};
@@ -101,7 +102,7 @@ struct GroupedGemmKernel {
         bool fetches = false;
         if constexpr (kFetchesOld) fetches = p.accumulate;
         barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-        if (kFetchesOld && i == 0 && part < Layout::kSlots && fetches) deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots))) deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
         else deposit<Layout, Out>(acc[i], room, part, warp, lane);
         ptx::async_proxy_fence();
         if constexpr (!kWholeWarp) __syncwarp();
@@ -191,16 +192,20 @@ struct GroupedGemmKernel {
       to.map_row[1] = tile.place.near, to.map_row[2] = tile.place.far;
       for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
         place(tile, part);
-        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part, &s.collected[consumer][part]);
+        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part % Layout::kParts, &s.collected[consumer][part]);
       }
       for (int part = 0; part < parts; ++part) {
         place(tile, part);
-        to.accumulate = part >= Layout::kSlots;
+        to.accumulate = part >= Layout::kSlots && !p.fetch_all;
         barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
         store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
         slot.advance();
         tma::wait_read<1>();
-        if (part > 0 && part - 1 + Layout::kSlots < parts) barrier_arrive(&s.collected[consumer][(part - 1) % Layout::kSlots]);
+        if (part == 0 || part - 1 + Layout::kSlots >= parts) continue;
+        const int read = (part - 1) % Layout::kSlots, next = part - 1 + Layout::kSlots;
+        place(tile, next);
+        if (p.fetch_all) load_part<Layout>(to, s.deposits[consumer] + read * Layout::kPartBytes, next % Layout::kParts, &s.collected[consumer][read]);
+        else barrier_arrive(&s.collected[consumer][read]);
       }
       tma::wait_read<0>();
     }

@@ -26,6 +26,8 @@ DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegiste
 DEVICE void async_proxy_fence() {}
 DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
+DEVICE void prefetch(const void* address) { emulation::check_memory(reinterpret_cast<uintptr_t>(address), 1, "prefetch"); }
+
 // Carried out as late as their wait allows.
 DEVICE void copy_async(void* to, const void* from) {
   (void)emulation::shared_pointer(smem_address(to), 16);
