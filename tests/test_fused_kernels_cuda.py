@@ -234,11 +234,18 @@ def test_shapes(name: str) -> None:
             check_backward(replace(case, variant=variant))
 
 
+def forward_variants(case: Case) -> list[int]:
+    """The tiles that hold as many blocks of up as of gate; tile 1 is 128 columns wide, the others 256."""
+    block = case.spec.block
+    wide = block is not None and block not in (1, 2, 4, case.columns) and 128 % (2 * block) != 0
+    return [variant for variant in _C.ACTIVATION_VARIANTS if not (wide and variant == 1)]
+
+
 def test_blocks_as_wide_as_a_tile() -> None:
     for block, columns in [(128, 384), (128, 640), (16, 48)]:
         spec = gated("silu", None, 1.0, 0.0, interleaved(block))
         case = Case(spec, columns=columns, tail=0)
-        for variant in _C.ACTIVATION_VARIANTS:
+        for variant in forward_variants(case):
             check_forward(replace(case, variant=variant))
         for variant in _C.BACKWARD_VARIANTS:
             check_backward(replace(case, variant=variant))
