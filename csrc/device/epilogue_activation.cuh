@@ -9,7 +9,6 @@ template <bool kHalves>
 struct ActivationEpilogue {
   using Params = ActivationParams;
   static constexpr int kFinishers = 1, kRegisters = 120;  // beside the producer
-  static constexpr bool kPrefetches = false;
   struct Scratch {};
 
   template <class K>

@@ -13,7 +13,6 @@ template <int kWarps, int kTogether>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
   static constexpr int kFinishers = kWarps, kRegisters = 136;
-  static constexpr bool kPrefetches = true;
   static constexpr int kSlots = 12 / (kConsumers * kWarps * kTogether), kStepRows = 4 * kTogether;
   struct Staged {
     uint4 gate[kTogether][32], up[kTogether][32];
@@ -30,24 +29,6 @@ struct ActivationBackwardEpilogue {
         differentiate<K>(kind, p, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
       });
     });
-  }
-
-  // The staged steps are too few bytes on their way to cover the latency of device memory, but not that of the L2 cache. Where gate and up
-  // alternate, their columns are neighbours; a tile that cuts a block gets most of them. A lane has every second half of a row.
-  template <class K>
-  DEVICE static void prefetch(typename K::Storage& s, const Params& p) {
-    using T = typename K::T;
-    const int lane = threadIdx.x % 32, halves = p.activation.gated ? 2 : 1, width = halves * p.columns;
-    const int distance = p.block == p.columns ? p.columns : K::kTileN;  // from the tile's first half to its second
-    TileReader tiles(s.tasks);
-    for (Tile tile; tiles.next(tile);) {
-      const int column = tile.column * K::kTileN * (p.block == p.columns ? 1 : 2) + lane % 2 * distance;
-      const int bytes = min(K::kTileN, (lane % 2 == 0 && p.block == p.columns ? p.columns : width) - column) * static_cast<int>(sizeof(T));
-      if (tile.idle || lane % 2 >= halves) continue;
-      const char* from = static_cast<const char*>(p.pre) + (static_cast<size_t>(tile.tokens_start + tile.row + lane / 2) * width + column) * sizeof(T);
-      for (int row = lane / 2; row < tile.rows; row += 16, from += static_cast<size_t>(16) * width * sizeof(T))
-        for (int i = 0; i < bytes; i += 128) ptx::prefetch_l2(from + i);
-    }
   }
 
  private:

@@ -37,9 +37,8 @@ DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32
 // Ordinary shared-memory stores of this thread become visible to the copy engine and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Brings the line of an address to the first-level cache, or to the second.
+// Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
-DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread that issued them.
 DEVICE void copy_async(void* to, const void* from) {

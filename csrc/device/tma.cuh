@@ -41,11 +41,6 @@ DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, 
 #undef TO
 #undef LOAD
 
-// To the L2 cache alone.
-DEVICE void prefetch(const CUtensorMap* map, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
-}
-
 // ---- to device memory, in groups: either the bytes are stored, or the values are added to what is there (in L2; fp32, bf16 and
 // fp16, as the map says). Coordinates out of the map's bounds are dropped.
 DEVICE uint64_t policy_evict_first() {

@@ -47,6 +47,8 @@ struct GemmProblem {
 
 // Whether an fp32 weight gradient takes longer to get through memory than to multiply.
 constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768; }
+// So much longer that waiting for memory between two products costs nothing.
+constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p) && p.tokens / p.groups < 384; }
 
 struct GemmConfig {
   int variant;     // index into kTileVariants

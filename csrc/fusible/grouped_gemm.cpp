@@ -82,7 +82,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                    .alphas = call.affine.alphas,
                    .alpha = call.affine.alpha};
   params.accumulate = call.accumulate;
-  params.fetch_all = params.prefetch_old = bytes_decide(p);
+  params.fetch_all = bytes_alone_decide(p);
   return params;
 }
 

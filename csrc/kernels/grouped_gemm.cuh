@@ -9,12 +9,10 @@
 namespace fusible {
 
 // An epilogue says who finishes a deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole warps,
-// which need registers for it (epilogue_activation.cuh). More than one for a consumer are a warpgroup of their own. One that kPrefetches has
-// a warp that brings what finishers will read to the L2 cache, as soon as a tile is known.
+// which need registers for it (epilogue_activation.cuh). More than one for a consumer are a warpgroup of their own.
 struct StoreEpilogue {
   using Params = GemmParams;
   static constexpr int kFinishers = 0, kRegisters = 72;
-  static constexpr bool kPrefetches = false;
   struct Scratch {};  // of shared memory
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
@@ -38,7 +36,7 @@ struct GroupedGemmKernel {
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
-  using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
+  using Layout = DepositLayout<Out, kTileN, kRowBlocks, kDepositBytes>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
@@ -74,8 +72,8 @@ struct GroupedGemmKernel {
       barrier_init(&s.affine.full, 32);
       barrier_init(&s.affine.empty, kConsumers * 128);
     }
-    constexpr int kFetching = kAffine || Epilogue::kPrefetches ? 32 : kFetchesOld ? 1 : 0;
-    s.tasks.init(kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + kFetching);
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + (kAffine ? 32 : 0);
+    s.tasks.init(kReaders);  // threads of the consumers, of the finishers, of the warp that fetches
     barrier_init_fence();
   }
 
@@ -214,18 +212,6 @@ struct GroupedGemmKernel {
     tma::wait_all();
   }
 
-  // One thread: asks the L2 cache for what the next tile is added to, while the one before is multiplied.
-  DEVICE static void prefetch_sums(Storage& s, const Params& p) {
-    if (!ptx::elect_one()) return;
-    TileReader tiles(s.tasks);
-    for (Tile tile; tiles.next(tile);) {
-      if (!(p.accumulate && p.prefetch_old)) continue;
-      for (int row = 0; row < tile.rows; row += 64)
-        for (int slab = 0; slab < Layout::kSlabs; ++slab)
-          tma::prefetch(&p.out, tile.column * kTileN + slab * Layout::kSlabColumns, tile.row + row, tile.place.near, tile.place.far);
-    }
-  }
-
   // One warp: bias and scales of every tile, while the consumers multiply it.
   DEVICE static void fetch_affine(Storage& s, const Params& p) {
     const int lane = threadIdx.x % 32;
@@ -256,10 +242,7 @@ struct GroupedGemmKernel {
       if (warp == 0) {
         if (ptx::elect_one()) produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
-        static_assert(!(kAffine && Epilogue::kPrefetches), "one warp for either");
         if constexpr (kAffine) fetch_affine(s, p);
-        else if constexpr (Epilogue::kPrefetches) Epilogue::template prefetch<GroupedGemmKernel>(s, p);
-        else if constexpr (kFetchesOld) prefetch_sums(s, p);
       } else if (!kApart && (kWholeWarp || ptx::elect_one())) {
         Epilogue::template finish<GroupedGemmKernel>(s, p, warp - 2, 0);
       }

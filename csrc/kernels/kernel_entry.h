@@ -50,7 +50,6 @@ struct GemmParams {
   AffineSource affine;
   int k_blocks;     // where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
-  bool prefetch_old;
   bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there is room for
 };
 
