@@ -119,19 +119,10 @@ def _forward_workspace(groups: int) -> int:
 def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
     """What both directions begin with: the activation, the stream, the product, its operands and groups."""
     device, sizes = p.a.get_device(), p.split_sizes
-    layout, product = int(p.layout is Layout.NN), (TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1])
-    rows, groups = (p.a.data_ptr(), p.a.stride(0)), (sizes.data_ptr(), sizes.dtype == torch.int64)
-    return (
-        *curve_arguments(spec, columns),
-        device,
-        stream(device),
-        layout,
-        *product,
-        *rows,
-        *weights[0],
-        weights[1],
-        *groups,
-    )
+    where = device, stream(device), int(p.layout is Layout.NN)
+    product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
+    groups = sizes.data_ptr(), sizes.dtype == torch.int64
+    return *curve_arguments(spec, columns), *where, *product, *weights[0], weights[1], *groups
 
 
 def _width(p: GroupedGemm) -> int:
