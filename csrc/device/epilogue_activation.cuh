@@ -14,14 +14,14 @@ struct ActivationEpilogue {
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
-    const uint64_t policy = ptx::policy_evict_first();
+    const uint64_t policy = tma::policy_evict_first();
     each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
       if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, row, slabs);
       with_kind(p.activation, [&](auto kind) INLINE {
-        if (kHalves || p.activation.gated) activate<K, true>(kind, p, policy, tile.column, rows, scales, slabs, lane);
-        else activate<K, false>(kind, p, policy, tile.column, rows, scales, slabs, lane);
+        if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
+        else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
       });
       if (p.keep_pre && ptx::elect_one()) tma::wait_read<0>();
     });
@@ -46,8 +46,7 @@ struct ActivationEpilogue {
   }
 
   template <class K, bool kGated, class Kind>
-  DEVICE static void activate(Kind kind, const Params& p, uint64_t policy, int tile_column, const DepositedRows& rows, const RowScales& scales,
-                              const uint8_t* slabs, int lane) {
+  DEVICE static void activate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const RowScales& scales, const uint8_t* slabs, int lane) {
     using T = typename K::T;
     constexpr int kColumns = kGated ? K::kTileN / 2 : K::kTileN;
     const Activation& a = p.activation;
@@ -67,7 +66,7 @@ struct ActivationEpilogue {
         }
         const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),
                               pair<T>(kind, a, gate.z, up.z, scale), pair<T>(kind, a, gate.w, up.w, scale)};
-        if (row < rows.rows && first_column + i * 64 < p.columns) ptx::store(hidden + i * 64, result, policy);
+        if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(hidden + i * 64) = result;
       }
     }
   }

@@ -7,7 +7,6 @@ namespace fusible {
 // The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, and each slab's share of
 // <product, activation> by row; the last two if wanted. Every lane stages its octets of pre in shared memory, kSlots - 1 steps ahead
 // of their use: as many registers are not to be had. Where nothing is gated, up is one, and neither loaded nor stored.
-// Rows of pre and of results pass the L2 cache as what leaves it first: they are touched once, and the operands several times.
 //
 // kWarps share a deposit; a step of a warp is kTogether octets of each lane, which hide each other's latencies.
 template <int kWarps, int kTogether>
@@ -25,10 +24,9 @@ struct ActivationBackwardEpilogue {
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
     const int lane = threadIdx.x % 32;
-    const uint64_t policy = ptx::policy_evict_first();
     each_deposit<K>(s, p, consumer, [&](const Tile& tile, int, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       with_kind(p.activation, [&](auto kind) INLINE {
-        differentiate<K>(kind, p, policy, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
+        differentiate<K>(kind, p, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
       });
     });
   }
@@ -51,8 +49,8 @@ struct ActivationBackwardEpilogue {
   };
 
   template <class K, class Kind, class Wait>
-  DEVICE static void differentiate(Kind kind, const Params& p, uint64_t policy, int tile_column, const DepositedRows& rows, const uint8_t* slabs,
-                                   Staged (&staged)[kSlots], int warp, int lane, Wait wait) {
+  DEVICE static void differentiate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const uint8_t* slabs, Staged (&staged)[kSlots],
+                                   int warp, int lane, Wait wait) {
     using T = typename K::T;
     const int first_row = warp * kStepRows;
     if (first_row >= rows.rows) return wait();
@@ -70,8 +68,8 @@ struct ActivationBackwardEpilogue {
       for (int i = 0; i < kTogether; ++i) {
         if (loading.exists && loading.row + i * 4 + row_of_lane < rows.rows) {
           const T* from = static_cast<const T*>(p.pre) + loading.pre + i * quad;
-          ptx::copy_async(&staged[load_slot].gate[i][lane], from, policy);
-          if (gated) ptx::copy_async(&staged[load_slot].up[i][lane], from + distance, policy);
+          ptx::copy_async(&staged[load_slot].gate[i][lane], from);
+          if (gated) ptx::copy_async(&staged[load_slot].up[i][lane], from + distance);
         }
       }
       ptx::copy_async_commit();
@@ -112,9 +110,9 @@ struct ActivationBackwardEpilogue {
         for (int i = 0; i < kTogether; ++i) {
           if (narrow) join(gate[i], up[i], p.block);
           if (at.exists && at.row + i * 4 + row_of_lane < rows.rows) {
-            ptx::store(dpre + i * quad, gate[i], policy);
-            if (gated) ptx::store(dpre + i * quad + distance, up[i], policy);
-            if (p.hidden) ptx::store(hidden + i * 4 * p.columns, grad[i], policy);
+            *reinterpret_cast<uint4*>(dpre + i * quad) = gate[i];
+            if (gated) *reinterpret_cast<uint4*>(dpre + i * quad + distance) = up[i];
+            if (p.hidden) *reinterpret_cast<uint4*>(hidden + i * 4 * p.columns) = grad[i];
           }
         }
         if (p.shares) {

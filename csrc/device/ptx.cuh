@@ -40,18 +40,9 @@ DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" 
 // Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 
-// Of what is touched once: the first to leave the L2 cache.
-DEVICE uint64_t policy_evict_first() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 // 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread that issued them.
-DEVICE void copy_async(void* to, const void* from, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from), "l"(policy) : "memory");
-}
-DEVICE void store(void* to, const uint4& x, uint64_t policy) {
-  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "l"(policy) : "memory");
+DEVICE void copy_async(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>

@@ -43,6 +43,11 @@ DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, 
 
 // ---- to device memory, in groups: either the bytes are stored, or the values are added to what is there (in L2; fp32, bf16 and
 // fp16, as the map says). Coordinates out of the map's bounds are dropped.
+DEVICE uint64_t policy_evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 #define STORE(n) "cp.async.bulk.tensor." #n "d.global.shared::cta.bulk_group.L2::cache_hint"
 #define ADD(n) "cp.reduce.async.bulk.tensor." #n "d.global.shared::cta.add.tile.bulk_group.L2::cache_hint"
 #define FROM "l"(map), "r"(ptx::smem_address(from)), "l"(policy)

@@ -151,7 +151,7 @@ struct GroupedGemmKernel {
     constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
     TileReader tiles(s.tasks);
     Ring<Layout::kSlots> slot, read;
-    Destination to{.map = &p.out, .policy = ptx::policy_evict_first(), .accumulate = p.accumulate};
+    Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
     const auto give_back = [&] {
       barrier_arrive(&s.collected[consumer][read.stage]);
       read.advance();
@@ -182,7 +182,7 @@ struct GroupedGemmKernel {
   DEVICE static void finish_sums(Storage& s, const Params& p, int consumer) {
     TileReader tiles(s.tasks);
     Ring<Layout::kSlots> slot;
-    Destination to{.map = &p.out, .policy = ptx::policy_evict_first()};
+    Destination to{.map = &p.out, .policy = tma::policy_evict_first()};
     const auto place = [&](const Tile& tile, int part) {
       to.map_row[0] = tile.row + (consumer + part / Layout::kParts * kConsumers) * 64;
     };

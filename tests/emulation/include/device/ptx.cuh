@@ -28,15 +28,8 @@ DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
 DEVICE void prefetch(const void* address) { emulation::check_memory(reinterpret_cast<uintptr_t>(address), 1, "prefetch"); }
 
-DEVICE uint64_t policy_evict_first() { return 0; }
-DEVICE void store(void* to, const uint4& x, uint64_t) {
-  emulation::check(reinterpret_cast<uintptr_t>(to) % 16 == 0, "a store of 16 bytes is not aligned");
-  emulation::check_memory(reinterpret_cast<uintptr_t>(to), 16, "a store");
-  std::memcpy(to, &x, 16);
-}
-
 // Carried out as late as their wait allows.
-DEVICE void copy_async(void* to, const void* from, uint64_t) {
+DEVICE void copy_async(void* to, const void* from) {
   (void)emulation::shared_pointer(smem_address(to), 16);
   emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 16 == 0, "cp.async is not aligned to 16 bytes");
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
