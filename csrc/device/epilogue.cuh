@@ -22,13 +22,12 @@ struct AffineStage {
 // Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
 DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's deposits of 64 rows x kTileN values of Out, kBlocks to a tile: kBytes of room, and what of a deposit is handed over at a
-// time. Where the next deposit would wait for the room of this one, it waits for less of it slab by slab.
-template <class Out, int kTileN, int kBlocks, int kBytesValue>
+// A consumer's deposits of 64 rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time.
+template <class Out, int kTileN, int kBytesValue>
 struct DepositLayout {
   static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
-  static constexpr bool kWhole = sizeof(Out) == 2 && kBytes >= kBlocks * kSlabs * kSlabBytes;  // all of a deposit, or slab by slab
+  static constexpr bool kWhole = kBytes % (kSlabs * kSlabBytes) == 0 && sizeof(Out) == 2;  // all of a deposit, or slab by slab
   static constexpr int kParts = kWhole ? 1 : kSlabs, kSlabsPerPart = kSlabs / kParts, kPartBytes = kSlabsPerPart * kSlabBytes;
   static constexpr int kSlots = kBytes / kPartBytes;
 };

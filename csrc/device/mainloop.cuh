@@ -45,6 +45,7 @@ template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
   typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank);
   Ring<K::kStages> ring;
+  constexpr bool kAhead = K::kSpareRegisters;  // finding a tile takes a while: before the last stage is free, not when the tile is due
   Tile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + 63) / 64;  // blocks of A
@@ -52,7 +53,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     const uint32_t bytes = rows * kBlockBytes + (tile.idle ? 0 : K::kTileN * kTileK * 2);
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
-      if (block > 0 && block == blocks - 1) more = tiles.next(following);  // takes a while: before the last stage is free, not when the tile is due
+      if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
       barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
       uint64_t* full = &s.full[ring.stage];
       uint8_t *a = s.stages.a[ring.stage], *b = s.stages.b[ring.stage];
@@ -74,7 +75,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       ring.advance();
     }
-    if (blocks == 1) more = tiles.next(following);
+    if (!kAhead || blocks == 1) more = tiles.next(following);
   }
   for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
     barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);

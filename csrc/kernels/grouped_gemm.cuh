@@ -36,7 +36,7 @@ struct GroupedGemmKernel {
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
-  using Layout = DepositLayout<Out, kTileN, kRowBlocks, kDepositBytes>;
+  using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
