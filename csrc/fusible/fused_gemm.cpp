@@ -73,9 +73,9 @@ GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, i
   return choose_config(p, multiprocessors, variant);
 }
 
-// The epilogue takes longer than the product of a short depth: then four warps finish a small tile, else those of a large one.
+// The epilogue takes longer than the product of a short depth; where that does not decide, large tiles suit long groups.
 GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
-  if (variant < 0) variant = few_rows(p) ? 3 : p.k >= 4096 ? 1 : 4;
+  if (variant < 0) variant = few_rows(p) ? 3 : p.k > 2048 && p.tokens / p.groups >= 2048 ? 1 : 4;
   FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant, " is not built with the backward of an activation. ", p);
   return choose_config(p, multiprocessors, variant);
 }
