@@ -15,6 +15,7 @@ from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
+from .halves import Replays
 from .layout import Leaf
 from .op import Keyword, Op, Spec, is_hooked
 from .settings import Config
@@ -36,6 +37,7 @@ class Step:
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     late: bool  # reads what an earlier step computes, besides x
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+    replays: Replays | None = None
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ class Step:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            values += run(module, x, keywords, runtime, self.input_names)  # type: ignore[arg-type]
+            values += run(module, x, keywords, runtime, self.input_names, self.replays)  # type: ignore[arg-type]
         elif isinstance(module, Op):
             result = module(x, **keywords)
             values.extend(result if module.extra_outputs else (result,))
@@ -151,13 +153,21 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
     buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     passed: dict[Any, int] | None = None if buffers or _checks_values(graph, config) else {}
-    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed)
+    steps = _with_dead(steps if passed is None else tuple(map(_with_replays, steps)), results)
+    return Plan(steps, results, tuple(inputs), buffers, decisions, graph, passed)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
     here = any(info is None or info.device.type != "cuda" for info in graph.inputs())
     return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
+
+
+def _with_replays(step: Step) -> Step:
+    """A step that can be replayed, with room for it; its keywords are tensors on a device."""
+    ops = [m for m in step.module.modules() if isinstance(m, Op)]
+    able = step.input_names is not None and all(op.replayable for op in ops)
+    return replace(step, replays=Replays(tuple(ops))) if able else step
 
 
 def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:

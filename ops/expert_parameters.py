@@ -76,6 +76,14 @@ class ExpertParameters(Op):
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
         return own + [p for _, p in self._others()] if self._has_others() else own
 
+    def memory(self) -> list[Tensor]:
+        """The parameters, stacked where they are one tensor each and lie so."""
+        tensors: list[Tensor] = []
+        for name, split in self.per_group.items():
+            values = self._group(name).values() if split else self.one_parameter(name)
+            tensors += (values,) if isinstance(values, Tensor) else values
+        return tensors
+
     def _has_stand_ins(self, name: str) -> bool:
         """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""
         return False
