@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +13,20 @@ from torch import Tensor
 from . import halves, settings
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
-from .halves import Call, Job, Replays, with_reserved
+from .halves import Again, Call, Fresh, Ran, with_reserved
 from .op import Op, Spec
 
 _NOTHING: frozenset[str] = frozenset()
+
+
+class Watch(Protocol):
+    """Who records ops as they run."""
+
+    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor], /) -> None:
+        """Notes an op."""
+
+    def made(self, outputs: Sequence[Tensor], /) -> None:
+        """Notes what it made."""
 
 
 class Runtime(NamedTuple):
@@ -48,13 +58,13 @@ def run(
     keywords: dict[str, Any],
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
-    replays: Replays | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
 
     Args:
         input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
-        replays: of earlier calls with these keywords, all of them tensors on a device, and with this runtime.
+        watch: records it.
 
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
@@ -65,8 +75,26 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                return _apply(Job(op, keywords, runtime.autocast_dtype, names, replays), *tensors)
-    return halves.forward(Job(op, keywords, runtime.autocast_dtype, (), replays), x, _NOTHING).outputs
+                return _apply(
+                    partial(_run_fresh, Fresh(op, keywords, runtime.autocast_dtype, names), tensors, watch), *tensors
+                )
+    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
+
+
+def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
+    wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
+    if watch is None:
+        return fresh.run(tensors[0], wanted)
+    ran, again = fresh.recorded(tensors[0], wanted)
+    watch.ran(again, tensors if wanted else (), fresh.given(tensors[0]))
+    return ran
+
+
+def run_again(again: Again, given: list[Tensor], addresses: list[int], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
+    if inputs:
+        return _apply(lambda flags: again.run(given, addresses), *inputs)
+    return again.run(given, addresses).outputs
 
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
@@ -126,8 +154,8 @@ def _differentiable(
 
 class _OpFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept, ctx.call = halves.forward(job, tensors[0], _wanted(job.names, ctx.needs_input_grad[1:]))
+    def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, kept, ctx.call = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept)
         return outputs
 

@@ -9,49 +9,12 @@ import torch
 from torch import Tensor
 
 from . import settings
-from .op import Gradient, Grads, Op, Targets
+from .op import Gradient, Grads, Op
 from .replay import Recorder, Replay, aligned, form_of, stream_of
 from .saved import pack, unpack
 
-_SEEN, _REFUSED = "seen once", "refused"
-_MANY_FORMS = 256
-
-
-class Replays:
-    """By form, what is known of a half: that it was seen once, how to do it again, or that it cannot be.
-
-    Attributes:
-        ops: the op and its parts, whose attributes decide as well.
-    """
-
-    def __init__(self, ops: tuple[Op, ...]) -> None:
-        self.ops = ops
-        self.known: dict[tuple[Any, ...], Any] = {}
-
-    def form(self, given: Sequence[Tensor], also: Any) -> tuple[Any, ...]:
-        """All that a half may depend on besides the contents of what it is given."""
-        return form_of(given, stream_of(given[0]), also, *[op.edits for op in self.ops])
-
-    def note(self, form: tuple[Any, ...], what: Any) -> None:
-        """Keeps it; where there are many forms, those of an earlier time go."""
-        if len(self.known) >= _MANY_FORMS:
-            self.known.clear()
-        self.known[form] = what
-
-
-class Job(NamedTuple):
-    """An op under way: what it is given besides tensors of autograd.
-
-    Attributes:
-        names: of the tensors whose gradients autograd may want.
-        replays: of the forward; None where it is not replayed.
-    """
-
-    op: Op
-    keywords: Mapping[str, Any]
-    autocast_dtype: torch.dtype | None
-    names: tuple[str, ...]
-    replays: Replays | None
+_REFUSED = "refused"
+_MANY_FORMS = 64
 
 
 class Call(NamedTuple):
@@ -59,7 +22,8 @@ class Call(NamedTuple):
 
     Attributes:
         order: of the kept tensors, as ``rest`` wants them; None: as they are.
-        replays: of the backward.
+        ops: the op and its parts, whose attributes decide as well.
+        forms: by form of what a backward was given, its replay, or that there is none; None where none is looked for.
     """
 
     op: Op
@@ -68,7 +32,8 @@ class Call(NamedTuple):
     rest: Any
     config: settings.Config
     order: tuple[int, ...] | None = None
-    replays: Replays | None = None
+    ops: tuple[Op, ...] = ()
+    forms: dict[tuple[Any, ...], Any] | None = None
 
     def saved(self, tensors: Sequence[Tensor]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
@@ -83,57 +48,83 @@ class Ran(NamedTuple):
     call: Call
 
 
-class _Again(NamedTuple):
-    """A forward's replay; ``kept`` are places of what it keeps, each once."""
+class Fresh(NamedTuple):
+    """A forward by the code of its op.
+
+    Attributes:
+        names: of the tensors whose gradients autograd may want.
+    """
+
+    op: Op
+    keywords: Mapping[str, Any]
+    autocast_dtype: torch.dtype | None
+    names: tuple[str, ...]
+
+    def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
+        outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
+        kept, rest = pack(saved)
+        return Ran(outputs, kept, Call(self.op, self.names, wanted, rest, settings.current()))
+
+    def given(self, x: Tensor) -> list[Tensor]:
+        """All tensors that it may read."""
+        return [x, *self.keywords.values(), *self.op.memory()]
+
+    def recorded(self, x: Tensor, wanted: frozenset[str]) -> tuple[Ran, Again | None]:
+        """Runs, and how to run again."""
+        with Recorder(self.given(x)) as recorder:
+            ran = self.run(x, wanted)
+        replay = recorder.replay(ran.outputs, ran.kept if wanted else ())
+        if replay is None:
+            return ran, None
+        once = list(dict.fromkeys(replay.kept))  # the split sizes, say, that two ops keep
+        order = tuple([once.index(place) for place in replay.kept])
+        ops = tuple([op for op in self.op.modules() if isinstance(op, Op)])
+        return ran, Again(replay, tuple(once), ran.call._replace(order=order, ops=ops, forms={}))
+
+
+class Again(NamedTuple):
+    """A forward that does again what one of the same form did; ``kept`` are places of what it keeps, each once."""
 
     replay: Replay
     kept: tuple[int, ...]
     call: Call
 
-
-def forward(job: Job, x: Tensor, wanted: frozenset[str]) -> Ran:
-    """Runs the forward."""
-    replays = job.replays
-    if replays is None:
-        return _forward(job, x, wanted)
-    given = [x, *job.keywords.values(), *job.op.memory()]
-    addresses = list(map(Tensor.data_ptr, given))
-    form = replays.form(given, wanted)
-    known = replays.known.get(form)
-    if not aligned(addresses) or known is _REFUSED:
-        return _forward(job, x, wanted)
-    if known is None:
-        replays.note(form, _SEEN)
-        return _forward(job, x, wanted)
-    if known is _SEEN:
-        ran, again = _recorded_forward(job, x, wanted, given, replays)
-        replays.note(form, again or _REFUSED)
-        return ran
-    tensors = known.replay.run(given, addresses)
-    return Ran(tuple([tensors[i] for i in known.replay.made]), [tensors[i] for i in known.kept], known.call)
+    def run(self, given: list[Tensor], addresses: list[int]) -> Ran:
+        tensors = self.replay.run(given, addresses)
+        outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
+        return Ran(tuple(outputs), [tensors[i] for i in self.kept], self.call)
 
 
 def gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
     """Runs the backward; the gradients in the order of the names."""
-    replays = call.replays
-    if replays is None:
+    if call.forms is None:
         return _gradients(call, tensors, douts)
     targets = call.op.targets(call.wanted)
     given = [*tensors, *douts] if targets is None else [*tensors, *douts, *targets.tensors]
     addresses = list(map(Tensor.data_ptr, given))
-    form = replays.form(given, None if targets is None else targets.facts)
-    known = replays.known.get(form)
-    if not aligned(addresses) or known is _REFUSED:
+    edits = [op.edits for op in call.ops]
+    form = form_of(given, stream_of(given[0]), None if targets is None else targets.facts, *edits)
+    known = call.forms.get(form)
+    if known is _REFUSED or not aligned(addresses):
         return _gradients(call, tensors, douts)
     if known is None:
-        with Recorder(given) as recorder:
-            grads = _gradients(call, tensors, douts)
-        replays.note(form, recorder.replay(grads) or _REFUSED)
-        return grads
+        return _recorded_gradients(call, tensors, douts, given, form)
     made = known.run(given, addresses)
     if targets is not None:
         targets.written()
     return [None if i is None else made[i] for i in known.made]
+
+
+def _recorded_gradients(
+    call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...], given: list[Tensor], form: tuple[Any, ...]
+) -> list[Tensor | None]:
+    assert call.forms is not None
+    with Recorder(given) as recorder:
+        grads = _gradients(call, tensors, douts)
+    if len(call.forms) >= _MANY_FORMS:
+        call.forms.clear()
+    call.forms[form] = recorder.replay(grads) or _REFUSED
+    return grads
 
 
 def call_fwd(
@@ -182,25 +173,6 @@ def with_reserved(
     return given
 
 
-def _forward(job: Job, x: Tensor, wanted: frozenset[str]) -> Ran:
-    outputs, saved = call_fwd(job.op, x, job.keywords, wanted, job.autocast_dtype)
-    kept, rest = pack(saved)
-    return Ran(outputs, kept, Call(job.op, job.names, wanted, rest, settings.current()))
-
-
-def _recorded_forward(
-    job: Job, x: Tensor, wanted: frozenset[str], given: Sequence[Tensor], replays: Replays
-) -> tuple[Ran, _Again | None]:
-    with Recorder(given) as recorder:
-        ran = _forward(job, x, wanted)
-    replay = recorder.replay(ran.outputs, ran.kept if wanted else ())
-    if replay is None:
-        return ran, None
-    once = list(dict.fromkeys(replay.kept))  # the split sizes, say, that two ops keep
-    order = tuple([once.index(place) for place in replay.kept])
-    return ran, _Again(replay, tuple(once), ran.call._replace(order=order, replays=Replays(replays.ops)))
-
-
 def _gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
     grads = call_bwd(call.op, call.saved(tensors), douts, call.wanted)
     for name in grads:
@@ -217,6 +189,3 @@ def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         expected = ", ".join(("y", *op.extra_outputs))
         raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(outputs)}; expected {expected}")
     return tuple(outputs[name] for name in ("y", *op.extra_outputs))
-
-
-__all__ = ["Call", "Job", "Ran", "Replays", "Targets", "call_bwd", "call_fwd", "evaluate", "forward", "gradients"]

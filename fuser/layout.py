@@ -59,6 +59,7 @@ class Layout:
         channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
         takers: keyword -> the leaves that take it.
         required: the (leaf, keyword) that a call must give, in op order, then signature order.
+        ops: those of the leaves that are ops.
         bound: the forms of calls that have been bound; ``reads``: every way of reading among them, once.
     """
 
@@ -78,6 +79,7 @@ class Layout:
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))
         self._connect()
+        self.ops = [leaf.op for leaf in self.leaves if leaf.op is not None]
 
     def is_current(self) -> bool:
         """Whether nobody has edited the container, or one inside it, since."""

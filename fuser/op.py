@@ -154,6 +154,10 @@ class Op(nn.Module, ABC):
         """The tensors of the op that ``fwd`` reads, in a fixed order."""
         return self.input_tensors()
 
+    def held(self) -> list[Any]:
+        """:meth:`input_tensors` and :meth:`memory`, each once; tensors of one form may be a tuple."""
+        return self.input_tensors()
+
     def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
         """What ``bwd`` will write besides the gradients that it returns; ``role`` precedes its names in ``wanted``."""
         return None

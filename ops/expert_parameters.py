@@ -76,6 +76,16 @@ class ExpertParameters(Op):
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
         return own + [p for _, p in self._others()] if self._has_others() else own
 
+    def held(self) -> list[Any]:
+        held: list[Any] = []
+        for name, split in self.per_group.items():
+            if split:
+                group = self._group(name)
+                held += (group.whole(self._has_stand_ins(name)), group.values())
+            else:
+                held.append(self.one_parameter(name))
+        return held + [p for _, p in self._others()] if self._has_others() else held
+
     def memory(self) -> list[Tensor]:
         """The parameters, stacked where they are one tensor each and lie so."""
         tensors: list[Tensor] = []

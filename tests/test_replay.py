@@ -15,7 +15,7 @@ from emulation import build, harness
 from torch import Tensor
 
 from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError, halves, plan, replay
+from fusible.fuser import DoubleBackwardError, halves, plan, ready, replay
 from fusible.ops.backends import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -266,12 +266,13 @@ def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     assert same(experts.step(), experts.anew())
 
 
-def test_a_stream_has_its_own(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("half", [ready, halves])
+def test_a_stream_has_its_own(runs: Runs, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts()
     experts.warm()
-    monkeypatch.setattr(halves, "stream_of", lambda tensor: 16)
+    monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
-    assert runs.of(experts.step)[1] == 0
+    assert runs.of(experts.step)[1] == (0 if half is ready else 1)
 
 
 def test_switches_hold(runs: Runs) -> None:
