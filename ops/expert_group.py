@@ -82,8 +82,9 @@ class ExpertGroup:
         if known is not None and (known.flags, known.stream, known.stand_ins) == (flags, stream, stand_ins):
             return known.tensor
         self._whole = known = None  # before the next is made, which would share its nodes
-        whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
-        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors):
+        with torch.enable_grad():  # a call that records may come after one that does not
+            whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
+        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
             self._whole = _Whole(flags, stream, stand_ins, whole)
         return whole
 
