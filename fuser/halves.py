@@ -10,11 +10,10 @@ from torch import Tensor
 
 from . import settings
 from .op import Gradient, Grads, Op
-from .replay import Recorder, Replay, aligned, form_of, stream_of
+from .replay import Entry, Forms, Recorder, Replay, aligned, stream_of
 from .saved import pack, unpack
 
 _REFUSED = "refused"
-_MANY_FORMS = 64
 
 
 class Call(NamedTuple):
@@ -23,7 +22,7 @@ class Call(NamedTuple):
     Attributes:
         order: of the kept tensors, as ``rest`` wants them; None: as they are.
         ops: the op and its parts, whose attributes decide as well.
-        forms: by form of what a backward was given, its replay, or that there is none; None where none is looked for.
+        forms: of what a backward is given: its replay, or that there is none; None where none is looked for.
     """
 
     op: Op
@@ -33,7 +32,7 @@ class Call(NamedTuple):
     config: settings.Config
     order: tuple[int, ...] | None = None
     ops: tuple[Op, ...] = ()
-    forms: dict[tuple[Any, ...], Any] | None = None
+    forms: Forms | None = None
 
     def saved(self, tensors: Sequence[Tensor]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
@@ -79,7 +78,7 @@ class Fresh(NamedTuple):
         once = list(dict.fromkeys(replay.kept))  # the split sizes, say, that two ops keep
         order = tuple([once.index(place) for place in replay.kept])
         ops = tuple([op for op in self.op.modules() if isinstance(op, Op)])
-        return ran, Again(replay, tuple(once), ran.call._replace(order=order, ops=ops, forms={}))
+        return ran, Again(replay, tuple(once), ran.call._replace(order=order, ops=ops, forms=Forms()))
 
 
 class Again(NamedTuple):
@@ -102,13 +101,13 @@ def gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) 
     targets = call.op.targets(call.wanted)
     given = [*tensors, *douts] if targets is None else [*tensors, *douts, *targets.tensors]
     addresses = list(map(Tensor.data_ptr, given))
-    edits = [op.edits for op in call.ops]
-    form = form_of(given, stream_of(given[0]), None if targets is None else targets.facts, *edits)
-    known = call.forms.get(form)
+    key = stream_of(given[0]), len(given), targets and targets.facts, *[op.edits for op in call.ops]
+    entry = call.forms.entry(key, given)
+    known = entry.what
     if known is _REFUSED or not aligned(addresses):
         return _gradients(call, tensors, douts)
     if known is None:
-        return _recorded_gradients(call, tensors, douts, given, form)
+        return _recorded_gradients(call, tensors, douts, given, entry)
     made = known.run(given, addresses)
     if targets is not None:
         targets.written()
@@ -116,14 +115,11 @@ def gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) 
 
 
 def _recorded_gradients(
-    call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...], given: list[Tensor], form: tuple[Any, ...]
+    call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...], given: list[Tensor], entry: Entry
 ) -> list[Tensor | None]:
-    assert call.forms is not None
     with Recorder(given) as recorder:
         grads = _gradients(call, tensors, douts)
-    if len(call.forms) >= _MANY_FORMS:
-        call.forms.clear()
-    call.forms[form] = recorder.replay(grads) or _REFUSED
+    entry.what = recorder.replay(grads) or _REFUSED
     return grads
 
 

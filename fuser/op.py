@@ -154,8 +154,8 @@ class Op(nn.Module, ABC):
         """The tensors of the op that ``fwd`` reads, in a fixed order."""
         return self.input_tensors()
 
-    def held(self) -> list[Any]:
-        """:meth:`input_tensors` and :meth:`memory`, each once; tensors of one form may be a tuple."""
+    def held(self, grad_enabled: bool) -> list[Tensor]:
+        """:meth:`memory` and, where autograd records, :meth:`input_tensors`; each tensor once."""
         return self.input_tensors()
 
     def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
@@ -217,9 +217,12 @@ class Op(nn.Module, ABC):
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
-    m = module
-    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(hooks or "forward" in m.__dict__)
+    return any(hooks_of(module)) or "forward" in module.__dict__
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The hooks that run where the module is called, by kind."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

@@ -1,8 +1,8 @@
 """Calls that are ready: their binding, plan, checks and steps are known, and only the devices have work left.
 
-A call is ready if one with the same :func:`facts` has been recorded: everything that it may depend on but the contents
-of tensors. All steps of its plan are then ops that promise to be replayable, so the facts of what is given say what
-each step is given, and none of them looks again.
+A call is ready if one of the same :func:`facts` and form has been recorded: everything that it may depend on but what
+stands in tensors. All steps of its plan are then ops that promise to be replayable, so the facts of what is given say
+what each step is given, and none of them looks again.
 """
 
 from __future__ import annotations
@@ -19,44 +19,41 @@ from .binding import Call
 from .fusion import registry
 from .halves import Again
 from .layout import Layout
-from .op import is_hooked
 from .plan import Plan
-from .replay import aligned, stream_of
+from .replay import aligned, is_replayed_for, stream_of
 
 SEEN, REFUSED = "seen once", "refused"
-MANY = 256
 
 
 class Facts(NamedTuple):
-    """What a call depends on, and its pool: the values that it gives, then what the ops hold."""
+    """What a call depends on besides the form of its pool: the values that it gives, then what the ops hold."""
 
     key: tuple[Any, ...]
     pool: list[Tensor]
 
 
 def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
-    """Of a call of tensors alone, on the device of ``x``, else None."""
-    values = call.values
-    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(values[0])]
-    pool: list[Tensor] = []
-    matrices: list[Any] = values
-    for op in layout.ops:
-        key.append(op.edits)
-        if is_hooked(op):
+    """Of a call of tensors alone that are on a device, else None."""
+    if not is_replayed_for(call.values[0]):
+        return None
+    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
+    key += [op.edits for op in layout.ops]
+    pool = [*call.values]
+    for op in layout.holders:
+        pool += op.held(runtime.grad_enabled)
+    for value in call.values:
+        if not isinstance(value, Tensor):
             return None
-        if op._parameters:
-            matrices = matrices + op.held()
-    for each in matrices:
-        if isinstance(each, Tensor):
-            t = each
-            pool.append(t)
-        elif isinstance(each, tuple):
-            t = each[0]
-            pool += each
-        else:
-            return None
-        key += (type(t), t.dtype, t.shape, t.stride(), t.device, t.requires_grad)
-    return Facts(tuple(key), pool)
+    return Facts((*key, len(pool), pool[0].shape), pool)
+
+
+def is_plain(layout: Layout, addresses: list[int]) -> bool:
+    """Whether nothing is in the way that facts do not tell: alignment, hooks, a profiler, a transform."""
+    if any(layout.hooks):
+        return False
+    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
+        return False
+    return aligned(addresses)
 
 
 class ReadyStep(NamedTuple):
@@ -81,12 +78,6 @@ class Ready(NamedTuple):
     steps: tuple[ReadyStep, ...]
     results: tuple[int, ...]
     last: Any
-
-    def may_run(self, addresses: list[int]) -> bool:
-        """Whether nothing is in the way that facts do not tell: alignment, a profiler that wants names, a transform."""
-        if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
-            return False
-        return aligned(addresses)
 
     def run(self, pool: list[Any], addresses: list[int]) -> Any:
         """Runs on a pool, to which the steps add what they make."""

@@ -30,6 +30,8 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 _TYPES = (Tensor, torch.nn.Parameter)
+_guards: Any = torch._C._dynamo.guards  # torch's own look at tensors before it runs compiled code
+_MANY = 256
 _ALIGNMENT = 256  # of pieces of scratch memory, as torch's own allocations are
 
 
@@ -94,12 +96,46 @@ class Replay(NamedTuple):
         return given
 
 
-def form_of(tensors: Sequence[Tensor], *also: Any) -> tuple[Any, ...]:
-    """What the way through an op may depend on: of its tensors all but addresses and contents."""
-    form = list(also)
-    for t in tensors:
-        form += (type(t), t.dtype, t.shape, t.stride())
-    return tuple(form)
+class Entry:
+    """What is known of a form of tensors: types, dtypes, devices, shapes, strides, gradients, and modes of dispatch."""
+
+    __slots__ = ("matches", "what")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.what: Any = None
+
+
+class Forms:
+    """Entries, by a key for what is no tensor. Where they are many, those of an earlier time go."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[Any, ...], list[Entry]] = {}
+        self._count = 0
+
+    def entry(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Entry:
+        """The one for these; a new one, of which nothing is known, if there was none."""
+        entries = self._entries.get(key)
+        if entries is not None:
+            for entry in entries:
+                if entry.matches(*tensors):
+                    return entry
+        if self._count >= _MANY:
+            self.clear()
+        entry = Entry(tensors)
+        self._entries.setdefault(key, []).append(entry)
+        self._count += 1
+        return entry
+
+    def clear(self) -> None:
+        """Forgets them all."""
+        self._entries.clear()
+        self._count = 0
+
+
+def is_replayed_for(tensor: Tensor) -> bool:
+    """Whether work for such tensors is launched, rather than done."""
+    return tensor.device.type == "cuda"
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -190,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first_view = len(self._given) + len(rooms)
         offsets, size, device = self._scratch(order)
         launches = self._add_launches(order, offsets, first_view)
-        scratch = partial(torch.empty, size, dtype=torch.uint8, device=device) if size else None
+        scratch = None if device is None or not size else _maker((size,), torch.uint8, device)
         named: Any = [tuple([_settled(p, order, first_view) for p in group]) for group in places]
         return Replay(launches, tuple(rooms.values()), scratch, tuple(views), *named)
 
@@ -244,7 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = distance == 0 and result.numel() * result.element_size() == room.nbytes and result.is_contiguous()
         if not whole or ~number in rooms:
             self.refuse("a result is a part of what was allocated, or two are one")
-        rooms[~number] = partial(torch.empty, tuple(result.shape), dtype=result.dtype, device=result.device)
+        rooms[~number] = _maker(result.shape, result.dtype, result.device)
 
     def _scratch(self, order: dict[int, int]) -> tuple[dict[int, int], int, torch.device | None]:
         """Where each room that nobody sees begins in one piece of memory, and the size of that."""
@@ -266,6 +302,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 patches.append((position, element, place, distance + offsets.get(source, 0)))
             getattr(launches, name)(patches, *arguments)
         return launches
+
+
+def _maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Allocates such tensors: like one that has that shape and a single element, which is the fastest way to say it."""
+    return partial(torch.empty_like, torch.empty((), dtype=dtype, device=device).expand(tuple(shape)))
 
 
 def _settled(place: tuple[str, int] | None, order: dict[int, int], first_view: int) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ready, settings
-from .autograd import Runtime
+from .autograd import Runtime, Watch
 from .binding import Call, OpKwargs, bind
 from .explanation import Explanation, Shape, explain_plan
 from .facts import constant
@@ -19,6 +19,7 @@ from .graph import OpGraph
 from .layout import Layout
 from .op import is_hooked
 from .plan import Plan, compile_plan
+from .replay import Forms
 
 
 class _Compiled:
@@ -27,14 +28,8 @@ class _Compiled:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.plans: dict[tuple[Any, ...], Plan] = {}
-        self.ready: dict[tuple[Any, ...], Any] = {}
+        self.ready = Forms()
         self.last: _Last | None = None
-
-    def know(self, key: tuple[Any, ...], what: Any) -> None:
-        """Keeps what is known of calls with these facts; where there are many, those of an earlier time go."""
-        if len(self.ready) >= ready.MANY:
-            self.ready.clear()
-        self.ready[key] = what
 
 
 class _Last(NamedTuple):
@@ -153,22 +148,28 @@ class Sequential(nn.Sequential):
 
     def _run(self, layout: Layout, call: Call, runtime: Runtime) -> Any:
         compiled, facts = self._compiled, ready.facts(layout, call, runtime)
-        known = None if facts is None else compiled.ready.get(facts.key)
-        if facts is not None and type(known) is ready.Ready:
-            addresses = list(map(Tensor.data_ptr, facts.pool))
-            if known.may_run(addresses):
-                compiled.last = known.last
-                return known.run(facts.pool, addresses)
+        if facts is None:
+            return self._run_plan(layout, call, runtime)
+        entry, addresses = compiled.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
+        known = entry.what
+        if known is ready.REFUSED or not ready.is_plain(layout, addresses):
+            return self._run_plan(layout, call, runtime)
+        if type(known) is ready.Ready:
+            compiled.last = known.last
+            return known.run(facts.pool, addresses)
         plan = self._plan(layout, call, runtime)
-        last = compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
-        if facts is not None and known is None:
-            compiled.know(facts.key, ready.SEEN if plan.is_replayable else ready.REFUSED)
-        if facts is None or known is not ready.SEEN:
-            return plan(call.values, runtime)
+        if known is None or not plan.is_replayable:
+            entry.what = ready.SEEN if plan.is_replayable else ready.REFUSED
+            return self._run_plan(layout, call, runtime)
         watch = ready.Watch(plan, facts.pool, len(call.values))
-        result = plan(call.values, runtime, watch)
-        compiled.know(facts.key, watch.ready(last) or ready.REFUSED)
+        result = self._run_plan(layout, call, runtime, watch)
+        entry.what = watch.ready(compiled.last) or ready.REFUSED
         return result
+
+    def _run_plan(self, layout: Layout, call: Call, runtime: Runtime, watch: Watch | None = None) -> Any:
+        plan = self._plan(layout, call, runtime)
+        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        return plan(call.values, runtime, watch)
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""

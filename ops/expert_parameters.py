@@ -49,9 +49,8 @@ class ExpertParameters(Op):
 
     def one_parameter(self, name: str) -> nn.Parameter:
         """The parameter, or the first group's: all are of its shape, dtype and device."""
-        name = f"{name}0" if self.per_group[name] else name
-        found = self._parameters.get(name)
-        return getattr(self, name) if found is None else found
+        found = self._parameters.get(f"{name}0" if self.per_group[name] else name)
+        return getattr(self, f"{name}0" if self.per_group[name] else name) if found is None else found
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
@@ -76,12 +75,14 @@ class ExpertParameters(Op):
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
         return own + [p for _, p in self._others()] if self._has_others() else own
 
-    def held(self) -> list[Any]:
-        held: list[Any] = []
+    def held(self, grad_enabled: bool) -> list[Tensor]:
+        held: list[Tensor] = []
         for name, split in self.per_group.items():
             if split:
                 group = self._group(name)
-                held += (group.whole(self._has_stand_ins(name)), group.values())
+                held += [group.whole(self._has_stand_ins(name))] if grad_enabled else ()
+                values = group.values()
+                held += (values,) if isinstance(values, Tensor) else values
             else:
                 held.append(self.one_parameter(name))
         return held + [p for _, p in self._others()] if self._has_others() else held

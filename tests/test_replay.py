@@ -66,6 +66,7 @@ def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(extension, "library", lambda: Counted())
     monkeypatch.setattr(replay.Replay, "run", again)
     monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
+    monkeypatch.setattr(ready, "is_replayed_for", lambda tensor: True)
     return runs
 
 
@@ -139,6 +140,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
     again: list[Tensor] = []
     assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
     assert same(again, first)
+    assert len(first) == 3 + len(list(experts.model.parameters()))
 
 
 def test_an_inference_call_is_replayed(runs: Runs) -> None:
@@ -150,6 +152,14 @@ def test_an_inference_call_is_replayed(runs: Runs) -> None:
     assert [again for _, again in counts] == [0, 0, 1]
     assert counts[2][0] == 0
     assert same(outputs[1:], outputs[:1] * 2)
+
+
+def test_inference_before_training_leaves_gradients(runs: Runs) -> None:
+    experts = Experts(single_grouped_weight=False)
+    with torch.no_grad():
+        experts.forward()
+
+    assert len(experts.step()) == 3 + 2 * GROUPS
 
 
 def test_other_tensors_of_the_form_are_read(runs: Runs) -> None:
@@ -273,6 +283,62 @@ def test_a_stream_has_its_own(runs: Runs, half: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
     assert runs.of(experts.step)[1] == (0 if half is ready else 1)
+
+
+def hooked(experts: Experts) -> Callable[[], None]:
+    calls: list[Any] = []
+    experts.model[1].register_forward_hook(lambda *arguments: calls.append(1))
+    return lambda: calls.remove(1)
+
+
+def patched_forward(experts: Experts) -> Callable[[], None]:
+    calls: list[Any] = []
+    forward = experts.model[1].forward
+    experts.model[1].forward = lambda *arguments, **keywords: (calls.append(1), forward(*arguments, **keywords))[1]
+    return lambda: calls.remove(1)
+
+
+def profiled(experts: Experts) -> Callable[[], None]:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profiler.start()
+
+    def check() -> None:
+        profiler.stop()
+        names = {event.key for event in profiler.key_averages()}
+        assert {"fusible::GroupedMLP", "fusible::GroupedMLP.bwd"} <= names
+
+    return check
+
+
+@pytest.mark.parametrize("observe", [hooked, patched_forward, profiled])
+def test_who_observes_sees_the_call(runs: Runs, observe: Callable[[Experts], Callable[[], None]]) -> None:
+    experts = Experts()
+    experts.warm()
+    check = observe(experts)
+    experts.step()
+
+    check()
+
+
+def test_transforms_are_refused(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: experts.model(x, split_sizes=experts.sizes, scales=experts.scales).sum())(experts.x)
+
+
+def test_autocast_is_seen(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    with torch.autocast("cpu", torch.float16):
+        assert experts.forward().dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            assert experts.forward().dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert experts.forward().dtype == torch.float16
 
 
 def test_switches_hold(runs: Runs) -> None:
