@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise, product
 from statistics import median
 from typing import Any, NamedTuple
@@ -98,11 +99,14 @@ def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rou
         y: torch.Tensor = model(x, split_sizes=sizes, scales=scales)
         return y
 
+    def keep(outputs: list[torch.Tensor]) -> None:
+        outputs.append(call())
+
     for _ in range(rounds + 3):
         with torch.no_grad():
             inferences = _each(call, run, device)
         outputs: list[torch.Tensor] = []
-        forwards, backwards = _each(lambda: outputs.append(call()), run, device), []
+        forwards, backwards = _each(partial(keep, outputs), run, device), []
         _idle(device)
         for y in outputs:
             for tensor in (x, scales, *model.parameters()):

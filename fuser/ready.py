@@ -20,7 +20,7 @@ from .fusion import registry
 from .halves import Again
 from .layout import Layout
 from .plan import Plan
-from .replay import aligned, is_replayed_for, stream_of
+from .replay import is_replayed_for, stream_of
 
 SEEN, REFUSED = "seen once", "refused"
 
@@ -33,8 +33,10 @@ class Facts(NamedTuple):
 
 
 def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
-    """Of a call of tensors alone that are on a device, else None."""
-    if not is_replayed_for(call.values[0]):
+    """Of a call of tensors alone that are on a device, and that nobody observes or transforms; else None."""
+    if not is_replayed_for(call.values[0]) or any(layout.hooks):
+        return None
+    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
         return None
     key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
     key += [op.edits for op in layout.ops]
@@ -45,15 +47,6 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
         if not isinstance(value, Tensor):
             return None
     return Facts((*key, len(pool), pool[0].shape), pool)
-
-
-def is_plain(layout: Layout, addresses: list[int]) -> bool:
-    """Whether nothing is in the way that facts do not tell: alignment, hooks, a profiler, a transform."""
-    if any(layout.hooks):
-        return False
-    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
-        return False
-    return aligned(addresses)
 
 
 class ReadyStep(NamedTuple):

@@ -19,7 +19,7 @@ from .graph import OpGraph
 from .layout import Layout
 from .op import is_hooked
 from .plan import Plan, compile_plan
-from .replay import Forms
+from .replay import Forms, aligned
 
 
 class _Compiled:
@@ -152,7 +152,7 @@ class Sequential(nn.Sequential):
             return self._run_plan(layout, call, runtime)
         entry, addresses = compiled.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
         known = entry.what
-        if known is ready.REFUSED or not ready.is_plain(layout, addresses):
+        if known is ready.REFUSED or not aligned(addresses):
             return self._run_plan(layout, call, runtime)
         if type(known) is ready.Ready:
             compiled.last = known.last
