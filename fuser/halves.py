@@ -10,7 +10,8 @@ from torch import Tensor
 
 from . import settings
 from .op import Gradient, Grads, Op
-from .replay import Entry, Forms, Recorder, Replay, aligned, stream_of
+from .recorder import Recorder
+from .replay import Entry, Forms, Replay, aligned, stream_of
 from .saved import pack, unpack
 
 _REFUSED = "refused"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Grads, replay
+from ..fuser import Grads, recorder
 from ..fuser.op import Targets
 from . import kernels
 from .expert_group import ExpertGroup
@@ -130,7 +130,7 @@ class WeightGrads(ExpertParameters):
 
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
-        replay.refuse("a weight gradient is computed later")
+        recorder.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
 
         def later() -> None:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...fuser import replay
+from ...fuser import recorder
 
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def compiled() -> Any:
     """The extension, or who notes its launches."""
-    watching = replay.recorder()
+    watching = recorder.current()
     return library() if watching is None else _Noted(library(), watching)
 
 
@@ -30,7 +30,7 @@ class _Noted(NamedTuple):
     """The extension, whose launches a recorder is told of."""
 
     library: Any
-    recorder: replay.Recorder
+    watching: recorder.Recorder
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.library, name)
@@ -39,7 +39,7 @@ class _Noted(NamedTuple):
 
         def launch(*arguments: Any) -> None:
             function(*arguments)
-            self.recorder.launched(self.library, name, arguments)
+            self.watching.launched(self.library, name, arguments)
 
         return launch
 
