@@ -26,6 +26,7 @@ _ALLOCATIONS = {
 }
 _TYPES = (Tensor, torch.nn.Parameter)
 _ALIGNMENT = 256  # of pieces of scratch memory, as torch's own allocations are
+_LARGE = 2**20  # bytes of rooms that stay apart: an allocator finds those of the calls before
 
 
 class Library(Protocol):
@@ -110,6 +111,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("a result was given")
         if self.refusal is not None:
             return None
+        for number, room in enumerate(self._rooms):
+            if room.nbytes >= _LARGE and ~number not in rooms:
+                rooms[~number] = _maker((room.nbytes,), torch.uint8, room.device)
         order = {number: len(self._given) + i for i, number in enumerate(rooms)}
         first_view = len(self._given) + len(rooms)
         offsets, size, device = self._scratch(order)
@@ -168,10 +172,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = distance == 0 and result.numel() * result.element_size() == room.nbytes and result.is_contiguous()
         if not whole or ~number in rooms:
             self.refuse("a result is a part of what was allocated, or two are one")
-        rooms[~number] = _maker(result.shape, result.dtype, result.device)
+        rooms[~number] = _maker(tuple(result.shape), result.dtype, result.device)
 
     def _scratch(self, order: dict[int, int]) -> tuple[dict[int, int], int, torch.device | None]:
-        """Where each room that nobody sees begins in one piece of memory, and the size of that."""
+        """Where each of the other rooms begins in one piece of memory, and the size of that."""
         offsets, size = dict[int, int](), 0
         for number, room in enumerate(self._rooms):
             if ~number not in order:
@@ -192,9 +196,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return launches
 
 
-def _maker(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Allocates such tensors: like one that has that shape and a single element, which is the fastest way to say it."""
-    return partial(torch.empty_like, torch.empty((), dtype=dtype, device=device).expand(tuple(shape)))
+def _maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Allocates such tensors: like one of that shape, without memory, which is the fastest way to say it."""
+    one = torch.empty((), dtype=dtype, device=device)
+    like = one.view(shape) if all(n == 1 for n in shape) else one.expand(shape)
+    one.untyped_storage().resize_(0)
+    return partial(torch.empty_like, like)
 
 
 def _settled(place: tuple[str, int] | None, order: dict[int, int], first_view: int) -> int | None:

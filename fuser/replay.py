@@ -42,8 +42,8 @@ class Replay(NamedTuple):
     """Launches, and the room that they need.
 
     Attributes:
-        rooms: make the tensors that somebody else will see, in the places behind those that are given.
-        scratch: makes the memory for all others; None where there are none.
+        rooms: make the tensors that somebody else will see, and large ones, in the places behind those that are given.
+        scratch: makes one piece of memory for all others; None where there are none.
         views: tensors behind these, of given ones.
         made: the places of the results; None for one that is None.
         kept: the places of what else the run leaves.

@@ -15,7 +15,7 @@ from emulation import build, harness
 from torch import Tensor
 
 from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError, halves, plan, ready, replay
+from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, replay
 from fusible.ops.backends import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -141,6 +141,18 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
     assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
     assert same(again, first)
     assert len(first) == 3 + len(list(experts.model.parameters()))
+
+
+def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_LARGE", 512)
+    experts = Experts()
+    first = experts.step()
+    experts.step()
+
+    again: list[Tensor] = []
+    experts.step()
+    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    assert same(again, first)
 
 
 def test_an_inference_call_is_replayed(runs: Runs) -> None:
