@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise, product
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -72,13 +73,15 @@ def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype
 
 
 class HostSeconds(NamedTuple):
-    """Median seconds until a forward returns and until its backward does: of the first after a wait, of each in a run.
+    """Median seconds until a call returns: of the first after a wait, and of each in a run of them.
 
     A thread that has waited begins with cold caches and a sleeping core; a training step's Python does not.
     """
 
+    first_inference: float
     first_forward: float
     first_backward: float
+    inference: float
     forward: float
     backward: float
 
@@ -91,22 +94,38 @@ def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rou
     scales = torch.rand(rows, device=device).requires_grad_()
     sizes, dy = torch.full((groups,), MANY_ROWS, device=device), torch.randn_like(x).detach()
     times: list[tuple[float, ...]] = []
-    for _ in range(rounds + 1):
-        outputs, marks = [], [_idle(device)]
-        for _ in range(run):
-            outputs.append(model(x, split_sizes=sizes, scales=scales))
-            marks.append(time.perf_counter())
-        marks.append(_idle(device))
+
+    def call() -> torch.Tensor:
+        y: torch.Tensor = model(x, split_sizes=sizes, scales=scales)
+        return y
+
+    def keep(outputs: list[torch.Tensor]) -> None:
+        outputs.append(call())
+
+    for _ in range(rounds + 3):
+        with torch.no_grad():
+            inferences = _each(call, run, device)
+        outputs: list[torch.Tensor] = []
+        forwards, backwards = _each(partial(keep, outputs), run, device), []
+        _idle(device)
         for y in outputs:
             for tensor in (x, scales, *model.parameters()):
                 tensor.grad = None
             start = time.perf_counter()
-            y.backward(dy)
-            marks.append(time.perf_counter() - start)
-        forwards, backwards = marks[1 : run + 1], marks[run + 2 :]
-        first = forwards[0] - marks[0]
-        times.append((first, backwards[0], (forwards[-1] - forwards[0]) / (run - 1), median(backwards[1:])))
-    return HostSeconds(*map(median, zip(*times[1:], strict=True)))
+            torch.autograd.backward(y, dy)
+            backwards.append(time.perf_counter() - start)
+        runs = inferences, forwards, backwards
+        times.append((*[t[0] for t in runs], *[median(t[1:]) for t in runs]))
+    return HostSeconds(*map(median, zip(*times[3:], strict=True)))
+
+
+def _each(function: Callable[[], object], run: int, device: str) -> list[float]:
+    """Seconds of each of a run of calls, the device idle before the first."""
+    marks = [_idle(device)]
+    for _ in range(run):
+        function()
+        marks.append(time.perf_counter())
+    return [after - before for before, after in pairwise(marks)]
 
 
 def _idle(device: str) -> float:
@@ -126,7 +145,8 @@ def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], r
         grads = "main_grad" if main_grad else "autograd"
         rows.append((f"E={groups}, {weights}, {grads}", *[f"{s * 1e6:.0f}" for s in seconds]))
     heading = f"host time on {device}, µs; K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
-    print("\n" + markdown((heading, "first forward", "first backward", "forward", "backward"), rows))
+    columns = "first without grad", "first forward", "first backward", "without grad", "forward", "backward"
+    print("\n" + markdown((heading, *columns), rows))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

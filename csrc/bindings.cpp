@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <iterator>
 #include <sstream>
 #include <vector>
@@ -11,12 +12,13 @@
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
+#include "fusible/launches.h"
 #include "fusible/zero_tail.h"
 
 namespace py = pybind11;
 using namespace py::literals;
-using Address = uintptr_t;
-using Addresses = std::vector<Address>;
+using fusible::Address, fusible::Addresses;
+using Stream = int64_t;  // the address of a cudaStream_t; no memory of a launch
 
 namespace {
 
@@ -30,7 +32,7 @@ py::dict device_properties(int device) {
 template <class T>
 const T* pointer(Address address) { return reinterpret_cast<const T*>(address); }
 
-void grouped_gemm(int layout, int operand, int output, int device, Address stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
+void grouped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
                   Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out, int64_t out_pitch, int64_t out_group,
                   Address sizes, Address starts, bool wide, bool accumulate, Address bias, int bias_type, int64_t bias_pitch, Address row_scale,
                   Address bias_scale, Address alphas, float alpha, Address betas, float beta, Address workspace, int variant,
@@ -68,14 +70,14 @@ fusible::Activation activation(int curve, bool gated, float alpha, float limit, 
   return {static_cast<fusible::Curve>(curve), gated, alpha, limit, linear_offset, block};
 }
 
-void activate(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int type, int64_t rows,
+void activate(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream, int type, int64_t rows,
               int64_t columns, Address pre, Address scales, int scales_type, Address hidden) {
   fusible::activate({activation(curve, gated, alpha, limit, linear_offset, block), static_cast<fusible::DType>(type), rows, columns, pointer<void>(pre),
                      {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, reinterpret_cast<void*>(hidden)},
                     device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-void activate_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int type,
+void activate_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream, int type,
                        int64_t rows, int64_t columns, Address dhidden, Address pre, Address scales, int scales_type, Address dpre, Address dscales,
                        Address hidden) {
   fusible::activate_backward({activation(curve, gated, alpha, limit, linear_offset, block), static_cast<fusible::DType>(type), rows, columns,
@@ -97,7 +99,7 @@ fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t to
   return call;
 }
 
-void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream, int layout, int operand,
+void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream, int layout, int operand,
                        int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group,
                        const Addresses& b_addresses, Address sizes, bool wide, Address bias, int bias_type, int64_t bias_pitch,
                        const Addresses& bias_addresses, Address bias_scale, Address scales, int scales_type,
@@ -112,7 +114,7 @@ void linear_activation(int curve, bool gated, float alpha, float limit, float li
                              device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-void linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Address stream,
+void linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
                                 int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
                                 int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales, int scales_type, Address pre,
                                 Address dpre, Address dscales, Address hidden, Address workspace, int variant) {
@@ -138,7 +140,7 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
   return text.str();
 }
 
-void zero_tail(int device, Address stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes, Address sizes, int groups, bool wide) {
+void zero_tail(int device, Stream stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes, Address sizes, int groups, bool wide) {
   fusible::zero_tail({reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}, device,
                      reinterpret_cast<cudaStream_t>(stream));
 }
@@ -147,27 +149,53 @@ fusible::DenseRows dense_rows(Address data, int type, int64_t tokens, int64_t co
   return {pointer<void>(data), static_cast<fusible::DType>(type), tokens, columns, pitch};
 }
 
-void column_sums(int device, Address stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups,
+void column_sums(int device, Stream stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups,
                  bool wide, Address scale, Address out, int out_type, Address workspace) {
   fusible::column_sums({dense_rows(rows, type, tokens, columns, pitch), pointer<float>(scale), {pointer<void>(sizes), groups, wide},
                         reinterpret_cast<void*>(out), static_cast<fusible::DType>(out_type), reinterpret_cast<float*>(workspace)},
                        device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-void row_dots(int device, Address stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups, bool wide,
+void row_dots(int device, Stream stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch, Address sizes, int groups, bool wide,
               Address vectors, int vectors_type, Address out) {
   fusible::row_dots({dense_rows(rows, type, tokens, columns, pitch), pointer<void>(vectors), static_cast<fusible::DType>(vectors_type),
                      {pointer<void>(sizes), groups, wide}, reinterpret_cast<float*>(out)},
                     device, reinterpret_cast<cudaStream_t>(stream));
 }
 
+// A function that launches, as itself and as a method of Launches that keeps the launch.
+class LaunchDefinitions {
+ public:
+  explicit LaunchDefinitions(py::module_& module) : module_(module), kept_(module, "Launches", "Launches that are kept, to be made again with other addresses.") {
+    kept_.def(py::init<>()).def("run", &fusible::Launches::run, "addresses"_a, "Makes all launches, in order.");
+  }
+  template <class... Args, class... Extra>
+  void def(const char* name, void (*function)(Args...), const Extra&... extra) {
+    module_.def(name, function, extra...);
+    kept_.def(name, [function](fusible::Launches& kept, const std::vector<std::array<int64_t, 4>>& patches, const std::decay_t<Args>&... args) {
+      std::vector<fusible::Patch> where;
+      for (const auto& [position, element, source, offset] : patches) where.push_back({position, element, source, offset});
+      kept.add(function, where, args...);
+    });
+    positions_[name] = py::cast(fusible::address_positions(function));
+  }
+  // Of each such function the positions of its arguments that are addresses.
+  const py::dict& positions() const { return positions_; }
+
+ private:
+  py::module_& module_;
+  py::class_<fusible::Launches> kept_;
+  py::dict positions_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
+  LaunchDefinitions launches(module);
   module.doc() = "CUDA kernels of fusible. Takes pointers and sizes as integers; importing it does not initialise CUDA.";
   module.def("cuda_version", &fusible::cuda_version, "Version of the CUDA runtime that is linked in, e.g. 13000.");
   module.def("device_properties", &device_properties, "device"_a);
-  module.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
+  launches.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a, "out_pitch"_a, "out_group"_a, "sizes"_a, "starts"_a, "wide"_a,
              "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1,
              "betas"_a = 0, "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1, "b_addresses"_a = Addresses(), "out_addresses"_a = Addresses(),
@@ -176,16 +204,16 @@ PYBIND11_MODULE(_C, module) {
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "affine"_a = false, "The configuration that grouped_gemm chooses, in words.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a, "What a launch needs for itself, aligned to 16 bytes.");
-  module.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "type"_a, "rows"_a,
+  launches.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "type"_a, "rows"_a,
              "columns"_a, "pre"_a, "scales"_a, "scales_type"_a, "hidden"_a, "An activation times row scales. Curves: see fusible/activation.h.");
-  module.def("activate_backward", &activate_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
+  launches.def("activate_backward", &activate_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
              "type"_a, "rows"_a, "columns"_a, "dhidden"_a, "pre"_a, "scales"_a, "scales_type"_a, "dpre"_a, "dscales"_a, "hidden"_a,
              "The backward of `activate`; 0 for what is not wanted.");
-  module.def("linear_activation", &linear_activation, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
+  launches.def("linear_activation", &linear_activation, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a,
              "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a,
              "wide"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a, "bias_addresses"_a, "bias_scale"_a, "scales"_a, "scales_type"_a, "pre"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
              "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
-  module.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
+  launches.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
              "device"_a, "stream"_a, "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a,
              "b_addresses"_a, "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
              "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
@@ -195,12 +223,13 @@ PYBIND11_MODULE(_C, module) {
              "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") = std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
   module.attr("BACKWARD_VARIANTS") = std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
-  module.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a, "sizes"_a, "groups"_a, "wide"_a,
+  launches.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a, "sizes"_a, "groups"_a, "wide"_a,
              "Zeroes the rows past the last group.");
   module.def("column_sums_workspace", &fusible::column_sums_workspace, "tokens"_a, "columns"_a, "groups"_a, "Bytes that column_sums needs.");
-  module.def("column_sums", &column_sums, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a,
+  launches.def("column_sums", &column_sums, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a,
              "wide"_a, "scale"_a, "out"_a, "out_type"_a, "workspace"_a, "Sums over the rows of each group, each row times its scale (0: one).");
-  module.def("row_dots", &row_dots, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a, "wide"_a,
+  launches.def("row_dots", &row_dots, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a, "wide"_a,
              "vectors"_a, "vectors_type"_a, "out"_a, "Every row times the vector of its group, in fp32.");
+  module.attr("LAUNCHES") = launches.positions();
   module.attr("TILE_VARIANTS") = fusible::kTileVariantCount;
 }

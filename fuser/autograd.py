@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from . import settings
+from . import halves, settings
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
-from .op import Gradient, Grads, Op, Spec
-from .saved import pack, unpack
+from .halves import Again, Call, Fresh, Ran, with_reserved
+from .op import Op, Spec
 
 _NOTHING: frozenset[str] = frozenset()
+
+
+class Watch(Protocol):
+    """Who records ops as they run."""
+
+    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor], /) -> None:
+        """Notes an op."""
+
+    def made(self, outputs: Sequence[Tensor], /) -> None:
+        """Notes what it made."""
 
 
 class Runtime(NamedTuple):
@@ -43,12 +53,18 @@ def _autocasts(device_type: str) -> bool:
 
 
 def run(
-    op: Op, x: Tensor, keywords: dict[str, Any], runtime: Runtime, input_names: tuple[str, ...] | None = None
+    op: Op,
+    x: Tensor,
+    keywords: dict[str, Any],
+    runtime: Runtime,
+    input_names: tuple[str, ...] | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
 
     Args:
         input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
+        watch: records it.
 
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
@@ -59,8 +75,26 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                return _apply(op, keywords, runtime, names, *tensors)
-    return call_fwd(op, x, keywords, _NOTHING, runtime.autocast_dtype)[0]
+                return _apply(
+                    partial(_run_fresh, Fresh(op, keywords, runtime.autocast_dtype, names), tensors, watch), *tensors
+                )
+    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
+
+
+def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
+    wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
+    if watch is None:
+        return fresh.run(tensors[0], wanted)
+    ran, again = fresh.recorded(tensors[0], wanted)
+    watch.ran(again, tensors if wanted else (), fresh.given(tensors[0]))
+    return ran
+
+
+def run_again(again: Again, given: list[Tensor], addresses: list[int], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
+    if inputs:
+        return _apply(lambda flags: again.run(given, addresses), *inputs)
+    return again.run(given, addresses).outputs
 
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
@@ -96,33 +130,7 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
 
 def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
     """``op.check`` with the reserved names that it declares."""
-    return op.check(x, **_with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
-
-
-def call_fwd(
-    op: Op, x: Tensor, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
-) -> tuple[tuple[Tensor, ...], Any]:
-    """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
-    given = _with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype)
-    if autocast_dtype is None:
-        returned = op.fwd(x, **given)
-    else:  # the op casts what it wants cast; torch functions inside must not cast again
-        with torch.autocast(x.device.type, enabled=False):
-            returned = op.fwd(x, **given)
-    if not isinstance(returned, tuple):
-        raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
-    result, saved = returned
-    return (result,) if isinstance(result, Tensor) else _in_order(op, result), saved
-
-
-def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
-    """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
-    extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
-    grads = op.bwd(saved, douts[0], **_with_reserved(op, "bwd", extras, needs_grad, None))
-    if not needs_grad <= grads.keys():
-        missing = sorted(needs_grad - grads.keys())
-        raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")
-    return grads
+    return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
 def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -144,69 +152,31 @@ def _differentiable(
     return (*names, *input_names), tensors + inputs
 
 
-def _with_reserved(
-    op: Op, half: str, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
-) -> Mapping[str, Any]:
-    """The keywords, and those reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
-    declared = op.reserved[half]
-    if not declared:
-        return keywords
-    given = dict(keywords)
-    if "needs_grad" in declared:
-        given["needs_grad"] = needs_grad
-    if "autocast_dtype" in declared:
-        given["autocast_dtype"] = autocast_dtype
-    return given
-
-
-def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    if outputs.keys() != {"y", *op.extra_outputs}:
-        expected = ", ".join(("y", *op.extra_outputs))
-        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(outputs)}; expected {expected}")
-    return tuple(outputs[name] for name in ("y", *op.extra_outputs))
-
-
 class _OpFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, op: Op, keywords: Mapping[str, Any], runtime: Runtime, names: tuple[str, ...], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        wanted = _wanted(names, ctx.needs_input_grad[4:])
-        outputs, saved = call_fwd(op, tensors[0], keywords, wanted, runtime.autocast_dtype)
-        kept, rest = pack(saved)
+    def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, kept, ctx.call = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept)
-        ctx.call = _Call(op, names, wanted, rest, settings.current())
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: Call = ctx.call
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
         if _is_plain(call, douts[0].device.type):
-            grads = _gradients(call, tensors, douts)
-        else:
-            with _BackwardScope(call, douts[0].device.type):
-                grads = _gradients(call, tensors, douts)
+            return None, *halves.gradients(call, tensors, douts)
+        with _BackwardScope(call, douts[0].device.type):
+            grads = halves.gradients(call, tensors, douts)
         if differentiated:
             grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
-        return (None, None, None, None, *[grads.get(name) for name in call.names])
+        return None, *grads
 
 
 _apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
 """Without the look at every argument for remains of ``torch.func``, whose transforms :func:`run` refuses."""
 
 
-class _Call(NamedTuple):
-    """What a backward needs besides tensors."""
-
-    op: Op
-    names: tuple[str, ...]
-    wanted: frozenset[str]
-    rest: Any
-    config: settings.Config
-
-
-def _is_plain(call: _Call, device_type: str) -> bool:
+def _is_plain(call: Call, device_type: str) -> bool:
     """Whether the backward runs as it must already: without recording, autocast or other switches, and unobserved."""
     return not (
         torch.is_grad_enabled()
@@ -219,7 +189,7 @@ def _is_plain(call: _Call, device_type: str) -> bool:
 class _BackwardScope(ExitStack):
     """A backward runs under the switches of its forward, without recording and without autocast."""
 
-    def __init__(self, call: _Call, device_type: str) -> None:
+    def __init__(self, call: Call, device_type: str) -> None:
         super().__init__()
         self.enter_context(torch.no_grad())
         if _autocasts(device_type):
@@ -232,22 +202,6 @@ class _BackwardScope(ExitStack):
 @lru_cache(maxsize=4096)
 def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
     return frozenset([name for name, flag in zip(names, flags, strict=True) if flag])
-
-
-def _gradients(call: _Call, tensors: tuple[Tensor, ...], douts: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-    grads = call_bwd(call.op, unpack(call.rest, tensors), douts, call.wanted)
-    for name in grads:
-        if name not in call.names:
-            raise RuntimeError(
-                f"{type(call.op).__name__}.bwd returned gradients for {sorted(grads.keys() - set(call.names))}, "
-                f"which it does not read; it returned {sorted(grads)}"
-            )
-    return {name: evaluate(grads[name]) for name in call.names if name in call.wanted}
-
-
-def evaluate(gradient: Gradient) -> Tensor | None:
-    """Calls a thunk."""
-    return gradient() if callable(gradient) and not isinstance(gradient, Tensor) else gradient
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -263,7 +217,7 @@ class _FirstOrderOnly(torch.autograd.Function):
         raise DoubleBackwardError(f"{ctx.name} has first-order gradients only: its backward cannot be differentiated")
 
     @classmethod
-    def guard(cls, name: str, grads: dict[str, Tensor | None], anchors: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
-        present = {k: g for k, g in grads.items() if g is not None}
-        guarded = cls.apply(name, len(present), *present.values(), *anchors)  # type: ignore[no-untyped-call]
-        return {**grads, **dict(zip(present, guarded, strict=True))}
+    def guard(cls, name: str, grads: list[Tensor | None], anchors: tuple[Tensor, ...]) -> list[Tensor | None]:
+        present = [g for g in grads if g is not None]
+        guarded = iter(cls.apply(name, len(present), *present, *anchors))  # type: ignore[no-untyped-call]
+        return [None if g is None else next(guarded) for g in grads]

@@ -60,18 +60,21 @@ def _form(
     """How the arguments are given and which of them are one tensor; None if not all are tensors. And all of them."""
     form: list[Any] = [len(extra), *shared]
     arguments = [x, *extra, *shared.values()]
-    for key, keywords in op_kwargs.items() if isinstance(op_kwargs, dict) else ():
-        if not isinstance(keywords, dict):
+    if op_kwargs is not None:
+        if not isinstance(op_kwargs, dict):
             return None, arguments
-        form += (type(key), key, *keywords)
-        arguments += keywords.values()
+        for key, keywords in op_kwargs.items():
+            if not isinstance(keywords, dict):
+                return None, arguments
+            form += (type(key), key, *keywords)
+            arguments += keywords.values()
     for argument in arguments:
         if not isinstance(argument, Tensor):
             return None, arguments
     ids = list(map(id, arguments))
     if len(set(ids)) != len(ids):
         form += map(ids.index, ids)
-    return None if op_kwargs is not None and not isinstance(op_kwargs, dict) else tuple(form), arguments
+    return tuple(form), arguments
 
 
 def _bind(

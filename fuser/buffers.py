@@ -44,11 +44,12 @@ def overlap(a: Any, b: Any) -> bool:
         return False  # the op's own check says what is wrong with it
     if a.device != b.device or not a.numel() or not b.numel() or a.device.type == "meta":
         return False
-    (a_first, a_last), (b_first, b_last) = _extent(a), _extent(b)
+    (a_first, a_last), (b_first, b_last) = extent(a), extent(b)
     return a_first <= b_last and b_first <= a_last
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first and the last byte of a tensor that has elements."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (reach + 1) * tensor.element_size() - 1

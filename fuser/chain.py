@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .autograd import Runtime, call_bwd, call_fwd, check, evaluate
-from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec
+from .autograd import Runtime, check
+from .halves import call_bwd, call_fwd, evaluate
+from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec, Targets
 
 
 class Chain(Op):
@@ -51,6 +52,13 @@ class Chain(Op):
             if part._parameters or part._modules:
                 tensors += part.input_tensors()
         return tensors
+
+    def memory(self) -> list[Tensor]:
+        return [tensor for part in self.parts.values() for tensor in part.memory()]
+
+    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
+        found = [t for name, part in self.parts.items() if (t := part.targets(wanted, f"{role}{name}.")) is not None]
+        return Targets.joined(found) if found else None
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")

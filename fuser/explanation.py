@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from . import draw, trace
-from .autograd import Runtime, call_fwd, differentiable
+from .autograd import Runtime, differentiable
 from .graph import OpGraph
+from .halves import call_fwd
 from .op import Op
 from .plan import Plan, Step
 from .saved import tensors_of

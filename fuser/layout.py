@@ -10,7 +10,7 @@ from torch import nn
 
 from .chain import Composite
 from .errors import ArgumentError
-from .op import Op, is_hooked
+from .op import Op, hooks_of, is_hooked
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Layout:
         channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
         takers: keyword -> the leaves that take it.
         required: the (leaf, keyword) that a call must give, in op order, then signature order.
+        ops: those of the leaves that are ops; ``holders``: of these, those with parameters; ``hooks``: all theirs.
         bound: the forms of calls that have been bound; ``reads``: every way of reading among them, once.
     """
 
@@ -78,6 +79,9 @@ class Layout:
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))
         self._connect()
+        self.ops = [leaf.op for leaf in self.leaves if leaf.op is not None]
+        self.holders = [op for op in self.ops if op._parameters or op._modules]
+        self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
 
     def is_current(self) -> bool:
         """Whether nobody has edited the container, or one inside it, since."""
@@ -173,7 +177,7 @@ class Layout:
             op = leaf.op
             if op is None:
                 continue
-            twice = sorted(op.keywords.keys() & {name for name, _ in op.inputs()})
+            twice = sorted(op.keywords.keys() & set(op.input_names()))
             if twice:
                 raise ArgumentError(f"{leaf}: {twice[0]!r} is both a keyword and a parameter; rename one")
             for name, keyword in op.keywords.items():

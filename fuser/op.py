@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +31,9 @@ Grads: TypeAlias = Mapping[str, Gradient]
 None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
 
 RESERVED = frozenset({"needs_grad", "autocast_dtype"})
+_CHANGE_NOTHING = frozenset(
+    {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
+) | {"__classcell__", "__parameters__", "extra_repr"}
 
 
 class Spec(NamedTuple):
@@ -53,6 +56,30 @@ class Keyword(NamedTuple):
     buffer: bool = False
 
 
+class Targets(NamedTuple):
+    """What a ``bwd`` writes besides the gradients that it returns.
+
+    Attributes:
+        tensors: where it writes.
+        facts: what else decides how.
+        written: to be called once it has been written by others: says so to whoever wants to know.
+    """
+
+    tensors: list[Tensor]
+    facts: tuple[Any, ...]
+    written: Callable[[], None]
+
+    @classmethod
+    def joined(cls, several: Sequence[Targets]) -> Targets:
+        """All of them as one."""
+
+        def written() -> None:
+            for targets in several:
+                targets.written()
+
+        return cls([t for targets in several for t in targets.tensors], tuple([t.facts for t in several]), written)
+
+
 class Op(nn.Module, ABC):
     """One differentiable step.
 
@@ -67,6 +94,11 @@ class Op(nn.Module, ABC):
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
+        replayable: whether calls of a form may be replayed (:mod:`replay`): all that ``fwd`` and ``bwd`` do is launched
+            by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
+            :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
+            subclass with code of its own, beyond ``__init__``, must promise it again.
+        edits: how often an attribute has been assigned.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
@@ -76,11 +108,15 @@ class Op(nn.Module, ABC):
     extra_outputs: tuple[str, ...] = ()
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
+    replayable: bool = False
+    edits: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
             cls.keywords = _declared_keywords(cls)
+        if "replayable" not in cls.__dict__ and not cls.__dict__.keys() <= _CHANGE_NOTHING:
+            cls.replayable = False  # what a base class promises of its own code does not hold for other code
         if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
             cls.checks_values = True  # what a base class promises of its own check does not hold for this one
         if "reserved" not in cls.__dict__:
@@ -114,6 +150,18 @@ class Op(nn.Module, ABC):
         """The parameters alone, in the order of their names."""
         return [p for _, p in self._named()]
 
+    def memory(self) -> list[Tensor]:
+        """The tensors of the op that ``fwd`` reads, in a fixed order."""
+        return self.input_tensors()
+
+    def held(self, grad_enabled: bool) -> list[Tensor]:
+        """:meth:`memory` and, where autograd records, :meth:`input_tensors`; each tensor once."""
+        return self.input_tensors()
+
+    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
+        """What ``bwd`` will write besides the gradients that it returns; ``role`` precedes its names in ``wanted``."""
+        return None
+
     def decision_key(self) -> tuple[Any, ...]:
         """What fusions may read of the parameters; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
@@ -124,6 +172,15 @@ class Op(nn.Module, ABC):
         if self._modules:
             return self.named_parameters(remove_duplicate=False)
         return [(name, p) for name, p in self._parameters.items() if p is not None]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "training":
+            self.__dict__["edits"] = self.edits + 1
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__["edits"] = self.edits + 1
 
     def trace_refusal(self) -> str | None:
         """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
@@ -160,9 +217,12 @@ class Op(nn.Module, ABC):
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
-    m = module
-    hooks = m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(hooks or "forward" in m.__dict__)
+    return any(hooks_of(module)) or "forward" in module.__dict__
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    """The hooks that run where the module is called, by kind."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import legality
-from .autograd import Runtime, check, run
+from .autograd import Runtime, Watch, check, run
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
@@ -60,11 +60,18 @@ class Step:
                 raise ArgumentError(f"{self.leaves[0]}: x: expected a tensor, got a {type(x).__name__}")
             self.check(Spec.of(x), values, runtime)
 
-    def run(self, values: list[Any], runtime: Runtime) -> None:
+    @property
+    def is_replayable(self) -> bool:
+        """Whether all ops that it stands for are."""
+        return self.input_names is not None and all(op.replayable for op in self.module.modules() if isinstance(op, Op))
+
+    def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            values += run(module, x, keywords, runtime, self.input_names)  # type: ignore[arg-type]
+            values += run(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
+            if watch is not None:
+                watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
             result = module(x, **keywords)
             values.extend(result if module.extra_outputs else (result,))
@@ -88,8 +95,9 @@ class Plan:
     decisions: tuple[Decision, ...]
     graph: OpGraph
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
+    is_replayable: bool
 
-    def __call__(self, values: list[Any], runtime: Runtime) -> Any:
+    def __call__(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         checked = self._checked(values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
@@ -98,9 +106,9 @@ class Plan:
                 step.check_late(values, runtime)
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
-                    step.run(values, runtime)
+                    step.run(values, runtime, watch)
             else:
-                step.run(values, runtime)
+                step.run(values, runtime, watch)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
     def _checked(self, values: list[Any], runtime: Runtime) -> int:
@@ -151,7 +159,8 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
     buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     passed: dict[Any, int] | None = None if buffers or _checks_values(graph, config) else {}
-    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed)
+    able = passed is not None and all([step.is_replayable for step in steps])
+    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed, able)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:

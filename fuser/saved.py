@@ -22,7 +22,7 @@ def pack(saved: Any) -> tuple[list[Tensor], Any]:
     return tensors, _take((saved,), tensors)[0]
 
 
-def unpack(rest: Any, tensors: tuple[Tensor, ...]) -> Any:
+def unpack(rest: Any, tensors: Iterable[Tensor]) -> Any:
     """Puts the tensors back."""
     return _put((rest,), iter(tensors))[0]
 

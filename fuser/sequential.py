@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import settings
-from .autograd import Runtime
+from . import ready, settings
+from .autograd import Runtime, Watch
 from .binding import Call, OpKwargs, bind
 from .explanation import Explanation, Shape, explain_plan
 from .facts import constant
@@ -19,14 +19,16 @@ from .graph import OpGraph
 from .layout import Layout
 from .op import is_hooked
 from .plan import Plan, compile_plan
+from .replay import Forms, aligned
 
 
 class _Compiled:
-    """What a container keeps between calls: its layout, its plans, and of the last call what ``explain()`` needs."""
+    """What a container keeps between calls: layout, plans, ready calls, and what ``explain()`` needs of the last."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.ready = Forms()
         self.last: _Last | None = None
 
 
@@ -101,9 +103,7 @@ class Sequential(nn.Sequential):
             return run_container(self, x, extra_inputs, op_kwargs, shared)
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
-        plan = self._plan(layout, call, runtime)
-        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
-        return plan(call.values, runtime)
+        return self._run(layout, call, runtime)
 
     def explain(
         self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
@@ -142,8 +142,34 @@ class Sequential(nn.Sequential):
         layout = compiled.layout
         if layout is None or not layout.is_current():
             compiled.plans.clear()
+            compiled.ready.clear()
             layout = compiled.layout = Layout(self, Sequential)
         return layout
+
+    def _run(self, layout: Layout, call: Call, runtime: Runtime) -> Any:
+        compiled, facts = self._compiled, ready.facts(layout, call, runtime)
+        if facts is None:
+            return self._run_plan(layout, call, runtime)
+        entry, addresses = compiled.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
+        known = entry.what
+        if known is ready.REFUSED or not aligned(addresses):
+            return self._run_plan(layout, call, runtime)
+        if type(known) is ready.Ready:
+            compiled.last = known.last
+            return known.run(facts.pool, addresses)
+        plan = self._plan(layout, call, runtime)
+        if known is None or not plan.is_replayable:
+            entry.what = ready.SEEN if plan.is_replayable else ready.REFUSED
+            return self._run_plan(layout, call, runtime)
+        watch = ready.Watch(plan, facts.pool, len(call.values))
+        result = self._run_plan(layout, call, runtime, watch)
+        entry.what = watch.ready(compiled.last) or ready.REFUSED
+        return result
+
+    def _run_plan(self, layout: Layout, call: Call, runtime: Runtime, watch: Watch | None = None) -> Any:
+        plan = self._plan(layout, call, runtime)
+        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        return plan(call.values, runtime, watch)
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""

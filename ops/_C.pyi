@@ -1,10 +1,19 @@
 """The compiled extension: CUDA kernels behind plain integers. `ops/backends/hopper.py` is its only caller."""
 
+from collections.abc import Callable
 from typing import TypedDict
 
 TILE_VARIANTS: int
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
+
+LAUNCHES: dict[str, list[int]]
+
+class Launches:
+    """Keeps launches: for each function in LAUNCHES a method that takes patches (fuser/replay.py), then arguments."""
+
+    def run(self, addresses: list[int]) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 class DeviceProperties(TypedDict):
     name: str

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..fuser.replay import stream_of
 from ..fuser.trace import is_traced
 from .backends.problem import Matrices, first
 
@@ -77,12 +78,13 @@ class ExpertGroup:
             stand_ins: gradients are only for those that have ``grad_added_to_main_grad``.
         """
         flags, known = list(map(_requires_grad, self.tensors)), self._whole
-        stream = _stream(self.tensors[0])
+        stream = stream_of(self.tensors[0])
         if known is not None and (known.flags, known.stream, known.stand_ins) == (flags, stream, stand_ins):
             return known.tensor
         self._whole = known = None  # before the next is made, which would share its nodes
-        whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
-        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors):
+        with torch.enable_grad():  # a call that records may come after one that does not
+            whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
+        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
             self._whole = _Whole(flags, stream, stand_ins, whole)
         return whole
 
@@ -104,7 +106,3 @@ class _Together(torch.autograd.Function):
             takes = [getattr(t, "grad_added_to_main_grad", None) is not None for t in ctx.takers]
             parts = [part if taken else None for part, taken in zip(parts, takes, strict=True)]
         return None, *parts
-
-
-def _stream(tensor: Tensor) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device())) if tensor.is_cuda else 0

@@ -49,9 +49,8 @@ class ExpertParameters(Op):
 
     def one_parameter(self, name: str) -> nn.Parameter:
         """The parameter, or the first group's: all are of its shape, dtype and device."""
-        name = f"{name}0" if self.per_group[name] else name
-        found = self._parameters.get(name)
-        return getattr(self, name) if found is None else found
+        found = self._parameters.get(f"{name}0" if self.per_group[name] else name)
+        return getattr(self, f"{name}0" if self.per_group[name] else name) if found is None else found
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
@@ -75,6 +74,26 @@ class ExpertParameters(Op):
         for name, split in self.per_group.items():
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
         return own + [p for _, p in self._others()] if self._has_others() else own
+
+    def held(self, grad_enabled: bool) -> list[Tensor]:
+        held: list[Tensor] = []
+        for name, split in self.per_group.items():
+            if split:
+                group = self._group(name)
+                held += [group.whole(self._has_stand_ins(name))] if grad_enabled else ()
+                values = group.values()
+                held += (values,) if isinstance(values, Tensor) else values
+            else:
+                held.append(self.one_parameter(name))
+        return held + [p for _, p in self._others()] if self._has_others() else held
+
+    def memory(self) -> list[Tensor]:
+        """The parameters, stacked where they are one tensor each and lie so."""
+        tensors: list[Tensor] = []
+        for name, split in self.per_group.items():
+            values = self._group(name).values() if split else self.one_parameter(name)
+            tensors += (values,) if isinstance(values, Tensor) else values
+        return tensors
 
     def _has_stand_ins(self, name: str) -> bool:
         """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""

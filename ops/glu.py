@@ -16,6 +16,7 @@ class Activated(Op):
 
     spec: ActivationSpec
     checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         pre: Tensor | None

@@ -54,6 +54,7 @@ class GroupedLinear(WeightGrads):
     """
 
     checks_values = False  # those of split sizes on the host
+    replayable = True
 
     class Saved(NamedTuple):
         x: Tensor | None

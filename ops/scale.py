@@ -23,6 +23,7 @@ class Scale(Op):
     """
 
     checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         x: Tensor | None

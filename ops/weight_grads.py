@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Grads
+from ..fuser import Grads, recorder
+from ..fuser.op import Targets
 from . import kernels
 from .expert_group import ExpertGroup
 from .expert_parameters import ExpertParameters
@@ -69,6 +70,23 @@ class WeightGrads(ExpertParameters):
         dtype = self.one_parameter("weight").dtype
         return {"weight": lambda: wgrad(out_dtype=dtype)}  # type: ignore[dict-item, return-value]
 
+    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
+        """The ``main_grad`` of the weights, where their gradients go there."""
+        if not self.accumulate_into_main_grad or self.delay_wgrad_compute or f"{role}weight" not in wanted:
+            return None
+        names = self._trained()
+        parameters = self._of_names(names)
+        group, add = self._main_grads(names, parameters)
+        flags = [flag is not None for flag in _attributes(parameters, "grad_added_to_main_grad")]
+        facts = (names, tuple(add), tuple(flags), any(_attributes(parameters, "zero_out_wgrad")))
+
+        def written() -> None:
+            torch.autograd.graph.increment_version(group.tensors)
+            _flag(parameters)
+
+        values = group.values() if self.per_group["weight"] else group.tensors[0]
+        return Targets([values] if isinstance(values, Tensor) else list(values), facts, written)
+
     def need_backward_dw(self) -> bool:
         """Whether weight gradients wait for :meth:`backward_dw`."""
         return bool(self._delayed)
@@ -112,6 +130,7 @@ class WeightGrads(ExpertParameters):
 
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
+        recorder.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
 
         def later() -> None:
@@ -135,14 +154,18 @@ class WeightGrads(ExpertParameters):
         self._write(wgrad, names, ExpertGroup(tuple(grads)), [True] * len(names))
 
     def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
-        parameters, op = self._of_names(names), type(self).__name__
+        self._write(wgrad, names, *self._main_grads(names, self._of_names(names)))
+
+    def _main_grads(self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]) -> tuple[ExpertGroup, list[bool]]:
+        """Where the gradients of the named weights go, and which are added to what is there."""
+        op = type(self).__name__
         fetchers, grads = _attributes(parameters, "get_main_grad"), _attributes(parameters, "main_grad")
         fetched = tuple([g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)])
         group = self._groups.get("main_grad")
         if group is None or not group.holds(fetched):
             checked = [_main_grad(op, *each) for each in zip(names, parameters, fetched, strict=True)]
             group = self._groups["main_grad"] = ExpertGroup(tuple(checked))
-        self._write(wgrad, names, group, [not o for o in _attributes(parameters, "overwrite_main_grad")])
+        return group, [not o for o in _attributes(parameters, "overwrite_main_grad")]
 
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""

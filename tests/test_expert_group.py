@@ -52,6 +52,20 @@ def test_gradients_of_every_call_add_up():
     torch.testing.assert_close(grads(op), {name: 2 * g for name, g in one.items()})
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("in_container", [False, True])
+def test_a_call_without_gradients_before_one_with(mode, in_container):
+    op = layer()
+    one = expected(op)
+    called = Sequential(op) if in_container else op
+    with mode():
+        called(X, split_sizes=SIZES)
+        op._groups["weight"].whole(False)
+    step(called)
+
+    torch.testing.assert_close(grads(op), one)
+
+
 def test_two_calls_in_one_graph_add_up():
     op = layer()
     one = expected(op)

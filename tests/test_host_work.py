@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from emulation import harness
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible.fuser import plan, ready
 
 K = F = 8
 
@@ -31,18 +33,43 @@ def calls_of(function: Callable[[], Any]) -> int:
     return count
 
 
+class NothingLaunched:
+    """In place of the extension: takes every launch, and does nothing."""
+
+    names = "linear_activation", "linear_activation_backward", "grouped_gemm", "zero_tail"
+    LAUNCHES = dict.fromkeys(names, ())
+
+    def Launches(self) -> NothingLaunched:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 16
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The way of our kernels, without them."""
+    with harness.installed(NothingLaunched()):
+        monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
+        monkeypatch.setattr(ready, "is_replayed_for", lambda tensor: True)
+        yield
+
+
 class Calls:
     """The calls of a forward and of its backward, once everything that can be kept is there."""
 
-    def __init__(self, groups: int, **how: Any) -> None:
-        fc1, fc2 = (GroupedLinear(groups, K, n, bias=False, **how) for n in (2 * F, K))
+    def __init__(self, groups: int, dtype: torch.dtype = torch.float32, **how: Any) -> None:
+        fc1, fc2 = (GroupedLinear(groups, K, n, bias=False, dtype=dtype, **how) for n in (2 * F, K))
         for p in (*fc1.parameters(), *fc2.parameters()) if how.get("accumulate_into_main_grad") else ():
             p.main_grad = torch.zeros_like(p)
         self.model = Sequential(fc1, SwiGLU(), Scale(), fc2)
         rows = 2 * groups
-        self.x, self.scales = torch.randn(rows, K, requires_grad=True), torch.rand(rows, requires_grad=True)
-        self.sizes, self.dy = torch.full((groups,), 2), torch.randn(rows, K)
-        for _ in range(3):
+        self.x, self.scales = (
+            torch.randn(rows, K, dtype=dtype, requires_grad=True),
+            torch.rand(rows, requires_grad=True),
+        )
+        self.sizes, self.dy = torch.full((groups,), 2), torch.randn(rows, K, dtype=dtype)
+        for _ in range(4):
             self.run()
 
     def run(self) -> tuple[int, int]:
@@ -75,3 +102,29 @@ def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
 
     assert many[0] - one[0] <= 60
     assert many[1] - one[1] <= 60
+
+
+@pytest.mark.parametrize(
+    ("how", "forward", "backward"),
+    [
+        ({}, 100, 100),
+        ({"accumulate_into_main_grad": True}, 100, 200),
+        ({"single_grouped_weight": False}, 130, 110),
+    ],
+)
+def test_calls_of_a_replay(gpu, how, forward, backward):
+    calls = Calls(64, torch.bfloat16, **how)
+
+    counts = calls.run()
+    assert counts[0] <= forward
+    assert counts[1] <= backward
+
+
+def test_calls_of_a_replay_without_gradients(gpu):
+    calls = Calls(64, torch.bfloat16)
+    with torch.no_grad():
+        counts = [
+            calls_of(lambda: calls.model(calls.x, split_sizes=calls.sizes, scales=calls.scales)) for _ in range(4)
+        ]
+
+    assert counts[-1] <= 90

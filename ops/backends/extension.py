@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from ...fuser import recorder
 
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
-@cache
 def compiled() -> Any:
-    """The extension. Importing it does not initialise CUDA."""
+    """The extension, or who notes its launches."""
+    watching = recorder.current()
+    return library() if watching is None else _Noted(library(), watching)
+
+
+@cache
+def library() -> Any:
+    """The extension itself. Importing it does not initialise CUDA."""
     from .. import _C
 
     return _C
+
+
+class _Noted(NamedTuple):
+    """The extension, whose launches a recorder is told of."""
+
+    library: Any
+    watching: recorder.Recorder
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.library, name)
+        if name not in self.library.LAUNCHES:
+            return function
+
+        def launch(*arguments: Any) -> None:
+            function(*arguments)
+            self.watching.launched(self.library, name, arguments)
+
+        return launch
 
 
 def stream(device: int) -> int:
@@ -27,7 +53,7 @@ def stream(device: int) -> int:
 def is_built() -> bool:
     """Whether the package was installed with it."""
     try:
-        compiled()
+        library()
     except ImportError:
         return False
     return True

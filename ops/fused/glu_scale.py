@@ -16,6 +16,7 @@ from ..scale import Scale
 class GLUScale(FusedOp):
     """``act(x) * scales[:, None]``."""
 
+    replayable = True
     act: Activated
 
     class Saved(NamedTuple):

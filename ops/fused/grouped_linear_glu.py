@@ -22,6 +22,7 @@ from .first_linear import FC1, flat, names_of
 class GroupedLinearGLU(FusedOp):
     """``act(x W^T + bias) * scales`` as one kernel; keeps x, the pre-activation, the scales and the weight."""
 
+    replayable = True
     fc1: GroupedLinear
     act: Activated
     scale: Scale | None

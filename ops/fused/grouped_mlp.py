@@ -43,6 +43,7 @@ def _buffer_holds_y(match: Match) -> bool:
 class GroupedMLP(FusedOp):
     """Keeps x, the pre-activation, the scales, the split sizes and the weights; computes the activation again."""
 
+    replayable = True
     fc1: GroupedLinear
     act: Activated
     scale: Scale | None

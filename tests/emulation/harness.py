@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +50,12 @@ class Emulation:
         value = getattr(self._module, name)
         return self._call(value) if callable(value) else value
 
+    def Launches(self) -> Any:
+        launches = self._module.Launches()
+        return SimpleNamespace(
+            run=self._call(launches.run), **{name: getattr(launches, name) for name in self._module.LAUNCHES}
+        )
+
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             self._show_memory()
@@ -59,7 +65,7 @@ class Emulation:
 
     def _show_memory(self) -> None:
         self._library.emulation_clear_memory()
-        tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor]
+        tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
         for address, size in {(s.data_ptr(), s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)}:
             if address != self._hidden:
                 self._library.emulation_add_memory(address, size)
@@ -86,7 +92,7 @@ class Emulation:
 @contextmanager
 def installed(emulation: Emulation) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
-    answers = {"compiled": lambda: emulation, "stream": lambda device: 0, "device_refusal": lambda device: None}
+    answers = {"library": lambda: emulation, "stream": lambda device: 0, "device_refusal": lambda device: None}
     gc.freeze()  # what is older than the tests is not asked for its storage at every call
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "fusible.ops._C", emulation)  # type: ignore[arg-type]

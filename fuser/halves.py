@@ -1,0 +1,188 @@
+"""Runs one half of an op: its ``fwd`` or ``bwd`` as it is, or again what an earlier one of the same form did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import settings
+from .op import Gradient, Grads, Op
+from .recorder import Recorder
+from .replay import Entry, Forms, Replay, aligned, stream_of
+from .saved import pack, unpack
+
+_REFUSED = "refused"
+
+
+class Call(NamedTuple):
+    """What a backward needs besides the tensors that were kept.
+
+    Attributes:
+        order: of the kept tensors, as ``rest`` wants them; None: as they are.
+        ops: the op and its parts, whose attributes decide as well.
+        forms: of what a backward is given: its replay, or that there is none; None where none is looked for.
+    """
+
+    op: Op
+    names: tuple[str, ...]
+    wanted: frozenset[str]
+    rest: Any
+    config: settings.Config
+    order: tuple[int, ...] | None = None
+    ops: tuple[Op, ...] = ()
+    forms: Forms | None = None
+
+    def saved(self, tensors: Sequence[Tensor]) -> Any:
+        """What ``fwd`` returned for ``bwd``."""
+        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order])
+
+
+class Ran(NamedTuple):
+    """What a forward leaves."""
+
+    outputs: tuple[Tensor, ...]
+    kept: Sequence[Tensor]
+    call: Call
+
+
+class Fresh(NamedTuple):
+    """A forward by the code of its op.
+
+    Attributes:
+        names: of the tensors whose gradients autograd may want.
+    """
+
+    op: Op
+    keywords: Mapping[str, Any]
+    autocast_dtype: torch.dtype | None
+    names: tuple[str, ...]
+
+    def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
+        outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
+        kept, rest = pack(saved)
+        return Ran(outputs, kept, Call(self.op, self.names, wanted, rest, settings.current()))
+
+    def given(self, x: Tensor) -> list[Tensor]:
+        """All tensors that it may read."""
+        return [x, *self.keywords.values(), *self.op.memory()]
+
+    def recorded(self, x: Tensor, wanted: frozenset[str]) -> tuple[Ran, Again | None]:
+        """Runs, and how to run again."""
+        with Recorder(self.given(x)) as recorder:
+            ran = self.run(x, wanted)
+        replay = recorder.replay(ran.outputs, ran.kept if wanted else ())
+        if replay is None:
+            return ran, None
+        once = list(dict.fromkeys(replay.kept))  # the split sizes, say, that two ops keep
+        order = tuple([once.index(place) for place in replay.kept])
+        ops = tuple([op for op in self.op.modules() if isinstance(op, Op)])
+        return ran, Again(replay, tuple(once), ran.call._replace(order=order, ops=ops, forms=Forms()))
+
+
+class Again(NamedTuple):
+    """A forward that does again what one of the same form did; ``kept`` are places of what it keeps, each once."""
+
+    replay: Replay
+    kept: tuple[int, ...]
+    call: Call
+
+    def run(self, given: list[Tensor], addresses: list[int]) -> Ran:
+        tensors = self.replay.run(given, addresses)
+        outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
+        return Ran(tuple(outputs), [tensors[i] for i in self.kept], self.call)
+
+
+def gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
+    """Runs the backward; the gradients in the order of the names."""
+    if call.forms is None:
+        return _gradients(call, tensors, douts)
+    targets = call.op.targets(call.wanted)
+    given = [*tensors, *douts] if targets is None else [*tensors, *douts, *targets.tensors]
+    addresses = list(map(Tensor.data_ptr, given))
+    key = stream_of(given[0]), len(given), targets and targets.facts, *[op.edits for op in call.ops]
+    entry = call.forms.entry(key, given)
+    known = entry.what
+    if known is _REFUSED or not aligned(addresses):
+        return _gradients(call, tensors, douts)
+    if known is None:
+        return _recorded_gradients(call, tensors, douts, given, entry)
+    made = known.run(given, addresses)
+    if targets is not None:
+        targets.written()
+    return [None if i is None else made[i] for i in known.made]
+
+
+def _recorded_gradients(
+    call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...], given: list[Tensor], entry: Entry
+) -> list[Tensor | None]:
+    with Recorder(given) as recorder:
+        grads = _gradients(call, tensors, douts)
+    entry.what = recorder.replay(grads) or _REFUSED
+    return grads
+
+
+def call_fwd(
+    op: Op, x: Tensor, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
+) -> tuple[tuple[Tensor, ...], Any]:
+    """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
+    given = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype)
+    if autocast_dtype is None:
+        returned = op.fwd(x, **given)
+    else:  # the op casts what it wants cast; torch functions inside must not cast again
+        with torch.autocast(x.device.type, enabled=False):
+            returned = op.fwd(x, **given)
+    if not isinstance(returned, tuple):
+        raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
+    result, saved = returned
+    return (result,) if isinstance(result, Tensor) else _in_order(op, result), saved
+
+
+def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
+    """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
+    extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
+    grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
+    if not needs_grad <= grads.keys():
+        missing = sorted(needs_grad - grads.keys())
+        raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")
+    return grads
+
+
+def evaluate(gradient: Gradient) -> Tensor | None:
+    """Calls a thunk."""
+    return gradient() if callable(gradient) and not isinstance(gradient, Tensor) else gradient
+
+
+def with_reserved(
+    op: Op, half: str, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
+) -> Mapping[str, Any]:
+    """The keywords, and those reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
+    declared = op.reserved[half]
+    if not declared:
+        return keywords
+    given = dict(keywords)
+    if "needs_grad" in declared:
+        given["needs_grad"] = needs_grad
+    if "autocast_dtype" in declared:
+        given["autocast_dtype"] = autocast_dtype
+    return given
+
+
+def _gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
+    grads = call_bwd(call.op, call.saved(tensors), douts, call.wanted)
+    for name in grads:
+        if name not in call.names:
+            raise RuntimeError(
+                f"{type(call.op).__name__}.bwd returned gradients for {sorted(grads.keys() - set(call.names))}, "
+                f"which it does not read; it returned {sorted(grads)}"
+            )
+    return [evaluate(grads[name]) if name in call.wanted else None for name in call.names]
+
+
+def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    if outputs.keys() != {"y", *op.extra_outputs}:
+        expected = ", ".join(("y", *op.extra_outputs))
+        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(outputs)}; expected {expected}")
+    return tuple(outputs[name] for name in ("y", *op.extra_outputs))

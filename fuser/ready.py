@@ -1,0 +1,119 @@
+"""Calls that are ready: their binding, plan, checks and steps are known, and only the devices have work left.
+
+A call is ready if one of the same :func:`facts` and form has been recorded: everything that it may depend on but what
+stands in tensors. All steps of its plan are then ops that promise to be replayable, so the facts of what is given say
+what each step is given, and none of them looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import settings
+from .autograd import Runtime, run_again
+from .binding import Call
+from .fusion import registry
+from .halves import Again
+from .layout import Layout
+from .plan import Plan
+from .replay import is_replayed_for, stream_of
+
+SEEN, REFUSED = "seen once", "refused"
+
+
+class Facts(NamedTuple):
+    """What a call depends on besides the form of its pool: the values that it gives, then what the ops hold."""
+
+    key: tuple[Any, ...]
+    pool: list[Tensor]
+
+
+def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
+    """Of a call of tensors alone that are on a device, and that nobody observes or transforms; else None."""
+    if not is_replayed_for(call.values[0]) or any(layout.hooks):
+        return None
+    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
+    key += [op.edits for op in layout.ops]
+    pool = [*call.values]
+    for op in layout.holders:
+        pool += op.held(runtime.grad_enabled)
+    for value in call.values:
+        if not isinstance(value, Tensor):
+            return None
+    return Facts((*key, len(pool), pool[0].shape), pool)
+
+
+class ReadyStep(NamedTuple):
+    """A step; all numbers are places in the pool.
+
+    Attributes:
+        inputs: what autograd is given; nothing where it is not asked.
+        given: what is launched on.
+        dead: what nothing reads any more.
+    """
+
+    again: Again
+    inputs: tuple[int, ...]
+    given: tuple[int, ...]
+    dead: tuple[int, ...]
+
+
+class Ready(NamedTuple):
+    """A call of known facts."""
+
+    plan: Plan
+    steps: tuple[ReadyStep, ...]
+    results: tuple[int, ...]
+    last: Any
+
+    def run(self, pool: list[Any], addresses: list[int]) -> Any:
+        """Runs on a pool, to which the steps add what they make."""
+        for again, inputs, places, dead in self.steps:
+            given, where = [pool[i] for i in places], [addresses[i] for i in places]
+            outputs = run_again(again, given, where, [pool[i] for i in inputs])
+            pool += outputs
+            addresses += map(Tensor.data_ptr, outputs)
+            for i in dead:
+                pool[i] = None
+        return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
+
+
+class Watch:
+    """Records the steps of a call as they run."""
+
+    def __init__(self, plan: Plan, pool: Sequence[Tensor], values: int) -> None:
+        self._plan, self._values, self._before = plan, values, len(pool)
+        self._ids = [id(t) for t in pool]
+        self._alive: list[Any] = list(pool)  # so that no other tensor can have their ids
+        self._steps: list[ReadyStep] = []
+        self._refused = len(set(self._ids)) < len(self._ids)
+
+    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+        """Notes a step."""
+        known = {i: place for place, i in enumerate(self._ids)}
+        if again is None or any(id(t) not in known for t in (*inputs, *given)):
+            self._refused = True
+            return
+        dead = [self._place(slot) for slot in self._plan.steps[len(self._steps)].dead]
+        places = tuple([known[id(t)] for t in inputs]), tuple([known[id(t)] for t in given])
+        self._steps.append(ReadyStep(again, *places, tuple(dead)))
+
+    def made(self, outputs: Sequence[Tensor]) -> None:
+        """Notes what the step made."""
+        self._ids += map(id, outputs)
+        self._alive += outputs
+
+    def ready(self, last: Any) -> Ready | None:
+        """The call, to be run again; None where one of its steps cannot."""
+        if self._refused or len(self._steps) < len(self._plan.steps):
+            return None
+        return Ready(self._plan, tuple(self._steps), tuple(map(self._place, self._plan.results)), last)
+
+    def _place(self, slot: int) -> int:
+        return slot if slot < self._values else slot + self._before - self._values

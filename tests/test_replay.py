@@ -1,0 +1,480 @@
+"""Calls that are replayed: the same bits as the first, and nothing of a form, a module or a switch that has changed.
+
+They run on the emulated kernels (tests/emulation), whose tensors are on the CPU: a plan is told that they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy, deepcopy
+from typing import Any
+
+import pytest
+import torch
+from emulation import build, harness
+from torch import Tensor
+
+from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
+from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, replay
+from fusible.ops.backends import extension
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+
+GROUPS, K, F, SIZES = 3, 16, 16, [5, 0, 9]
+T = sum(SIZES) + 2
+
+
+@pytest.fixture(scope="module")
+def emulation() -> Iterator[harness.Emulation]:
+    emulation = harness.Emulation(build.build())
+    with harness.installed(emulation):
+        yield emulation
+
+
+class Runs:
+    """Counts: of launches made one by one, and of replays."""
+
+    def __init__(self) -> None:
+        self.one_by_one, self.again = 0, 0
+
+    def of(self, function: Callable[[], Any]) -> tuple[int, int]:
+        self.one_by_one = self.again = 0
+        function()
+        return self.one_by_one, self.again
+
+
+@pytest.fixture
+def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    runs, run = Runs(), replay.Replay.run
+
+    class Counted:
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(emulation, name)
+            if name not in emulation.LAUNCHES:
+                return value
+
+            def launch(*arguments: Any) -> None:
+                runs.one_by_one += 1
+                value(*arguments)
+
+            return launch
+
+    def again(self: replay.Replay, *arguments: Any) -> list[Tensor]:
+        runs.again += 1
+        return run(self, *arguments)
+
+    monkeypatch.setattr(extension, "library", lambda: Counted())
+    monkeypatch.setattr(replay.Replay, "run", again)
+    monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
+    monkeypatch.setattr(ready, "is_replayed_for", lambda tensor: True)
+    return runs
+
+
+class Experts:
+    """A fused MLP and what it is called with."""
+
+    def __init__(self, seed: int = 0, **how: Any) -> None:
+        torch.manual_seed(seed)
+        how = {"bias": False, "dtype": torch.bfloat16, **how}
+        self.fc1, self.fc2 = GroupedLinear(GROUPS, K, 2 * F, **how), GroupedLinear(GROUPS, F, K, **how)
+        self.model = Sequential(self.fc1, SwiGLU(), Scale(), self.fc2)
+        self.sizes = torch.tensor(SIZES)
+        self.give()
+
+    def give(self, rows: int = T) -> None:
+        """Other inputs."""
+        self.x = torch.randn(rows, K, dtype=torch.bfloat16).requires_grad_()
+        self.scales = torch.rand(rows).requires_grad_()
+        self.dy = torch.randn(rows, K, dtype=torch.bfloat16)
+
+    def forward(self, **more: Any) -> Tensor:
+        y: Tensor = self.model(self.x, split_sizes=self.sizes, scales=self.scales, **more)
+        return y
+
+    def step(self) -> list[Tensor]:
+        """The output and all gradients."""
+        leaves = [self.x, self.scales, *self.model.parameters()]
+        for tensor in leaves:
+            tensor.grad = None
+        y = self.forward()
+        y.backward(self.dy)
+        assert torch.equal(y[sum(SIZES) :], torch.zeros_like(y[sum(SIZES) :]))
+        return [y.detach(), *[t.grad for t in leaves if t.grad is not None]]
+
+    def anew(self) -> list[Tensor]:
+        """What :meth:`step` gives for the same values in a copy, which knows nothing of earlier calls."""
+        other = copy(self)
+        other.model = deepcopy(self.model)
+        for own, parameter in zip(self.model.parameters(), other.model.parameters(), strict=True):
+            if isinstance(getattr(own, "main_grad", None), Tensor):
+                parameter.main_grad = own.main_grad.clone()
+        return other.step()
+
+    def warm(self) -> None:
+        """Until both halves are replayed."""
+        for _ in range(3):
+            self.step()
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+FORMS = [
+    {},
+    {"bias": True},
+    {"single_grouped_weight": False},
+    {"transposed_weight": True},
+    {"bias": True, "single_grouped_bias": False, "single_grouped_weight": False},
+]
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) -> None:
+    experts = Experts(**how)
+    first = experts.step()
+    experts.step()
+    experts.step()
+
+    assert runs.of(lambda: None) == (0, 0)
+    again: list[Tensor] = []
+    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    assert same(again, first)
+    assert len(first) == 3 + len(list(experts.model.parameters()))
+
+
+def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_LARGE", 512)
+    experts = Experts()
+    first = experts.step()
+    experts.step()
+
+    again: list[Tensor] = []
+    experts.step()
+    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    assert same(again, first)
+
+
+def test_an_inference_call_is_replayed(runs: Runs) -> None:
+    experts, outputs = Experts(), []
+
+    with torch.no_grad():
+        counts = [runs.of(lambda: outputs.append(experts.forward())) for _ in range(3)]
+
+    assert [again for _, again in counts] == [0, 0, 1]
+    assert counts[2][0] == 0
+    assert same(outputs[1:], outputs[:1] * 2)
+
+
+def test_inference_before_training_leaves_gradients(runs: Runs) -> None:
+    experts = Experts(single_grouped_weight=False)
+    with torch.no_grad():
+        experts.forward()
+
+    assert len(experts.step()) == 3 + 2 * GROUPS
+
+
+def test_other_tensors_of_the_form_are_read(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+    experts.give()
+    experts.sizes = torch.tensor([2, 7, 5])
+
+    got: list[Tensor] = []
+    assert runs.of(lambda: got.extend(experts.step())) == (0, 2)
+    assert same(got, experts.anew())
+
+
+def wider(experts: Experts) -> None:
+    experts.give(T + 3)
+
+
+def strided(experts: Experts) -> None:
+    experts.x = torch.randn(T, 2 * K, dtype=torch.bfloat16)[:, :K].detach().requires_grad_()
+
+
+def narrow_sizes(experts: Experts) -> None:
+    experts.sizes = experts.sizes.int()
+
+
+def transposed_gradient(experts: Experts) -> None:
+    experts.dy = torch.randn(K, T, dtype=torch.bfloat16).mT
+
+
+def gradient_of_x_itself(experts: Experts) -> None:
+    """In the next test's terms: a form that has been seen, of tensors that overlap."""
+    experts.dy = experts.x.detach()
+
+
+def half_scales(experts: Experts) -> None:
+    experts.scales = experts.scales.detach().to(torch.bfloat16).requires_grad_()
+
+
+def misaligned(experts: Experts) -> None:
+    experts.scales = torch.rand(T + 1)[1:].requires_grad_()
+
+
+def replaced_parameter(experts: Experts) -> None:
+    experts.fc1.weight = torch.nn.Parameter(torch.randn_like(experts.fc1.weight))
+
+
+def other_memory(experts: Experts) -> None:
+    experts.fc2.weight.data = torch.randn_like(experts.fc2.weight)
+
+
+def strided_memory(experts: Experts) -> None:
+    experts.fc2.weight.data = torch.randn(GROUPS, K, 2 * F, dtype=torch.bfloat16)[:, :, :F]
+
+
+def frozen(experts: Experts) -> None:
+    experts.fc1.weight.requires_grad_(False)
+
+
+def other_activation(experts: Experts) -> None:
+    """An attribute of a part is assigned: the plan stays."""
+    spec = ReGLU().spec
+    experts.model[1].spec = spec
+
+
+def another_op(experts: Experts) -> None:
+    experts.model[1] = GLU("gelu")
+
+
+def into_main_grad(experts: Experts) -> None:
+    experts.fc1.weight.main_grad = torch.ones(GROUPS, 2 * F, K)
+    experts.fc1.accumulate_into_main_grad = True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        wider,
+        strided,
+        narrow_sizes,
+        transposed_gradient,
+        gradient_of_x_itself,
+        half_scales,
+        misaligned,
+        replaced_parameter,
+        other_memory,
+        strided_memory,
+        frozen,
+        other_activation,
+        another_op,
+        into_main_grad,
+    ],
+)
+def test_what_changes_between_calls_is_seen(runs: Runs, change: Callable[[Experts], None]) -> None:
+    experts = Experts()
+    experts.warm()
+    change(experts)
+
+    expected = experts.anew()
+    for _ in range(3):
+        experts.fc1.weight.__dict__.get("main_grad", torch.ones(1)).fill_(1)
+        assert same(experts.step(), expected)
+
+
+def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
+    experts = Experts()
+    experts.step()
+    experts.step()
+    own = experts.dy
+    experts.dy = experts.x.detach()
+    experts.step()  # its backward would be recorded
+    experts.dy = own
+
+    assert same(experts.step(), experts.anew())
+    assert same(experts.step(), experts.anew())
+
+
+@pytest.mark.parametrize("half", [ready, halves])
+def test_a_stream_has_its_own(runs: Runs, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts()
+    experts.warm()
+    monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
+
+    assert runs.of(experts.step)[1] == (0 if half is ready else 1)
+
+
+def hooked(experts: Experts) -> Callable[[], None]:
+    calls: list[Any] = []
+    experts.model[1].register_forward_hook(lambda *arguments: calls.append(1))
+    return lambda: calls.remove(1)
+
+
+def patched_forward(experts: Experts) -> Callable[[], None]:
+    calls: list[Any] = []
+    forward = experts.model[1].forward
+    experts.model[1].forward = lambda *arguments, **keywords: (calls.append(1), forward(*arguments, **keywords))[1]
+    return lambda: calls.remove(1)
+
+
+def profiled(experts: Experts) -> Callable[[], None]:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    profiler.start()
+
+    def check() -> None:
+        profiler.stop()
+        names = {event.key for event in profiler.key_averages()}
+        assert {"fusible::GroupedMLP", "fusible::GroupedMLP.bwd"} <= names
+
+    return check
+
+
+@pytest.mark.parametrize("observe", [hooked, patched_forward, profiled])
+def test_who_observes_sees_the_call(runs: Runs, observe: Callable[[Experts], Callable[[], None]]) -> None:
+    experts = Experts()
+    experts.warm()
+    check = observe(experts)
+    experts.step()
+
+    check()
+
+
+def test_transforms_are_refused(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: experts.model(x, split_sizes=experts.sizes, scales=experts.scales).sum())(experts.x)
+
+
+def test_autocast_is_seen(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    with torch.autocast("cpu", torch.float16):
+        assert experts.forward().dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            assert experts.forward().dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.float16):
+        assert experts.forward().dtype == torch.float16
+
+
+def test_switches_hold(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    with config(debug=True):
+        assert runs.of(experts.step)[1] == 0
+    assert runs.of(experts.step) == (0, 2)
+
+
+@pytest.mark.parametrize("how", [{}, {"single_grouped_weight": False}])
+@pytest.mark.parametrize("flagged", [False, True])
+def test_main_grads_are_written_again(runs: Runs, how: dict[str, Any], flagged: bool) -> None:
+    experts = Experts(accumulate_into_main_grad=True, **how)
+    for p in experts.model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+        if flagged:
+            p.grad_added_to_main_grad = False
+    experts.step()
+    ones = [p.main_grad.clone() for p in experts.model.parameters()]
+    experts.warm()
+    for p in experts.model.parameters():
+        p.main_grad = torch.zeros(p.shape)  # others than before
+        p.__dict__.pop("grad_added_to_main_grad", None)
+        if flagged:
+            p.grad_added_to_main_grad = False
+    before = [p.main_grad._version for p in experts.model.parameters()]
+
+    assert runs.of(experts.step) == (0, 2)
+    assert same([p.main_grad for p in experts.model.parameters()], ones)
+    assert all(p.main_grad._version > v for p, v in zip(experts.model.parameters(), before, strict=True))
+    assert all(
+        getattr(p, "grad_added_to_main_grad", None) is (True if flagged else None) for p in experts.model.parameters()
+    )
+
+
+def test_flags_of_main_grads_are_asked_at_every_call(runs: Runs) -> None:
+    experts = Experts(accumulate_into_main_grad=True)
+    for p in experts.model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    experts.step()
+    once = [p.main_grad.clone() for p in experts.model.parameters()]
+    experts.warm()
+    for p in experts.model.parameters():
+        p.overwrite_main_grad = True
+
+    for _ in range(3):
+        experts.step()
+        assert same([p.main_grad for p in experts.model.parameters()], once)
+    experts.fc1.weight.main_grad = None
+    with pytest.raises(RuntimeError, match=r"weight\.main_grad, which is not set"):
+        experts.step()
+
+
+def test_delayed_gradients_are_not_replayed(runs: Runs) -> None:
+    experts = Experts(delay_wgrad_compute=True)
+    experts.warm()
+    experts.step()
+
+    assert len(experts.fc1._delayed) == 4
+
+
+def test_code_that_promises_nothing_runs_every_time(runs: Runs) -> None:
+    calls: list[Any] = []
+
+    class Counting(SwiGLU):
+        def fwd(self, x: Tensor, **keywords: Any) -> Any:
+            calls.append(x)
+            return super().fwd(x, **keywords)
+
+    experts = Experts()
+    experts.model[1] = Counting()
+    with config(disable_fusions={"GroupedMLP", "GroupedLinearGLU", "GLUScale"}):
+        for _ in range(5):
+            experts.step()
+
+    assert len(calls) == 5
+
+
+def test_a_replayed_backward_can_run_twice(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+    y = experts.forward()
+
+    leaves = experts.x, experts.fc1.weight
+    first = torch.autograd.grad(y, leaves, experts.dy, retain_graph=True)
+    second: list[Tensor] = []
+    assert runs.of(lambda: second.extend(torch.autograd.grad(y, leaves, experts.dy))) == (0, 1)
+    assert same(second, list(first))
+
+
+def test_a_replay_is_not_differentiated(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+
+    (dx,) = torch.autograd.grad(experts.forward(), experts.x, experts.dy, create_graph=True)
+    with pytest.raises(DoubleBackwardError, match="first-order"):
+        dx.sum().backward()
+
+
+def test_what_is_kept_may_not_be_overwritten(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+    x, experts.x = experts.x, experts.x * 1
+    y = experts.forward()
+    experts.x.detach().zero_()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(experts.dy)
+    experts.x = x
+
+
+def test_hooks_on_saved_tensors_run(runs: Runs) -> None:
+    experts = Experts()
+    expected = experts.step()
+    experts.warm()
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.mul(1)):
+        assert same(experts.step(), expected)
+    assert packed
+    assert same(experts.step(), expected)
