@@ -275,6 +275,17 @@ def test_what_changes_between_calls_is_seen(runs: Runs, change: Callable[[Expert
         assert same(experts.step(), expected)
 
 
+def test_memory_without_alignment_takes_the_long_way(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts()
+    experts.warm()
+    with monkeypatch.context() as patch:
+        patch.setattr(halves, "aligned", lambda addresses: addresses[-1] != experts.dy.data_ptr())
+        assert runs.of(experts.step)[1] == 1
+    experts.scales = torch.rand(T + 1)[1:].requires_grad_()
+
+    assert runs.of(experts.step)[1] == 0
+
+
 def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     experts = Experts()
     experts.step()
@@ -423,10 +434,10 @@ def test_code_that_promises_nothing_runs_every_time(runs: Runs) -> None:
             return super().fwd(x, **keywords)
 
     experts = Experts()
-    experts.model[1] = Counting()
-    with config(disable_fusions={"GroupedMLP", "GroupedLinearGLU", "GLUScale"}):
+    model = Sequential(experts.fc1, Counting(), experts.fc2)
+    with config(disable_fusions={"GroupedMLP", "GroupedLinearGLU"}), torch.no_grad():
         for _ in range(5):
-            experts.step()
+            model(experts.x, split_sizes=experts.sizes)
 
     assert len(calls) == 5
 
