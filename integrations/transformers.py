@@ -19,8 +19,9 @@ from transformers.integrations import moe
 
 from ..fuser.model_explanation import add_finder
 from ..fuser.trace import named_range
+from ..ops.routing import route
 from .experts import Forward, container_of, existing_container, refusal
-from .routing import combine, dispatch, route
+from .routing import combine, dispatch
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -47,7 +48,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     fc1: Any = container._modules["fc1"]
     x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
     with named_range("fusible::dispatch"):
-        routing = route(top_k_index, fc1.num_groups)
+        routing = route(top_k_index, fc1.num_groups, x.dtype)
         rows, scales = dispatch(x, top_k_weights, routing)
     y = container(rows, split_sizes=routing.split_sizes, scales=scales)
     with named_range("fusible::combine"):
