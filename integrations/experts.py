@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..ops import GroupedLinear, Scale
+from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
+from .routed_layer import RoutedLayer
 
 _CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -61,11 +62,19 @@ class OwnStep(nn.Module):
         return ": ".join(filter(None, (self._name, self.reason)))
 
 
-class _Built:
-    """A container, and what it was built for. It is left out of copies and pickles, which build their own."""
+class Built:
+    """A container, and what it was built for. It is left out of copies and pickles, which build their own.
 
-    def __init__(self, container: Sequential, key: tuple[Any, ...]) -> None:
-        self.container, self.key = container, key
+    Attributes:
+        routed: what runs all of the layer as one function; None where a step is the model's own.
+        parameters: those of the last call.
+    """
+
+    def __init__(self, container: Sequential, key: tuple[Any, ...], transposed: bool) -> None:
+        self.container, self.key, gate = container, key, container._modules["act"]
+        known = isinstance(gate, (GLU, Activation)) and len(container) == 4
+        self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
+        self.parameters: Parameters | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return (type(None), ())
@@ -88,27 +97,39 @@ def refusal(experts: Any) -> str | None:
 
 
 def container_of(experts: nn.Module) -> Sequential:
-    """The container that runs the experts, its linears on the parameters of now.
+    """The container of the experts, its linears on the parameters of now.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
+    return built_of(experts).container
+
+
+def built_of(experts: Any) -> Built:
+    """The container of the experts, and what else was built, for the parameters of now."""
     if torch.compiler.is_dynamo_compiling():
         _prepare(experts)
     parameters = Parameters.of(experts)
     key = _key(experts, parameters)
     built = experts.__dict__.get(_PLACE)
     if built is None or built.key != key:
-        built = experts.__dict__[_PLACE] = _Built(_build(experts, parameters), key)
+        built = experts.__dict__[_PLACE] = Built(_build(experts, parameters), key, experts.is_transposed)
+    built.parameters = parameters
     fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
     _lend(fc1, parameters.up, parameters.up_bias)
     _lend(fc2, parameters.down, parameters.down_bias)
-    return built.container
+    found: Built = built
+    return found
 
 
 def existing_container(experts: nn.Module) -> Sequential | None:
     """The container that has run the experts; None if there was no call yet."""
     built = experts.__dict__.get(_PLACE)
-    return None if built is None else built.container
+    if built is None:
+        return None
+    if built.routed is not None:
+        built.routed.explain_last()
+    container: Sequential = built.container
+    return container
 
 
 def _prepare(experts: nn.Module) -> bool:

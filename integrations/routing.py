@@ -6,6 +6,7 @@ that is spread over k experts gets its gradient as a sum over those k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ops import routing as rows_of
-from ..ops.routing import Routing
+from ..ops.routing import Routing, route
+
+__all__ = ["Routing", "combine", "dispatch", "route"]
 
 
 def dispatch(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -28,38 +31,42 @@ def combine(rows: Tensor, routing: Routing) -> Tensor:
     return combined
 
 
-def _parts(routing: Routing) -> tuple[Tensor, Tensor, Tensor, bool]:
-    return routing.sizes, routing.order, routing.place, routing.own
+def _parts(routing: Routing) -> tuple[Any, ...]:
+    return *routing[:4], routing.own
+
+
+def _routing(parts: Sequence[Tensor], own: bool) -> Routing:
+    return Routing._make((*parts, None, own))
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, sizes: Tensor, order: Tensor, place: Tensor, own: bool) -> Any:
-        ctx.save_for_backward(sizes, order, place)
-        ctx.own, ctx.dtype = own, weights.dtype
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *parts: Any) -> Any:
+        ctx.save_for_backward(*parts[:4])
+        ctx.own, ctx.dtype = parts[4], weights.dtype
         ctx.set_materialize_grads(False)
-        routing = Routing(sizes, order, place, None, own)
+        routing = _routing(parts[:4], parts[4])
         return rows_of.spread(x, routing), rows_of.by_row(weights, routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor | None, dscales: Tensor | None) -> Any:
-        routing, dx, dweights = Routing(*ctx.saved_tensors, None, ctx.own), None, None
+        routing, dx, dweights = _routing(ctx.saved_tensors, ctx.own), None, None
         if drows is not None and ctx.needs_input_grad[0]:
             dx = rows_of.add(drows, routing)
         if dscales is not None and ctx.needs_input_grad[1]:
             dweights = rows_of.by_slot(dscales, routing, ctx.dtype)
-        return dx, dweights, None, None, None, None
+        return dx, dweights, *[None] * 5
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: Tensor, order: Tensor, place: Tensor, own: bool) -> Tensor:
-        ctx.save_for_backward(sizes, order, place)
-        ctx.own = own
-        return rows_of.add(rows, Routing(sizes, order, place, None, own))
+    def forward(ctx: Any, rows: Tensor, *parts: Any) -> Tensor:
+        ctx.save_for_backward(*parts[:4])
+        ctx.own = parts[4]
+        return rows_of.add(rows, _routing(parts[:4], parts[4]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return rows_of.spread(dy, Routing(*ctx.saved_tensors, None, ctx.own)), None, None, None, None
+        return rows_of.spread(dy, _routing(ctx.saved_tensors, ctx.own)), *[None] * 5

@@ -20,7 +20,7 @@ from transformers.integrations import moe
 from ..fuser.model_explanation import add_finder
 from ..fuser.trace import named_range
 from ..ops.routing import route
-from .experts import Forward, container_of, existing_container, refusal
+from .experts import Forward, built_of, existing_container, refusal
 from .routing import combine, dispatch
 
 NAME = "fusible"
@@ -44,9 +44,12 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     why = refusal(self)
     if why is not None:
         return _delegate(self, why, moe.grouped_mm_experts_forward)(self, hidden_states, top_k_index, top_k_weights)
-    container = container_of(self)
+    built = built_of(self)
+    container, parameters = built.container, built.parameters
     fc1: Any = container._modules["fc1"]
     x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
+    if built.routed is not None and parameters is not None and built.routed.takes(x, top_k_index, top_k_weights):
+        return built.routed.run(parameters, x, top_k_index, top_k_weights).to(hidden_states.dtype)
     with named_range("fusible::dispatch"):
         routing = route(top_k_index, fc1.num_groups, x.dtype)
         rows, scales = dispatch(x, top_k_weights, routing)

@@ -172,23 +172,24 @@ def _row_dots(tokens: Tensor, vectors: list[Tensor], split_sizes: Tensor, dtype:
 )
 def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     found = routing.route(index, num_experts, torch.float32)
-    return found.sizes.clone(), found.order.int().clone(), found.place.int().clone()
+    sizes = torch.cat((found.split_sizes, found.every)).int()
+    return sizes, found.order.int().clone(), found.place.int().clone()
 
 
 @_register(
-    "spread_rows(Tensor x, Tensor place, Tensor sizes) -> Tensor",
-    lambda x, place, sizes: x.new_empty(place.numel(), x.shape[1]),
+    "spread_rows(Tensor x, Tensor place, Tensor every) -> Tensor",
+    lambda x, place, every: x.new_empty(place.numel(), x.shape[1]),
 )
-def _spread_rows(x: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
-    return routing.spread(x, routing.of_places(place, sizes, x.dtype))
+def _spread_rows(x: Tensor, place: Tensor, every: Tensor) -> Tensor:
+    return routing.spread(x, routing.of_places(place, every))
 
 
 @_register(
-    "sum_rows(Tensor rows, Tensor place, Tensor sizes) -> Tensor",
-    lambda rows, place, sizes: rows.new_empty(place.shape[0], rows.shape[1]),
+    "sum_rows(Tensor rows, Tensor place, Tensor every) -> Tensor",
+    lambda rows, place, every: rows.new_empty(place.shape[0], rows.shape[1]),
 )
-def _sum_rows(rows: Tensor, place: Tensor, sizes: Tensor) -> Tensor:
-    return routing.add(rows, routing.of_places(place, sizes, rows.dtype))
+def _sum_rows(rows: Tensor, place: Tensor, every: Tensor) -> Tensor:
+    return routing.add(rows, routing.of_places(place, every))
 
 
 @cache

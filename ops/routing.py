@@ -22,28 +22,20 @@ class Routing(NamedTuple):
     """Which of the S rows of the experts belongs to which of the k slots of a token.
 
     Attributes:
-        sizes: int32 [E + 1]: how many rows each expert has; last, how many all have together.
+        split_sizes: int32 [E]: how many rows each expert has.
+        every: int32 [1]: how many all have together.
         order: [S]: the slot, token * k + j, of each row.
         place: [T, k]: the row of each slot.
         scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's way.
         own: whether by our own kernels.
     """
 
-    sizes: Tensor
+    split_sizes: Tensor
+    every: Tensor
     order: Tensor
     place: Tensor
     scales: Tensor | None
     own: bool
-
-    @property
-    def split_sizes(self) -> Tensor:
-        """int32 [E]."""
-        return self.sizes[:-1]
-
-    @property
-    def every(self) -> Tensor:
-        """int32 [1]: how many rows are of an expert."""
-        return self.sizes[-1:]
 
 
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
@@ -51,7 +43,9 @@ def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | 
     return kernels.refusal(top_k_index, num_experts, dtype)
 
 
-def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, weights: Tensor | None = None) -> Routing:
+def route(
+    top_k_index: Tensor, num_experts: int, dtype: torch.dtype = torch.bfloat16, weights: Tensor | None = None
+) -> Routing:
     """The stable order by expert of the ids [T, k].
 
     Args:
@@ -60,10 +54,10 @@ def route(top_k_index: Tensor, num_experts: int, dtype: torch.dtype, weights: Te
     """
     if torch.compiler.is_compiling():
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
-        return _traced(top_k_index, num_experts) if own else _by_torch(top_k_index, num_experts)
+        return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
     if kernels.refusal(top_k_index, num_experts, dtype) is None:
         return Routing(*kernels.route(top_k_index, num_experts, weights), own=True)
-    return _by_torch(top_k_index, num_experts)
+    return by_torch(top_k_index, num_experts)
 
 
 def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
@@ -76,7 +70,7 @@ def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
         slots = routing.place.shape[1]
         return x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
     if torch.compiler.is_compiling():
-        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.sizes)
+        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.every)
         return rows
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(routing.order.shape[0], x.shape[1])
@@ -89,7 +83,7 @@ def add(rows: Tensor, routing: Routing) -> Tensor:
     if not routing.own:
         return _add(rows, routing.place)
     if torch.compiler.is_compiling():
-        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.sizes)
+        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.every)
         return sums
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = rows.new_empty(routing.place.shape[0], rows.shape[1])
@@ -112,26 +106,25 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     return torch.where(routing.place < routing.every, found, 0).to(dtype)
 
 
-def of_places(place: Tensor, sizes: Tensor, dtype: torch.dtype) -> Routing:
-    """The routing with these places [T, k] and sizes [E + 1], for rows of ``dtype``."""
-    own = kernels.refusal(place, sizes.shape[0] - 1, dtype) is None
-    order = torch.empty_like(place.view(-1)) if own else place.view(-1).argsort()
-    return Routing(sizes, order, place, None, own)
+def of_places(place: Tensor, every: Tensor) -> Routing:
+    """What :func:`spread` and :func:`add` need of a routing by our own kernels, with these places [T, k]."""
+    return Routing(every, every, place.view(-1), place, None, own=True)
 
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
     sizes, order, place = torch.ops.fusible.route(top_k_index, num_experts)
-    return Routing(sizes, order, place, None, own=True)
+    return Routing(sizes[:-1], sizes[-1:], order, place, None, own=True)
 
 
-def _by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
+def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
+    """:func:`route` where our own kernels are not."""
     ids, slots = _narrow(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
     ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     starts = torch.searchsorted(ids, experts, out_int32=True)
     rows = torch.arange(order.shape[0], device=ids.device)
     place = torch.empty_like(order).scatter_(0, order, rows)
-    return Routing(torch.cat((starts[1:] - starts[:-1], starts[-1:])), order, place.view(-1, slots), None, own=False)
+    return Routing(starts[1:] - starts[:-1], starts[-1:], order, place.view(-1, slots), None, own=False)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:

@@ -35,13 +35,15 @@ class Gpu(NamedTuple):
     rows: ModuleType
     fused: ModuleType
     routing: ModuleType
+    routed: ModuleType
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Gpu]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
-        names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda", "test_routing_cuda"
+        names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda"
+        names = *names, "test_routing_cuda", "test_routed_cuda"
         yield Gpu(emulation, *map(harness.on_cpu, names))
 
 
@@ -241,3 +243,21 @@ def test_routing_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
     with gpu.emulation.shuffled(seed):
         gpu.routing.test_route_sorts_stably(1000, 7, 300, "absent")
         gpu.routing.move(13, 4, 6, 72, torch.bfloat16, "absent")
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt-oss", "biases", "not gated", "absent", "absent, transposed", "nothing"])
+def test_routed_layer(gpu: Gpu, name: str) -> None:
+    gpu.routed.test_trains(name)
+    gpu.routed.test_called_gives_the_bits_of_the_trained(name)
+    with pytest.MonkeyPatch.context() as patch:
+        gpu.routed.test_sliced_gradients_are_the_same(name, patch)
+
+
+@pytest.mark.parametrize("frozen", range(7))
+def test_routed_layer_with_frozen_parts(gpu: Gpu, frozen: int) -> None:
+    gpu.routed.test_frozen_parts_change_nothing_else(frozen)
+
+
+def test_routed_layer_and_autograd(gpu: Gpu) -> None:
+    gpu.routed.test_backward_twice()
+    gpu.routed.test_tokens_that_changed_are_an_error()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("kernels.py", "routing.py")  # to products and activations; to what brings rows to experts and back
+DOORS = ("kernels.py", "routing.py", "routed_mlp.py")  # to products and activations; to routing; to whole layers
 VALUES = "problem"  # the statement of a grouped GEMM: a value that ops may share with the backends
 
 

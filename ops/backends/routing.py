@@ -29,11 +29,13 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of ids [T, k]: sizes [E + 1], order [S], place [T, k], and the weights [T, k] by row, [S] in float32."""
+def route(
+    ids: Tensor, num_experts: int, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Of ids [T, k]: sizes [E], their sum [1], order [S], place [T, k], and the weights [T, k] by row, fp32 [S]."""
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
-    numbers = ids.new_empty(num_experts + 1 + 2 * slots + _workspace(slots, num_experts), dtype=torch.int32)
-    sizes, order, place, counts = numbers.split([num_experts + 1, slots, slots, _workspace(slots, num_experts)])
+    parts = [num_experts, 1, slots, slots, _workspace(slots, num_experts)]
+    sizes, every, order, place, counts = torch.split(ids.new_empty(sum(parts), dtype=torch.int32), parts)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
     given = (0, 0) if weights is None else (weights.data_ptr(), TYPE_CODES[weights.dtype])
     made = [t.data_ptr() for t in (sizes, order, place)]
@@ -41,7 +43,7 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
         *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts, *given, *made),
         *(0 if scales is None else scales.data_ptr(), counts.data_ptr()),
     )
-    return sizes, order, place.view(ids.shape), scales
+    return sizes, every, order, place.view(ids.shape), scales
 
 
 def spread(x: Tensor, place: Tensor, every: Tensor, out: Tensor, fill: bool) -> None:
