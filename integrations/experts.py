@@ -16,6 +16,7 @@ from ..ops.checks import is_plain
 from .gates import activation_of
 from .routed_layer import RoutedLayer
 
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -74,7 +75,25 @@ class Built:
         self.container, self.key, gate = container, key, container._modules["act"]
         known = isinstance(gate, (GLU, Activation)) and len(container) == 4
         self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
-        self.parameters: Parameters | None = None
+        self.parameters = Parameters(*[torch.empty(0)] * 4)
+        self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
+        self._facts: tuple[Any, ...] = ()
+
+    def remember(self, experts: Any, parameters: Parameters) -> None:
+        """That all this holds for the experts with these parameters."""
+        named = zip(Names.of(experts), parameters, strict=True)
+        self.parameters = parameters
+        self._known = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
+        self._facts = _facts(experts)
+
+    def holds_for(self, experts: Any) -> bool:
+        """Whether nothing has changed since; what costs a hot call one look at each tensor and constant."""
+        parameters = experts.__dict__["_parameters"]
+        for name, known, dtype, shape in self._known:
+            tensor = parameters.get(name)
+            if tensor is not known or known.dtype != dtype or known.shape != shape:
+                return False
+        return self._facts == _facts(experts)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return (type(None), ())
@@ -113,7 +132,7 @@ def built_of(experts: Any) -> Built:
     built = experts.__dict__.get(_PLACE)
     if built is None or built.key != key:
         built = experts.__dict__[_PLACE] = Built(_build(experts, parameters), key, experts.is_transposed)
-    built.parameters = parameters
+    built.remember(experts, parameters)
     fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
     _lend(fc1, parameters.up, parameters.up_bias)
     _lend(fc2, parameters.down, parameters.down_bias)
@@ -143,12 +162,22 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torc
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
     """What the container depends on; everything else is looked up at every call."""
-    flags = experts.has_gate, experts.is_transposed, experts.is_concatenated
-    norm = getattr(experts, "has_post_expert_norm", False)
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
-    constants = [experts.__dict__.get(name) for name in _CONSTANTS]
-    gate = getattr(type(experts), "_apply_gate", None), getattr(experts, "act_fn", None)
-    return (*flags, norm, *shapes, *constants, *gate)
+    return (*shapes, *_facts(experts))
+
+
+def _facts(experts: Any) -> tuple[Any, ...]:
+    """Of the key, what is no parameter's."""
+    own = experts.__dict__
+    act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
+    gate = getattr(type(experts), "_apply_gate", None)
+    return (*map(own.get, _FLAGS), *map(own.get, _CONSTANTS), gate, act)
+
+
+def known(experts: Any) -> Built | None:
+    """What was built for the experts, if it still holds."""
+    built = experts.__dict__.get(_PLACE)
+    return built if built is not None and built.holds_for(experts) else None
 
 
 def _build(experts: Any, parameters: Parameters) -> Sequential:

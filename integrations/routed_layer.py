@@ -52,15 +52,21 @@ class RoutedLayer:
         return self._fits
 
     def run(self, parameters: tuple[Any, ...], x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H]: the weighted sums; ``parameters`` are up, down and their biases, as stored."""
-        experts = Experts._make((*parameters, self._spec, self._transposed))
+        """[T, H] in the dtype of x: the weighted sums; ``parameters`` are up, down and their biases, as stored."""
+        experts, given = Experts._make((*parameters, self._spec, self._transposed)), x.dtype
+        x = x if given == experts.up.dtype else x.to(experts.up.dtype)
         self._last = _seen(x, top_k_index, top_k_weights)
+        compiled = None
         if x.is_cuda and not (torch.is_grad_enabled() and _differentiable(experts, x, top_k_weights)):
             compiled = self._compiled_for(experts)
-            if compiled is not None:
-                with named_range("fusible::RoutedMLP"), torch.no_grad():
-                    return compiled(x, top_k_index, top_k_weights)
-        return routed.run(experts, x, top_k_index, top_k_weights)
+        if compiled is None:
+            y = routed.run(experts, x, top_k_index, top_k_weights)
+        elif torch._C._autograd._profiler_enabled():
+            with named_range("fusible::RoutedMLP"):
+                y = compiled(x, top_k_index, top_k_weights)
+        else:
+            y = compiled(x, top_k_index, top_k_weights)
+        return y if y.dtype == given else y.to(given)
 
     def explain_last(self) -> None:
         """Lets the container explain the last call, which it has not seen."""
@@ -78,7 +84,8 @@ class RoutedLayer:
             self._container.note(rows, split_sizes=sizes, scales=scales)
 
     def _compiled_for(self, experts: Experts) -> RoutedMlp | None:
-        addresses = tuple([0 if t is None else t.data_ptr() for t in experts[:4]])
+        up, down, up_bias, down_bias, *_ = experts
+        addresses = up.data_ptr(), down.data_ptr(), _address(up_bias), _address(down_bias)
         if addresses != self._addresses:
             self._addresses, self._compiled = addresses, routed_mlp.compiled(experts)
         return self._compiled
@@ -87,6 +94,10 @@ class RoutedLayer:
 def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
     grads = x.requires_grad, weights.requires_grad, torch.is_grad_enabled()
     return _Seen(x.shape, index.shape[-1], (x.dtype, weights.dtype), x.device, grads)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _differentiable(experts: Experts, x: Tensor, weights: Tensor) -> bool:
