@@ -27,7 +27,7 @@ from ..ops import kernels
 from ..ops import routing as rows_of
 from ..ops.activations import ActivationSpec
 from ..ops.kernels import Layout
-from ..ops.routed_mlp import Experts
+from ..ops.routed_mlp import Experts, in_steps, oriented, product, routed_mlp
 from ..ops.routing import Routing
 
 SLICED_FROM = 64 << 20  # bytes of gathered rows that are not gathered whole for a weight's gradient
@@ -55,43 +55,14 @@ class Needs(NamedTuple):
         return self.pre or self.weights
 
 
-NOTHING = Needs(*[False] * 6)
-
-
 def run(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """[T, H]: the weighted sums over the experts of each token; differentiable."""
-    given = (x, top_k_index, top_k_weights, experts.up, experts.down, experts.up_bias, experts.down_bias)
-    if torch.is_grad_enabled():
-        y: Tensor = _Routed.apply(experts.spec, experts.transposed, *given)  # type: ignore[no-untyped-call]
+    *parameters, spec, transposed = experts
+    given = x, top_k_index, top_k_weights, *parameters
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
+        y: Tensor = _Routed.apply(spec, transposed, *given)  # type: ignore[no-untyped-call]
         return y
-    return _forward(experts, *given[:3], NOTHING)[0]
-
-
-def _forward(
-    e: Experts, x: Tensor, index: Tensor, weights: Tensor, needs: Needs
-) -> tuple[Tensor, Routing, Tensor, Tensor | None]:
-    """The output, and what the backward needs besides its arguments: the routing, the scales, the pre-activation."""
-    with named_range("fusible::dispatch"):
-        routing = rows_of.route(index, e.up.shape[0], x.dtype, weights.contiguous())
-        scales = routing.scales
-        if scales is None:
-            scales = rows_of.by_row(weights, routing).to(_wide(weights.dtype))
-        rows, sizes = rows_of.spread(x, routing, fill=False), routing.split_sizes
-    with named_range("fusible::GroupedMLP"):
-        pre, hidden = kernels.grouped_linear_activation(
-            rows,
-            _oriented(e.up, e.transposed),
-            sizes,
-            e.spec,
-            bias=e.up_bias,
-            keep_pre=needs.through or needs.down,
-            interior=True,
-        )
-        del rows
-        y = _product(routing, Layout.NT, hidden, _oriented(e.down, e.transposed), bias=e.down_bias, row_scale=scales)
-        del hidden
-    with named_range("fusible::combine"):
-        return rows_of.add(y, routing), routing, scales, pre
+    return routed_mlp(experts, x, top_k_index, top_k_weights)
 
 
 class _Routed(torch.autograd.Function):
@@ -100,9 +71,8 @@ class _Routed(torch.autograd.Function):
         x, index, weights, up, down, up_bias, down_bias = given
         wanted = ctx.needs_input_grad
         ctx.needs = needs = Needs(wanted[2], *wanted[4:])
-        y, routing, scales, pre = _forward(
-            Experts(up, down, up_bias, down_bias, spec, transposed), x, index, weights, needs
-        )
+        experts = Experts(up, down, up_bias, down_bias, spec, transposed)
+        y, routing, scales, pre = in_steps(experts, x, index, weights, keep_pre=needs.through or needs.down)
         ctx.save_for_backward(x if needs.up else None, *routing[:4], scales, pre, up, down, up_bias, down_bias)
         ctx.how = spec, transposed, routing.own, weights.dtype, settings.current()
         return y
@@ -167,7 +137,7 @@ class Backward:
             return None, None, kernels.activate(self.pre, e.spec, self.scales)
         return kernels.grouped_linear_activation_backward(
             rows,
-            _oriented(e.down, e.transposed),
+            oriented(e.down, e.transposed),
             self.pre,
             self.routing.split_sizes,
             e.spec,
@@ -178,7 +148,7 @@ class Backward:
 
     def _input_grad(self) -> Tensor:
         e = self.experts
-        rows = _product(self.routing, Layout.NN, self.pre, _oriented(e.up, e.transposed))
+        rows = product(self.routing, Layout.NN, self.pre, oriented(e.up, e.transposed))
         return rows_of.add(rows, self.routing)
 
     def _weight_grad(self, weight: Tensor, tokens: Tensor, other: Any, leads: bool) -> Tensor:
@@ -188,6 +158,7 @@ class Backward:
             rows = rows_of.spread(tokens[:, part], self.routing, fill=False)
             a, b, into = (rows, other, out[:, part]) if leads else (other, rows, out[:, :, part])
             kernels.grouped_gemm(Layout.TN, a, b, self.routing.split_sizes, out=into)
+            del rows, a, b  # before the next are gathered
         return out
 
 
@@ -198,21 +169,3 @@ def _slices(tokens: Tensor, rows: int) -> Iterator[slice]:
     if rows * columns * tokens.element_size() > SLICED_FROM:
         width = -(-columns // (_SLICES * _SLICE_UNIT)) * _SLICE_UNIT
     return (slice(first, min(columns, first + width)) for first in range(0, columns, width))
-
-
-def _product(routing: Routing, layout: Layout, rows: Tensor, weight: Tensor, **how: Any) -> Tensor:
-    """Rows of no expert may be anything where our own kernels sum, which do not read them."""
-    columns = weight.shape[1 if layout is Layout.NT else 2]
-    out = rows.new_empty((rows.shape[0], columns)) if routing.own else None
-    product = kernels.grouped_gemm(layout, rows, weight, routing.split_sizes, out=out, **how)
-    assert isinstance(product, Tensor)
-    return product
-
-
-def _oriented(weight: Tensor, transposed: bool) -> Tensor:
-    """As [E, out, in]."""
-    return weight.mT if transposed else weight
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

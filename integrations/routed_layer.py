@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..fuser import Sequential, settings
 from ..fuser.fusion import registry
-from ..fuser.trace import named_range
 from ..ops import routed_mlp
 from ..ops.activations import ActivationSpec
-from ..ops.routed_mlp import Experts, RoutedMlp
+from ..ops.routed_mlp import Experts
 from . import routed
 
 _DEFAULT = settings.config_of(**vars(settings.Config()))
@@ -35,8 +34,6 @@ class RoutedLayer:
         self._container, self._spec, self._transposed = container, spec, transposed
         self._version: int | None = None  # of the registry, when it was last asked
         self._fits = False
-        self._addresses: tuple[int, ...] = ()
-        self._compiled: RoutedMlp | None = None
         self._last: _Seen | None = None
 
     def takes(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
@@ -56,17 +53,16 @@ class RoutedLayer:
         experts, given = Experts._make((*parameters, self._spec, self._transposed)), x.dtype
         x = x if given == experts.up.dtype else x.to(experts.up.dtype)
         self._last = _seen(x, top_k_index, top_k_weights)
-        compiled = None
-        if x.is_cuda and not (torch.is_grad_enabled() and _differentiable(experts, x, top_k_weights)):
-            compiled = self._compiled_for(experts)
-        if compiled is None:
-            y = routed.run(experts, x, top_k_index, top_k_weights)
-        elif torch._C._autograd._profiler_enabled():
-            with named_range("fusible::RoutedMLP"):
-                y = compiled(x, top_k_index, top_k_weights)
-        else:
-            y = compiled(x, top_k_index, top_k_weights)
+        y = routed.run(experts, x, top_k_index, top_k_weights)
         return y if y.dtype == given else y.to(given)
+
+    def traced(self, parameters: tuple[Any, ...], x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """:meth:`run` in code that is being compiled; None where the steps have to be seen."""
+        if torch.is_grad_enabled() or _switched() or torch.is_autocast_enabled(x.device.type):
+            return None
+        up, down, up_bias, down_bias = parameters
+        experts = Experts(up, down, up_bias, down_bias, self._spec, self._transposed)
+        return routed_mlp.traced(experts, x.to(up.dtype), index, weights).to(x.dtype)
 
     def explain_last(self) -> None:
         """Lets the container explain the last call, which it has not seen."""
@@ -83,24 +79,11 @@ class RoutedLayer:
             rows, scales = rows.requires_grad_(seen.grads[0]), scales.requires_grad_(seen.grads[1])
             self._container.note(rows, split_sizes=sizes, scales=scales)
 
-    def _compiled_for(self, experts: Experts) -> RoutedMlp | None:
-        up, down, up_bias, down_bias, *_ = experts
-        addresses = up.data_ptr(), down.data_ptr(), _address(up_bias), _address(down_bias)
-        if addresses != self._addresses:
-            self._addresses, self._compiled = addresses, routed_mlp.compiled(experts)
-        return self._compiled
-
 
 def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
     grads = x.requires_grad, weights.requires_grad, torch.is_grad_enabled()
     return _Seen(x.shape, index.shape[-1], (x.dtype, weights.dtype), x.device, grads)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _differentiable(experts: Experts, x: Tensor, weights: Tensor) -> bool:
-    if x.requires_grad or weights.requires_grad:
-        return True
-    return any([t is not None and t.requires_grad for t in experts[:4]])
+def _switched() -> bool:
+    return settings.in_force.config is not _DEFAULT

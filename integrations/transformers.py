@@ -49,7 +49,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
             return stock(self, hidden_states, top_k_index, top_k_weights)
         built = built_of(self)
     routed = built.routed
-    if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
+    if routed is not None and torch.compiler.is_compiling():
+        y = routed.traced(built.parameters, hidden_states, top_k_index, top_k_weights)
+        if y is not None:
+            return y
+    elif routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
         return routed.run(built.parameters, hidden_states, top_k_index, top_k_weights)
     return _by_container(built, hidden_states, top_k_index, top_k_weights)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..fuser.settings import Config, config_of, using
 from . import kernels, routing
+from . import routed_mlp as routed
 from .activations import ActivationSpec
 from .kernels import ActivationGrads, Layout, Matrices, room
 
@@ -181,7 +182,7 @@ def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     lambda x, place, every: x.new_empty(place.numel(), x.shape[1]),
 )
 def _spread_rows(x: Tensor, place: Tensor, every: Tensor) -> Tensor:
-    return routing.spread(x, routing.of_places(place, every))
+    return routing.spread(x, routing.of_places(place, every, x.dtype))
 
 
 @_register(
@@ -189,7 +190,18 @@ def _spread_rows(x: Tensor, place: Tensor, every: Tensor) -> Tensor:
     lambda rows, place, every: rows.new_empty(place.shape[0], rows.shape[1]),
 )
 def _sum_rows(rows: Tensor, place: Tensor, every: Tensor) -> Tensor:
-    return routing.add(rows, routing.of_places(place, every))
+    return routing.add(rows, routing.of_places(place, every, rows.dtype))
+
+
+@_register(
+    "routed_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
+    f"Tensor? down_bias, {_SPEC}, bool transposed) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+)
+def _routed_mlp(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> Tensor:
+    *parameters, name, gated, limit, alpha, offset, block, transposed = how
+    spec = ActivationSpec(name, gated, limit, alpha, offset, block)
+    return routed.routed_mlp(routed.Experts._make((*parameters, spec, transposed)), x, index, weights)
 
 
 @cache

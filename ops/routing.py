@@ -106,9 +106,11 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     return torch.where(routing.place < routing.every, found, 0).to(dtype)
 
 
-def of_places(place: Tensor, every: Tensor) -> Routing:
-    """What :func:`spread` and :func:`add` need of a routing by our own kernels, with these places [T, k]."""
-    return Routing(every, every, place.view(-1), place, None, own=True)
+def of_places(place: Tensor, every: Tensor, dtype: torch.dtype) -> Routing:
+    """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
+    own = kernels.refusal(place, 1, dtype) is None
+    order = place.view(-1) if own else place.view(-1).argsort()
+    return Routing(every, every, order, place, None, own)
 
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
