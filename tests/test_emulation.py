@@ -261,3 +261,4 @@ def test_routed_layer_with_frozen_parts(gpu: Gpu, frozen: int) -> None:
 def test_routed_layer_and_autograd(gpu: Gpu) -> None:
     gpu.routed.test_backward_twice()
     gpu.routed.test_tokens_that_changed_are_an_error()
+    gpu.routed.test_profile_names_the_call()

@@ -218,3 +218,11 @@ def test_tokens_that_changed_are_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y, problem.leaves, problem.dy)
+
+
+def test_profile_names_the_call() -> None:
+    problem = Problem(CASES["plain"])
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        problem.run()
+
+    assert "fusible::RoutedMLP" in {event.key for event in profile.key_averages()}
