@@ -3,9 +3,11 @@
     python -m fusible bench hf --model qwen3-moe                     on a GPU
     python -m fusible bench hf --model gpt-oss --shrink 16 --tokens 64    small, on a CPU
 
-One layer of the real configuration with random weights. Times are medians of interleaved rounds in one run; decode is a
-forward without gradients. The error is the largest, over output and gradients of the experts, of the relative error
-against the eager implementation in float32 on the same rounded weights, with the same choice of experts.
+One layer of the real configuration with random weights, or ``--layers`` of them, each added to what it was given.
+Times are medians of interleaved rounds in one run; decode is a forward without gradients. Memory is what a step takes
+above weights and input: at its peak, and between forward and backward. The error is the largest, over output and
+gradients of the experts, of the relative error against the eager implementation in float32 on the same rounded weights,
+with the same choice of experts.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,12 +25,13 @@ from torch import Tensor, nn
 
 from .problem import DTYPES, InaccurateError
 from .report import Report
-from .timing import interleaved, markdown, peak_bytes
+from .timing import interleaved, kept_bytes, markdown, peak_bytes
 
 DECODE = (1, 16, 64)
 ROWS_CHECKED, FEW_ROWS_CHECKED = 256, 16
 STOCK = ("eager", "grouped_mm", "batched_mm")
-IMPLEMENTATIONS = (*STOCK, "fusible")
+COMPILED = "fusible compiled"  # by torch.compile: the whole block, router included
+IMPLEMENTATIONS = (*STOCK, "fusible", COMPILED)
 PREFILL_TOO_LARGE = ("batched_mm",)  # copies the weights of an expert for every row
 
 
@@ -63,9 +67,9 @@ MODELS = {
 
 
 class Block:
-    """A block whose experts implementation can be switched, and its inputs."""
+    """Blocks whose experts implementation can be switched, and their inputs."""
 
-    def __init__(self, model: Model, shrink: int, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, shrink: int, device: str, dtype: torch.dtype, layers: int = 1) -> None:
         import fusible.integrations.transformers  # noqa: F401
 
         sizes = {n: max(16, size // shrink & -16) if n.endswith("_size") else size for n, size in model.sizes.items()}
@@ -73,11 +77,18 @@ class Block:
         self.config = getattr(import_module("transformers"), model.config)(**sizes)
         torch.manual_seed(0)
         with torch.device(device):
-            self.module: Any = getattr(classes, model.block)(self.config).to(dtype)
-        for parameter in self.module.parameters():
+            make = getattr(classes, model.block)
+            self.blocks = nn.ModuleList([make(self.config).to(dtype) for _ in range(layers)])
+        for parameter in self.blocks.parameters():
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         self.hidden, self.device, self.dtype = self.config.hidden_size, device, dtype
-        self.top_k, self.experts = self.config.num_experts_per_tok, self.module.experts
+        first: Any = self.blocks[0]
+        self.top_k, self.experts = self.config.num_experts_per_tok, first.experts
+
+    @cached_property
+    def compiled(self) -> list[Any]:
+        """The blocks under ``torch.compile``."""
+        return [torch.compile(block) for block in self.blocks]
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:
         """Hidden states of unit variance."""
@@ -85,7 +96,7 @@ class Block:
 
     def use(self, implementation: str) -> None:
         """Switches."""
-        self.config._experts_implementation = implementation
+        self.config._experts_implementation = implementation.split()[0]
 
     def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The block's forward without gradients, as a function."""
@@ -93,28 +104,42 @@ class Block:
         def run() -> Tensor:
             self.use(implementation)
             with torch.no_grad():
-                return self._output(x)
+                return self._output(implementation, x)
 
         return run
 
     def step(self, implementation: str, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward."""
-        dy, leaves = torch.randn_like(x), [x, *self.module.parameters()]
+        dy, leaves = torch.randn_like(x), [x, *self.blocks.parameters()]
 
         def run() -> tuple[Tensor, ...]:
             self.use(implementation)
-            return torch.autograd.grad(self._output(x), leaves, dy)
+            return torch.autograd.grad(self._output(implementation, x), leaves, dy)
 
         return run
 
-    def _output(self, x: Tensor) -> Tensor:
-        y = self.module(x)
-        output: Tensor = y[0] if isinstance(y, tuple) else y
-        return output.view_as(x)
+    def recorded(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
+        """The forward of a step, whose result keeps what the backward needs."""
+
+        def run() -> Tensor:
+            self.use(implementation)
+            return self._output(implementation, x)
+
+        return run
+
+    def _output(self, implementation: str, x: Tensor) -> Tensor:
+        for block in self.compiled if implementation == COMPILED else self.blocks:
+            y = block(x)
+            output: Tensor = (y[0] if isinstance(y, tuple) else y).view_as(x)
+            x = output if len(self.blocks) == 1 else x + output
+        return x
 
 
 def error(block: Block, implementation: str) -> float:
     """The largest relative error of the experts' output and gradients; see above."""
+    if implementation == COMPILED:  # what is compiled is the block: against the one that is not
+        x = block.rows(FEW_ROWS_CHECKED)
+        return _distance(block.forward(COMPILED, x)(), block.forward("fusible", x)().double())
     rows = FEW_ROWS_CHECKED if implementation in PREFILL_TOO_LARGE else ROWS_CHECKED
     truth, found = (_results(block, n, d, rows) for n, d in (("eager", torch.float32), (implementation, block.dtype)))
     return max(_distance(a, b) for a, b in zip(found, truth, strict=True))
@@ -156,6 +181,7 @@ class Measured(NamedTuple):
     forward: float | None
     step: float | None
     peak: int | None
+    kept: int | None
     decode: dict[int, float]
     error: float
 
@@ -168,26 +194,28 @@ def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: i
     forward = interleaved({name: block.forward(name, x) for name in large}, rounds, device)
     step = interleaved({name: block.step(name, x) for name in large}, rounds, device)
     peaks = {name: peak_bytes(block.step(name, x), device) for name in large}
+    kept = {name: kept_bytes(block.recorded(name, x), device) for name in large}
     decode: dict[str, dict[int, float]] = {name: {} for name in implementations}
     for count in DECODE:
         few = block.rows(count)
         times = interleaved({name: block.forward(name, few) for name in implementations}, 5 * rounds, device)
         for name, seconds in times.items():
             decode[name][count] = seconds
-    return {n: Measured(forward.get(n), step.get(n), peaks.get(n), decode[n], errors[n]) for n in implementations}
+    found = {n: (forward.get(n), step.get(n), peaks.get(n), kept.get(n)) for n in implementations}
+    return {n: Measured(*found[n], decode[n], errors[n]) for n in implementations}
 
 
 def table(measured: Mapping[str, Measured], tokens: int) -> str:
     """The measurements as Markdown."""
     decode = [f"decode {count}, ms" for count in DECODE]
-    times = (f"forward, {tokens} tokens, ms", "forward + backward, ms", "time / grouped_mm", "peak memory, MB")
+    times = (f"forward, {tokens} tokens, ms", "forward + backward, ms", "time / grouped_mm", "peak, MB", "kept, MB")
     base = measured["grouped_mm"].step if "grouped_mm" in measured else None
     rows = []
     for name, m in measured.items():
         ratio = f"{m.step / base:.2f}" if m.step and base else ""
-        peak = "" if m.peak is None else f"{m.peak / 1e6:.0f}"
+        memory = ["" if size is None else f"{size / 1e6:.0f}" for size in (m.peak, m.kept)]
         few = [_milliseconds(m.decode[count]) for count in DECODE]
-        rows.append((name, _milliseconds(m.forward), _milliseconds(m.step), ratio, peak, *few, f"{m.error:.1e}"))
+        rows.append((name, _milliseconds(m.forward), _milliseconds(m.step), ratio, *memory, *few, f"{m.error:.1e}"))
     return markdown(("", *times, *decode, "error"), rows)
 
 
@@ -200,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     report = Report(args.out)
     for name in args.model:
-        block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype])
+        block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype], args.layers)
         print(f"{name}: {', '.join(args.implementations)} …", file=sys.stderr, flush=True)
         measured = measure(block, args.implementations, args.tokens, args.rounds)
         about = _describe(name, block)
@@ -216,7 +244,8 @@ def _describe(name: str, block: Block) -> str:
     sizes = f"E={block.experts.num_experts}, K={block.hidden}, F={width}, top {block.top_k}"
     where = torch.cuda.get_device_name() if block.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{name}: {sizes}, {str(block.dtype).removeprefix('torch.')}, {where}, {versions}"
+    layers = f"{len(block.blocks)} layers, " if len(block.blocks) > 1 else ""
+    return f"{name}: {layers}{sizes}, {str(block.dtype).removeprefix('torch.')}, {where}, {versions}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -227,7 +256,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shrink", type=int, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
     )
-    parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=list(IMPLEMENTATIONS))
+    parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=[*STOCK, "fusible"])
+    parser.add_argument("--layers", type=int, default=1, help="blocks in a row")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--rounds", type=int, default=10 if cuda else 3)

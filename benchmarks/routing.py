@@ -2,7 +2,7 @@
 
     python -m fusible bench routing --tokens 8192 64
 
-``ours`` marks what :mod:`fusible.integrations.routing` does. All ways of a part give the same numbers, or the run ends.
+``ours`` marks what :mod:`fusible.ops.routing` does. All ways of a part give the same numbers, or the run ends.
 The bound is the time in which an H200 moves the bytes that the part must move.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusible.integrations import routing
+from fusible.ops import routing
 
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
@@ -54,24 +54,26 @@ def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> Inputs
 
 
 def parts(given: Inputs) -> Iterator[Part]:
-    """Sorting, counting, gathering, summing; and all of routing as it is."""
-    (index, rows, x, experts), found = given, routing.route(given.top_k_index, given.experts)
+    """All of routing to an order of rows; and rows to experts, and back; then what PyTorch's way is made of."""
+    index, rows, x, experts = given
+    found, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
     few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
-    keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
-    yield Part("sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
-    yield Part("count", _counts(ids, experts), 8 * ids.numel())
-    yield Part(
-        "dispatch",
-        {"index_select": lambda: x.index_select(0, found.token), "x[token]": lambda: x[found.token]},
-        few + many,
-    )
-    ways: dict[str, Callable[[], Tensor]] = {
-        "index_select, sum": lambda: rows.index_select(0, found.place.view(-1)).view(tokens, slots, columns).sum(1),
-        "embedding_bag": lambda: F.embedding_bag(found.place, rows, mode="sum"),
+    token = torchs.order // slots
+    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).place.long()} if found.own else {}
+    yield Part("route", {**routes, "torch": lambda: routing.by_torch(index, experts).place}, 2 * 8 * ids.numel())
+    spreads = {"fusible": lambda: routing.spread(x, found)} if found.own else {}
+    gathers = {"index_select": lambda: x.index_select(0, token), "x[token]": lambda: x[token]}
+    yield Part("dispatch", {**spreads, **gathers}, few + many)
+    sums: dict[str, Callable[[], Tensor]] = {
+        "index_select, sum": lambda: rows.index_select(0, torchs.place.view(-1)).view(tokens, slots, columns).sum(1),
+        "embedding_bag": lambda: F.embedding_bag(torchs.place, rows, mode="sum"),
     }
-    yield Part("combine", ways if x.is_cuda else dict(reversed(ways.items())), few + many)
-    yield Part("route", {"whole": lambda: routing.route(index, experts).split_sizes}, 5 * 8 * ids.numel())
+    own = {"fusible": lambda: routing.add(rows, found)} if found.own else {}
+    yield Part("combine", {**own, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
+    keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
+    yield Part("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
+    yield Part("torch's count", _counts(ids, experts), 8 * ids.numel())
 
 
 def _sorted(keys: Tensor) -> Callable[[], Tensor]:

@@ -99,8 +99,12 @@ def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
     return _peak(_cpu_changes(function)[1])
 
 
-def kept_bytes(function: Function) -> int:
-    """The memory of tensors that a call allocates and that its result keeps alive, on the CPU."""
+def kept_bytes(function: Function, device: torch.device | str = "cpu") -> int:
+    """The memory of tensors that a call allocates and that its result keeps alive."""
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated()
+        result = function()
+        return torch.cuda.memory_allocated() - before
     result, changes = _cpu_changes(function)
     del result
     return sum(changes)

@@ -13,6 +13,8 @@
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
+#include "fusible/routed_mlp.h"
+#include "fusible/routing.h"
 #include "fusible/zero_tail.h"
 
 namespace py = pybind11;
@@ -188,6 +190,54 @@ class LaunchDefinitions {
   py::dict positions_;
 };
 
+template <class T>
+T* writable(Address address) { return reinterpret_cast<T*>(address); }
+
+void route(int device, Stream stream, Address ids, bool wide, int64_t slots, int groups, Address weights, int weights_type, Address sizes, Address order,
+           Address place, Address scales, Address counts) {
+  fusible::route({pointer<void>(ids), wide, slots, groups, {pointer<void>(weights), static_cast<fusible::DType>(weights_type)}, writable<int32_t>(sizes),
+                  writable<int32_t>(order), writable<int32_t>(place), writable<float>(scales), writable<int32_t>(counts)},
+                 device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+fusible::RoutedRows routed_rows(int type, int64_t tokens, int64_t columns, int slots, Address place, Address all, Address from, int64_t from_pitch, Address to,
+                                int64_t to_pitch) {
+  return {static_cast<fusible::DType>(type), tokens, columns, slots, pointer<int32_t>(place), pointer<int32_t>(all), pointer<void>(from), from_pitch,
+          writable<void>(to), to_pitch};
+}
+
+void spread_rows(int device, Stream stream, int type, int64_t tokens, int64_t columns, int slots, Address place, Address all, Address from,
+                 int64_t from_pitch, Address to, int64_t to_pitch, bool fill) {
+  fusible::spread_rows(routed_rows(type, tokens, columns, slots, place, all, from, from_pitch, to, to_pitch), fill, device,
+                       reinterpret_cast<cudaStream_t>(stream));
+}
+
+void sum_rows(int device, Stream stream, int type, int64_t tokens, int64_t columns, int slots, Address place, Address all, Address from, int64_t from_pitch,
+              Address to, int64_t to_pitch) {
+  fusible::sum_rows(routed_rows(type, tokens, columns, slots, place, all, from, from_pitch, to, to_pitch), device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+void numbers_of_slots(int device, Stream stream, Address rows, Address place, Address all, int64_t slots, Address to, int type) {
+  fusible::numbers_of_slots(pointer<float>(rows), pointer<int32_t>(place), pointer<int32_t>(all), slots, writable<void>(to),
+                            static_cast<fusible::DType>(type), device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+fusible::RoutedMlp routed_mlp(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int type, int groups, int64_t features,
+                              int64_t columns, bool transposed, bool separate, const std::array<int64_t, 3>& up, const std::array<int64_t, 3>& down,
+                              Address up_bias, int64_t up_bias_pitch, Address down_bias, int64_t down_bias_pitch, int bias_type) {
+  const auto operand = static_cast<fusible::DType>(type), of_bias = static_cast<fusible::DType>(bias_type);
+  const auto matrix = [&](const std::array<int64_t, 3>& m) { return fusible::MatrixView{pointer<void>(m[0]), operand, m[1], m[2]}; };
+  return {operand,      groups,     features,     columns, activation(curve, gated, alpha, limit, linear_offset, block), transposed, separate, matrix(up),
+          matrix(down), {pointer<void>(up_bias), of_bias, up_bias_pitch, 0}, {pointer<void>(down_bias), of_bias, down_bias_pitch, 0}};
+}
+
+void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, int64_t tokens, int slots, Address x, int64_t pitch, Address ids, bool wide,
+                    Address weights, int weights_type, Address out, Address workspace) {
+  fusible::routed_mlp(mlp, {tokens, slots, pointer<void>(x), pitch, pointer<void>(ids), wide, {pointer<void>(weights), static_cast<fusible::DType>(weights_type)},
+                            writable<void>(out), writable<void>(workspace)},
+                      device, reinterpret_cast<cudaStream_t>(stream));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -230,6 +280,21 @@ PYBIND11_MODULE(_C, module) {
              "wide"_a, "scale"_a, "out"_a, "out_type"_a, "workspace"_a, "Sums over the rows of each group, each row times its scale (0: one).");
   launches.def("row_dots", &row_dots, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a, "sizes"_a, "groups"_a, "wide"_a,
              "vectors"_a, "vectors_type"_a, "out"_a, "Every row times the vector of its group, in fp32.");
+  module.def("route_workspace_bytes", &fusible::route_workspace_bytes, "slots"_a, "groups"_a);
+  launches.def("route", &route, "device"_a, "stream"_a, "ids"_a, "wide"_a, "slots"_a, "groups"_a, "weights"_a, "weights_type"_a, "sizes"_a, "order"_a, "place"_a,
+             "scales"_a, "counts"_a, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");
+  launches.def("spread_rows", &spread_rows, "device"_a, "stream"_a, "type"_a, "tokens"_a, "columns"_a, "slots"_a, "place"_a, "all"_a, "from_"_a, "from_pitch"_a,
+             "to"_a, "to_pitch"_a, "fill"_a, "Copies each token's row to its rows of the experts.");
+  launches.def("sum_rows", &sum_rows, "device"_a, "stream"_a, "type"_a, "tokens"_a, "columns"_a, "slots"_a, "place"_a, "all"_a, "from_"_a, "from_pitch"_a, "to"_a,
+             "to_pitch"_a, "Each token's row is the sum of its rows of the experts.");
+  launches.def("numbers_of_slots", &numbers_of_slots, "device"_a, "stream"_a, "rows"_a, "place"_a, "all"_a, "slots"_a, "to"_a, "type"_a,
+             "Of each slot the number of its row, 0 for those of no expert.");
+  py::class_<fusible::RoutedMlp>(module, "RoutedMlp", "The experts of a layer as they are called without gradients; matrices as (address, pitch, distance).")
+      .def(py::init(&routed_mlp), "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "type"_a, "groups"_a, "features"_a, "columns"_a,
+           "transposed"_a, "separate"_a, "up"_a, "down"_a, "up_bias"_a, "up_bias_pitch"_a, "down_bias"_a, "down_bias_pitch"_a, "bias_type"_a)
+      .def("workspace_bytes", &fusible::routed_workspace_bytes, "slots"_a)
+      .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a, "wide"_a, "weights"_a, "weights_type"_a, "out"_a,
+           "workspace"_a);
   module.attr("LAUNCHES") = launches.positions();
   module.attr("TILE_VARIANTS") = fusible::kTileVariantCount;
 }

@@ -126,6 +126,22 @@ class Sequential(nn.Sequential):
         plan.check(call.values, runtime)
         return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
 
+    def note(self, x: Tensor, **shared: Any) -> None:
+        """Takes note of a call that somebody else runs: :meth:`explain` tells of it as of the last one. Runs nothing.
+
+        Raises:
+            ArgumentError: as :meth:`forward`.
+        """
+        layout, runtime = self._layout(), Runtime.of(x)
+        call = bind(layout, x, (), None, shared)
+        plan = self._plan(layout, call, runtime)
+        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+
+    def runs_as(self, name: str) -> bool:
+        """Whether the last call, or noted one, is a single step of an op of that name."""
+        last = self._compiled.last
+        return last is not None and [step.name for step in last.plan.steps] == [name]
+
     @property
     def was_called(self) -> bool:
         """Whether :meth:`explain` has a last call to tell about."""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..ops import GroupedLinear, Scale
+from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
+from .routed_layer import RoutedLayer
 
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -61,11 +63,37 @@ class OwnStep(nn.Module):
         return ": ".join(filter(None, (self._name, self.reason)))
 
 
-class _Built:
-    """A container, and what it was built for. It is left out of copies and pickles, which build their own."""
+class Built:
+    """A container, and what it was built for. It is left out of copies and pickles, which build their own.
 
-    def __init__(self, container: Sequential, key: tuple[Any, ...]) -> None:
-        self.container, self.key = container, key
+    Attributes:
+        routed: what runs all of the layer as one function; None where a step is the model's own.
+        parameters: those of the last call.
+    """
+
+    def __init__(self, container: Sequential, key: tuple[Any, ...], transposed: bool) -> None:
+        self.container, self.key, gate = container, key, container._modules["act"]
+        known = isinstance(gate, (GLU, Activation)) and len(container) == 4
+        self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
+        self.parameters = Parameters(*[torch.empty(0)] * 4)
+        self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
+        self._facts: tuple[Any, ...] = ()
+
+    def remember(self, experts: Any, parameters: Parameters) -> None:
+        """That all this holds for the experts with these parameters."""
+        named = zip(Names.of(experts), parameters, strict=True)
+        self.parameters = parameters
+        self._known = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
+        self._facts = _facts(experts)
+
+    def holds_for(self, experts: Any) -> bool:
+        """Whether nothing has changed since; what costs a hot call one look at each tensor and constant."""
+        parameters = experts.__dict__["_parameters"]
+        for name, known, dtype, shape in self._known:
+            tensor = parameters.get(name)
+            if tensor is not known or known.dtype != dtype or known.shape != shape:
+                return False
+        return self._facts == _facts(experts)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return (type(None), ())
@@ -88,27 +116,39 @@ def refusal(experts: Any) -> str | None:
 
 
 def container_of(experts: nn.Module) -> Sequential:
-    """The container that runs the experts, its linears on the parameters of now.
+    """The container of the experts, its linears on the parameters of now.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
+    return built_of(experts).container
+
+
+def built_of(experts: Any) -> Built:
+    """The container of the experts, and what else was built, for the parameters of now."""
     if torch.compiler.is_dynamo_compiling():
         _prepare(experts)
     parameters = Parameters.of(experts)
     key = _key(experts, parameters)
     built = experts.__dict__.get(_PLACE)
     if built is None or built.key != key:
-        built = experts.__dict__[_PLACE] = _Built(_build(experts, parameters), key)
+        built = experts.__dict__[_PLACE] = Built(_build(experts, parameters), key, experts.is_transposed)
+    built.remember(experts, parameters)
     fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
     _lend(fc1, parameters.up, parameters.up_bias)
     _lend(fc2, parameters.down, parameters.down_bias)
-    return built.container
+    found: Built = built
+    return found
 
 
 def existing_container(experts: nn.Module) -> Sequential | None:
     """The container that has run the experts; None if there was no call yet."""
     built = experts.__dict__.get(_PLACE)
-    return None if built is None else built.container
+    if built is None:
+        return None
+    if built.routed is not None:
+        built.routed.explain_last()
+    container: Sequential = built.container
+    return container
 
 
 def _prepare(experts: nn.Module) -> bool:
@@ -122,12 +162,22 @@ _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torc
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
     """What the container depends on; everything else is looked up at every call."""
-    flags = experts.has_gate, experts.is_transposed, experts.is_concatenated
-    norm = getattr(experts, "has_post_expert_norm", False)
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
-    constants = [experts.__dict__.get(name) for name in _CONSTANTS]
-    gate = getattr(type(experts), "_apply_gate", None), getattr(experts, "act_fn", None)
-    return (*flags, norm, *shapes, *constants, *gate)
+    return (*shapes, *_facts(experts))
+
+
+def _facts(experts: Any) -> tuple[Any, ...]:
+    """Of the key, what is no parameter's."""
+    own = experts.__dict__
+    act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
+    gate = getattr(type(experts), "_apply_gate", None)
+    return (*map(own.get, _FLAGS), *map(own.get, _CONSTANTS), gate, act)
+
+
+def known(experts: Any) -> Built | None:
+    """What was built for the experts, if it still holds."""
+    built = experts.__dict__.get(_PLACE)
+    return built if built is not None and built.holds_for(experts) else None
 
 
 def _build(experts: Any, parameters: Parameters) -> Sequential:

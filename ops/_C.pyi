@@ -1,4 +1,4 @@
-"""The compiled extension: CUDA kernels behind plain integers. `ops/backends/hopper.py` is its only caller."""
+"""The compiled extension: CUDA kernels behind plain integers. `ops/backends` is its only caller."""
 
 from collections.abc import Callable
 from typing import TypedDict
@@ -235,3 +235,91 @@ def row_dots(
     vectors_type: int,
     out: int,
 ) -> None: ...
+def route_workspace_bytes(slots: int, groups: int) -> int: ...
+def route(
+    device: int,
+    stream: int,
+    ids: int,
+    wide: bool,
+    slots: int,
+    groups: int,
+    weights: int,
+    weights_type: int,
+    sizes: int,
+    order: int,
+    place: int,
+    scales: int,
+    counts: int,
+) -> None: ...
+def spread_rows(
+    device: int,
+    stream: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    slots: int,
+    place: int,
+    all: int,
+    from_: int,
+    from_pitch: int,
+    to: int,
+    to_pitch: int,
+    fill: bool,
+) -> None: ...
+def sum_rows(
+    device: int,
+    stream: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    slots: int,
+    place: int,
+    all: int,
+    from_: int,
+    from_pitch: int,
+    to: int,
+    to_pitch: int,
+) -> None: ...
+def numbers_of_slots(
+    device: int, stream: int, rows: int, place: int, all: int, slots: int, to: int, type: int
+) -> None: ...
+
+class RoutedMlp:
+    def __init__(
+        self,
+        curve: int,
+        gated: bool,
+        alpha: float,
+        limit: float,
+        linear_offset: float,
+        block: int,
+        type: int,
+        groups: int,
+        features: int,
+        columns: int,
+        transposed: bool,
+        separate: bool,
+        up: tuple[int, int, int],
+        down: tuple[int, int, int],
+        up_bias: int,
+        up_bias_pitch: int,
+        down_bias: int,
+        down_bias_pitch: int,
+        bias_type: int,
+    ) -> None: ...
+    def workspace_bytes(self, slots: int) -> int: ...
+    def run(
+        self,
+        device: int,
+        stream: int,
+        tokens: int,
+        slots: int,
+        x: int,
+        pitch: int,
+        ids: int,
+        wide: bool,
+        weights: int,
+        weights_type: int,
+        out: int,
+        workspace: int,
+    ) -> None: ...

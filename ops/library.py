@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..fuser.settings import Config, config_of, using
-from . import kernels
+from . import kernels, routing
+from . import routed_mlp as routed
 from .activations import ActivationSpec
 from .kernels import ActivationGrads, Layout, Matrices, room
 
@@ -160,6 +161,47 @@ def _column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale:
 )
 def _row_dots(tokens: Tensor, vectors: list[Tensor], split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     return kernels.row_dots(tokens, _matrices(vectors, 2), split_sizes, dtype)
+
+
+@_register(
+    "route(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
+    lambda index, num_experts: (
+        index.new_empty(num_experts + 1, dtype=torch.int32),
+        index.new_empty(index.numel(), dtype=torch.int32),
+        torch.empty_like(index, dtype=torch.int32, memory_format=torch.contiguous_format),
+    ),
+)
+def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    found = routing.route(index, num_experts, torch.float32)
+    sizes = torch.cat((found.split_sizes, found.every)).int()
+    return sizes, found.order.int().clone(), found.place.int().clone()
+
+
+@_register(
+    "spread_rows(Tensor x, Tensor place, Tensor every) -> Tensor",
+    lambda x, place, every: x.new_empty(place.numel(), x.shape[1]),
+)
+def _spread_rows(x: Tensor, place: Tensor, every: Tensor) -> Tensor:
+    return routing.spread(x, routing.of_places(place, every, x.dtype))
+
+
+@_register(
+    "sum_rows(Tensor rows, Tensor place, Tensor every) -> Tensor",
+    lambda rows, place, every: rows.new_empty(place.shape[0], rows.shape[1]),
+)
+def _sum_rows(rows: Tensor, place: Tensor, every: Tensor) -> Tensor:
+    return routing.add(rows, routing.of_places(place, every, rows.dtype))
+
+
+@_register(
+    "routed_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
+    f"Tensor? down_bias, {_SPEC}, bool transposed) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+)
+def _routed_mlp(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> Tensor:
+    *parameters, name, gated, limit, alpha, offset, block, transposed = how
+    spec = ActivationSpec(name, gated, limit, alpha, offset, block)
+    return routed.routed_mlp(routed.Experts._make((*parameters, spec, transposed)), x, index, weights)
 
 
 @cache

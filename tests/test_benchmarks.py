@@ -401,7 +401,7 @@ def test_bench_of_transformers_prints_and_writes(
 ) -> None:
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
-    small = ["--shrink", "64", "--tokens", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32"]
+    small = ["--shrink", "64", "--tokens", "8", "--rounds", "1", "--device", "cpu", "--dtype", "fp32", "--layers", "2"]
     hf.main(["--model", model, *small, "--out", str(tmp_path / "hf")])
     printed = capsys.readouterr().out
 
@@ -410,6 +410,7 @@ def test_bench_of_transformers_prints_and_writes(
     assert result["implementations"].keys() == {"eager", "grouped_mm", "batched_mm", "fusible"}
     assert result["implementations"]["batched_mm"]["step"] is None
     assert min(result["implementations"]["fusible"]["decode"].values()) > 0
+    assert 0 < result["implementations"]["fusible"]["kept"] < result["implementations"]["eager"]["kept"]
 
 
 def test_wrong_implementation_of_transformers_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

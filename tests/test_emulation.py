@@ -34,6 +34,8 @@ class Gpu(NamedTuple):
     gemm: ModuleType
     rows: ModuleType
     fused: ModuleType
+    routing: ModuleType
+    routed: ModuleType
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,7 @@ def gpu() -> Iterator[Gpu]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
         names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda"
+        names = *names, "test_routing_cuda", "test_routed_cuda"
         yield Gpu(emulation, *map(harness.on_cpu, names))
 
 
@@ -214,3 +217,48 @@ def test_epilogues_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
     with gpu.emulation.shuffled(seed):
         for name in SOME:
             check_fused(gpu, name)
+
+
+@pytest.mark.parametrize("kind", ["any", "absent", "one", "few"])
+@pytest.mark.parametrize("number", range(11))
+def test_routing(gpu: Gpu, number: int, kind: str) -> None:
+    tokens, slots, experts = gpu.routing.SHAPES[number]
+    gpu.routing.test_route_sorts_stably(tokens, slots, experts, kind)
+    if tokens < 100 and kind in ("any", "absent"):
+        gpu.routing.test_rows_of_any_number(tokens, slots, experts, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_to_experts_and_back(gpu: Gpu, dtype: torch.dtype) -> None:
+    for columns, slots, kind in ((5, 3, "any"), (8, 8, "absent"), (520, 4, "absent"), (12, 1, "any")):
+        gpu.routing.move(13, slots, 6, columns, dtype, kind)
+    gpu.routing.test_numbers_of_slots(dtype)
+    gpu.routing.test_route_brings_weights_of_any_type(torch.float16)
+    gpu.routing.test_rows_with_a_pitch()
+    gpu.routing.test_ids_that_lie_stay_inside()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_routing_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
+    with gpu.emulation.shuffled(seed):
+        gpu.routing.test_route_sorts_stably(1000, 7, 300, "absent")
+        gpu.routing.move(13, 4, 6, 72, torch.bfloat16, "absent")
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt-oss", "biases", "not gated", "absent", "absent, transposed", "nothing"])
+def test_routed_layer(gpu: Gpu, name: str) -> None:
+    gpu.routed.test_trains(name)
+    gpu.routed.test_called_gives_the_bits_of_the_trained(name)
+    with pytest.MonkeyPatch.context() as patch:
+        gpu.routed.test_sliced_gradients_are_the_same(name, patch)
+
+
+@pytest.mark.parametrize("frozen", range(7))
+def test_routed_layer_with_frozen_parts(gpu: Gpu, frozen: int) -> None:
+    gpu.routed.test_frozen_parts_change_nothing_else(frozen)
+
+
+def test_routed_layer_and_autograd(gpu: Gpu) -> None:
+    gpu.routed.test_backward_twice()
+    gpu.routed.test_tokens_that_changed_are_an_error()
+    gpu.routed.test_profile_names_the_call()

@@ -24,6 +24,9 @@ WHOLE = torch.tensor([3, 5, 4])  # no tail, which is not specified in what only 
 SPEC = ("silu", True, 2.0, 1.5, 1.0, 4)
 X, WIDE, SCALES = torch.randn(ROWS, 8), torch.randn(ROWS, 16), torch.rand(ROWS)
 WEIGHT, BIAS = torch.randn(3, 16, 8), torch.randn(3, 16)
+IDS = torch.tensor([[0, 2], [1, 3], [2, 1], [0, 1], [3, 3], [2, 0]])  # 3 is of no expert
+PLACE = torch.tensor([[0, 6], [3, 9], [7, 4], [1, 5], [10, 11], [8, 2]], dtype=torch.int32)
+EXPERTS = [WEIGHT, torch.randn(3, 8, 8)]
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -49,6 +52,14 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "activate backward alone": (OPS.activate_backward, (X, WIDE, *SPEC, None, False, False)),
     "column sums": (OPS.column_sums, (WIDE, SIZES, torch.float32, SCALES)),
     "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
+    "route": (OPS.route, (IDS, 3)),
+    "spread rows": (OPS.spread_rows, (X[:6], PLACE, torch.tensor([9], dtype=torch.int32))),
+    "sum rows": (OPS.sum_rows, (X, PLACE, torch.tensor([9], dtype=torch.int32))),
+    "routed MLP": (OPS.routed_mlp, (X[:6], IDS, torch.rand(6, 2), *EXPERTS, BIAS, None, *SPEC, False)),
+    "routed MLP, transposed": (
+        OPS.routed_mlp,
+        (X[:6], IDS, torch.rand(6, 2), *[w.mT.contiguous() for w in EXPERTS], None, None, *SPEC, True),
+    ),
 }
 
 

@@ -46,6 +46,30 @@ def test_experts_compile_before_any_call(name: str, gate: str) -> None:
         torch.testing.assert_close(results(compiled, experts, tokens), results(experts, experts, tokens))
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_without_gradients_the_layer_is_one_op(name: str) -> None:
+    experts = experts_of(make(name))[0]
+    experts.config._experts_implementation = "fusible"
+    seen: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        seen.extend(
+            str(node.target)
+            for node in graph.graph.nodes
+            if node.op == "call_function" and "fusible" in str(node.target)
+        )
+        return graph
+
+    compiled = torch.compile(experts, fullgraph=True, backend=backend, dynamic=True)
+    with torch.no_grad():
+        for tokens in (9, 17):
+            x, index = torch.randn(tokens, 32), torch.rand(tokens, 4).argsort(-1)[:, :2]
+            weights = torch.rand(tokens, 2)
+            torch.testing.assert_close(compiled(x, index, weights), experts(x, index, weights))
+
+    assert seen == ["fusible.routed_mlp"]
+
+
 def test_model_compiles_without_a_break() -> None:
     model = make("mixtral")
     model.set_experts_implementation("fusible")

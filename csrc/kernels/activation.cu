@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "device/activation.cuh"
+#include "device/vector.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 
@@ -11,38 +12,6 @@ namespace fusible {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerMultiprocessor = 4;
-
-// kCount neighbouring values as floats; two to eight of them move at once.
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
-  T values[kCount];
-};
-template <class T, int kCount>
-DEVICE void load(float (&to)[kCount], const T* from) {
-  const auto v = *reinterpret_cast<const Vector<T, kCount>*>(from);
-  if constexpr (sizeof(T) == 2 && kCount > 1) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const float2 pair = ptx::unpack<T>(reinterpret_cast<const uint32_t*>(v.values)[i / 2]);
-      to[i] = pair.x, to[i + 1] = pair.y;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to[i] = static_cast<float>(v.values[i]);
-  }
-}
-template <class T, int kCount>
-DEVICE void store(T* to, const float (&from)[kCount]) {
-  Vector<T, kCount> v;
-  if constexpr (sizeof(T) == 2 && kCount > 1) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2) reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);
-  }
-  *reinterpret_cast<Vector<T, kCount>*>(to) = v;
-}
 
 // Where the gate of an output column stands in its row; its up stands `block` columns further.
 DEVICE unsigned gate_column(unsigned column, unsigned block) { return column >= block ? column / block * 2 * block + column % block : column; }

@@ -58,6 +58,14 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   return votes;
 }
 
+inline unsigned __match_any_sync(unsigned mask, int value) {
+  emulate_full_warp(mask);
+  const uint64_t* all = emulation::exchange(static_cast<unsigned>(value), "a match");
+  unsigned peers = 0;
+  for (int lane = 0; lane < 32; ++lane) peers |= static_cast<unsigned>(all[lane] == static_cast<unsigned>(value)) << lane;
+  return peers;
+}
+
 template <class T, class U>
 T atomicAdd(T* to, U value) {
   const T before = *to;
@@ -82,6 +90,7 @@ void emulate_store(T* to, T value) {
 #define __stcg emulate_store
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -1,0 +1,45 @@
+// Neighbouring values that move at once, and their conversion to floats and back.
+#pragma once
+#include "device/ptx.cuh"
+
+namespace fusible {
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount) Vector {
+  T values[kCount];
+};
+
+template <class T, int kCount>
+DEVICE Vector<T, kCount> read_vector(const T* from) { return *reinterpret_cast<const Vector<T, kCount>*>(from); }
+
+// Two to eight values of 16 bits are converted in pairs.
+template <class T, int kCount>
+DEVICE void convert(float (&to)[kCount], const Vector<T, kCount>& from) {
+  if constexpr (sizeof(T) == 2 && kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const float2 pair = ptx::unpack<T>(reinterpret_cast<const uint32_t*>(from.values)[i / 2]);
+      to[i] = pair.x, to[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = static_cast<float>(from.values[i]);
+  }
+}
+template <class T, int kCount>
+DEVICE void load(float (&to)[kCount], const T* from) { convert(to, read_vector<T, kCount>(from)); }
+
+template <class T, int kCount>
+DEVICE void store(T* to, const float (&from)[kCount]) {
+  Vector<T, kCount> v;
+  if constexpr (sizeof(T) == 2 && kCount > 1) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);
+  }
+  *reinterpret_cast<Vector<T, kCount>*>(to) = v;
+}
+
+}  // namespace fusible

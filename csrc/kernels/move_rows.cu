@@ -1,0 +1,131 @@
+// Rows of tokens to the experts, and sums of them back. A warp has a stretch of one token's columns: what all its slots share is read
+// once, and a sum needs no other warp.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "device/activation.cuh"
+#include "device/vector.cuh"
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "fusible/routing.h"
+
+namespace fusible {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;  // vectors of a lane
+
+// body(token, column) for every vector of this lane.
+template <int kVector, class Body>
+__device__ void each_vector(const RoutedRows& c, Body body) {
+  const int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (token >= c.tokens) return;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int64_t column = ((blockIdx.y * kSteps + step) * int64_t{32} + threadIdx.x % 32) * kVector;
+    if (column < c.columns) body(token, column);
+  }
+}
+
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads) spread_kernel(const __grid_constant__ RoutedRows c, bool fill) {
+  const int all = *c.all;
+  each_vector<kVector>(c, [&](int64_t token, int64_t column) {
+    using V = Vector<T, kVector>;
+    const V x = read_vector<T, kVector>(static_cast<const T*>(c.from) + token * c.from_pitch + column);
+#pragma unroll 8
+    for (int slot = 0; slot < c.slots; ++slot) {
+      const int row = __ldg(&c.place[token * c.slots + slot]);
+      V* to = reinterpret_cast<V*>(static_cast<T*>(c.to) + row * c.to_pitch + column);
+      if (row < all) *to = x;
+      else if (fill) *to = V{};
+    }
+  });
+}
+
+// The rows of kBatch slots, which divides their number, are under way at once.
+template <class T, int kVector, int kBatch>
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ RoutedRows c) {
+  const int all = *c.all;
+  each_vector<kVector>(c, [&](int64_t token, int64_t column) {
+    float sum[kVector] = {};
+    for (int first = 0; first < c.slots; first += kBatch) {
+      Vector<T, kVector> x[kBatch];
+      bool counts[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int row = __ldg(&c.place[token * c.slots + first + i]);
+        counts[i] = row < all;
+        x[i] = read_vector<T, kVector>(static_cast<const T*>(c.from) + (counts[i] ? row : 0) * c.from_pitch + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        float values[kVector];
+        convert(values, x[i]);
+#pragma unroll
+        for (int n = 0; n < kVector; ++n) sum[n] += counts[i] ? values[n] : 0.f;
+      }
+    }
+    store(static_cast<T*>(c.to) + token * c.to_pitch + column, sum);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) numbers_kernel(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type) {
+  const int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (slot >= slots) return;
+  const int row = place[slot];
+  write_number(to, type, slot, row < *all ? rows[row] : 0.f);
+}
+
+// Whether rows can be moved in vectors of 16 bytes.
+bool fits(const RoutedRows& c, int64_t count) {
+  const uintptr_t addresses = reinterpret_cast<uintptr_t>(c.from) | reinterpret_cast<uintptr_t>(c.to);
+  return (c.columns | c.from_pitch | c.to_pitch) % count == 0 && addresses % 16 == 0;
+}
+
+dim3 grid_of(const RoutedRows& c, int vector) {
+  return {static_cast<unsigned>(blocks_of(c.tokens, kWarps)), static_cast<unsigned>(blocks_of(c.columns, 32 * kSteps * vector)), 1};
+}
+
+template <class T, int kVector>
+void launch_spread(const RoutedRows& c, bool fill, cudaStream_t stream) {
+  spread_kernel<T, kVector><<<grid_of(c, kVector), kThreads, 0, stream>>>(c, fill);
+}
+template <class T, int kVector>
+void launch_sum(const RoutedRows& c, cudaStream_t stream) {
+  const dim3 grid = grid_of(c, kVector);
+  if (c.slots % 8 == 0) sum_kernel<T, kVector, 8><<<grid, kThreads, 0, stream>>>(c);
+  else if (c.slots % 4 == 0) sum_kernel<T, kVector, 4><<<grid, kThreads, 0, stream>>>(c);
+  else if (c.slots % 2 == 0) sum_kernel<T, kVector, 2><<<grid, kThreads, 0, stream>>>(c);
+  else sum_kernel<T, kVector, 1><<<grid, kThreads, 0, stream>>>(c);
+}
+
+}  // namespace
+
+void spread_rows(const RoutedRows& c, bool fill, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.columns || !c.slots) return;
+  const DeviceGuard guard(device);
+  if (c.type == DType::kFloat32) fits(c, 4) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
+  else fits(c, 8) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "copying rows of ", c.tokens, " tokens, ", c.columns, " columns, to ", c.slots, " slots");
+}
+
+void sum_rows(const RoutedRows& c, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.columns) return;
+  const DeviceGuard guard(device);
+  switch (c.type) {
+    case DType::kFloat32: fits(c, 4) ? launch_sum<float, 4>(c, stream) : launch_sum<float, 1>(c, stream); break;
+    case DType::kFloat16: fits(c, 8) ? launch_sum<__half, 8>(c, stream) : launch_sum<__half, 1>(c, stream); break;
+    default: fits(c, 8) ? launch_sum<__nv_bfloat16, 8>(c, stream) : launch_sum<__nv_bfloat16, 1>(c, stream);
+  }
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "summing rows of ", c.tokens, " tokens, ", c.columns, " columns, over ", c.slots, " slots");
+}
+
+void numbers_of_slots(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type, int device, cudaStream_t stream) {
+  if (!slots) return;
+  const DeviceGuard guard(device);
+  numbers_kernel<<<static_cast<unsigned>(blocks_of(slots, kThreads)), kThreads, 0, stream>>>(rows, place, all, slots, to, type);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "numbers of ", slots, " slots");
+}
+
+}  // namespace fusible

@@ -1,0 +1,89 @@
+"""A layer's experts run as one function, where their container would run as one ``GroupedMLP``."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import Sequential, settings
+from ..fuser.fusion import registry
+from ..ops import routed_mlp
+from ..ops.activations import ActivationSpec
+from ..ops.routed_mlp import Experts
+from . import routed
+
+_DEFAULT = settings.config_of(**vars(settings.Config()))
+
+
+class _Seen(NamedTuple):
+    """What :meth:`Sequential.explain` needs to know of a call."""
+
+    x: torch.Size
+    slots: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    device: torch.device
+    grads: tuple[bool, bool, bool]  # of x, of the weights; whether they are recorded
+
+
+class RoutedLayer:
+    """Stands beside a container, which says what is fused, explains, and runs what this does not take."""
+
+    def __init__(self, container: Sequential, spec: ActivationSpec, transposed: bool) -> None:
+        self._container, self._spec, self._transposed = container, spec, transposed
+        self._version: int | None = None  # of the registry, when it was last asked
+        self._fits = False
+        self._last: _Seen | None = None
+
+    def takes(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
+        """Whether :meth:`run` does what the container would. Switches, autocast and compilers are the container's."""
+        if torch.compiler.is_compiling() or settings.current() is not _DEFAULT:
+            return False
+        if x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
+            return False
+        if self._version != registry.version:
+            self._last = _seen(x, top_k_index, top_k_weights)
+            self.explain_last()
+            self._version, self._fits = registry.version, self._container.runs_as("GroupedMLP")
+        return self._fits
+
+    def run(self, parameters: tuple[Any, ...], x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H] in the dtype of x: the weighted sums; ``parameters`` are up, down and their biases, as stored."""
+        experts, given = Experts._make((*parameters, self._spec, self._transposed)), x.dtype
+        x = x if given == experts.up.dtype else x.to(experts.up.dtype)
+        self._last = _seen(x, top_k_index, top_k_weights)
+        y = routed.run(experts, x, top_k_index, top_k_weights)
+        return y if y.dtype == given else y.to(given)
+
+    def traced(self, parameters: tuple[Any, ...], x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
+        """:meth:`run` in code that is being compiled; None where the steps have to be seen."""
+        if torch.is_grad_enabled() or _switched() or torch.is_autocast_enabled(x.device.type):
+            return None
+        up, down, up_bias, down_bias = parameters
+        experts = Experts(up, down, up_bias, down_bias, self._spec, self._transposed)
+        return routed_mlp.traced(experts, x.to(up.dtype), index, weights).to(x.dtype)
+
+    def explain_last(self) -> None:
+        """Lets the container explain the last call, which it has not seen."""
+        seen, self._last = self._last, None
+        if seen is None:
+            return
+        tokens, features = seen.x
+        first: Any = self._container[0]
+        count = tokens * seen.slots
+        rows = torch.empty(min(count, 1), features, dtype=seen.dtypes[0], device=seen.device).expand(count, features)
+        scales = torch.empty(count, dtype=seen.dtypes[1], device=seen.device)
+        sizes = torch.zeros(first.num_groups, dtype=torch.int32, device=seen.device)
+        with torch.set_grad_enabled(seen.grads[2]):
+            rows, scales = rows.requires_grad_(seen.grads[0]), scales.requires_grad_(seen.grads[1])
+            self._container.note(rows, split_sizes=sizes, scales=scales)
+
+
+def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
+    grads = x.requires_grad, weights.requires_grad, torch.is_grad_enabled()
+    return _Seen(x.shape, index.shape[-1], (x.dtype, weights.dtype), x.device, grads)
+
+
+def _switched() -> bool:
+    return settings.in_force.config is not _DEFAULT

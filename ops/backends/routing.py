@@ -1,0 +1,73 @@
+"""Our own CUDA kernels that bring the rows of tokens to their experts and back."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .extension import TYPE_CODES, compiled, device_refusal, stream
+
+NAME = "fusible"
+MAX_EXPERTS = 512
+MAX_SLOTS = 2**30 - 1
+
+
+def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not take these ids and rows of this dtype; None: they do."""
+    if not ids.is_cuda:
+        return f"needs a CUDA device, got {ids.device.type}"
+    if (why := device_refusal(ids.get_device())) is not None:
+        return why
+    if ids.dtype not in (torch.int32, torch.int64):
+        return f"needs int32 or int64 ids, got {ids.dtype}"
+    if dtype not in TYPE_CODES:
+        return f"needs rows of 16 or 32 bits, got {dtype}"
+    if not 1 <= num_experts <= MAX_EXPERTS or ids.numel() > MAX_SLOTS:
+        return f"takes 1 to {MAX_EXPERTS} experts and fewer than 2^30 rows, got {num_experts} and {ids.numel()}"
+    return None
+
+
+def route(
+    ids: Tensor, num_experts: int, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Of ids [T, k]: sizes [E], their sum [1], order [S], place [T, k], and the weights [T, k] by row, fp32 [S]."""
+    slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
+    parts = [num_experts, 1, slots, slots, _workspace(slots, num_experts)]
+    sizes, every, order, place, counts = torch.split(ids.new_empty(sum(parts), dtype=torch.int32), parts)
+    scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
+    given = (0, 0) if weights is None else (weights.data_ptr(), TYPE_CODES[weights.dtype])
+    made = [t.data_ptr() for t in (sizes, order, place)]
+    compiled().route(
+        *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts, *given, *made),
+        *(0 if scales is None else scales.data_ptr(), counts.data_ptr()),
+    )
+    return sizes, every, order, place.view(ids.shape), scales
+
+
+def spread(x: Tensor, place: Tensor, every: Tensor, out: Tensor, fill: bool) -> None:
+    """``out[place[t, j]] = x[t]``; rows from ``every`` [1] on become zero with ``fill``, else they stay as they are."""
+    compiled().spread_rows(*_rows(x, out, place, every), fill)
+
+
+def add(rows: Tensor, place: Tensor, every: Tensor, out: Tensor) -> None:
+    """``out[t]`` = the sum over j of ``rows[place[t, j]]``, of those before ``every`` [1]."""
+    compiled().sum_rows(*_rows(rows, out, place, every))
+
+
+def of_slots(numbers: Tensor, place: Tensor, every: Tensor, out: Tensor) -> None:
+    """``out[t, j] = numbers[place[t, j]]`` in float32, 0 for those from ``every`` [1] on."""
+    device, places = place.get_device(), (numbers.data_ptr(), place.data_ptr(), every.data_ptr())
+    compiled().numbers_of_slots(device, stream(device), *places, place.numel(), out.data_ptr(), TYPE_CODES[out.dtype])
+
+
+@cache
+def _workspace(slots: int, num_experts: int) -> int:
+    return int(compiled().route_workspace_bytes(slots, num_experts)) // 4
+
+
+def _rows(source: Tensor, out: Tensor, place: Tensor, every: Tensor) -> tuple[int, ...]:
+    device, (tokens, slots) = source.get_device(), place.shape
+    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, place.data_ptr(), every.data_ptr()
+    return device, stream(device), *numbers, source.data_ptr(), source.stride(0), out.data_ptr(), out.stride(0)

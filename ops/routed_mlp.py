@@ -1,0 +1,117 @@
+"""The door to the routed experts of a layer as a whole: in steps, or without gradients as one call.
+
+``routed_mlp`` below is the call, also of compiled code, where it is the custom op of that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from ..fuser.trace import named_range
+from . import kernels
+from . import routing as rows_of
+from .activations import ActivationSpec
+from .backends import routed_mlp as backend
+from .backends.routed_mlp import Experts, RoutedMlp
+from .kernels import Layout
+from .routing import Routing
+
+__all__ = ["Experts", "Forward", "RoutedMlp", "compiled", "in_steps", "oriented", "product", "routed_mlp", "traced"]
+
+
+class _Made(NamedTuple):
+    """A call for the weights at some places, or None, and what else was true of them."""
+
+    call: RoutedMlp | None
+    about: tuple[Any, ...]
+    spec: ActivationSpec
+
+
+_calls: dict[tuple[int, ...], _Made] = {}
+_MOST_CALLS = 4096  # layers, or places of their weights
+
+
+class Forward(NamedTuple):
+    """The output [T, H], and what a backward needs: the routing, the weights of the rows, the pre-activation."""
+
+    y: Tensor
+    routing: Routing
+    scales: Tensor
+    pre: Tensor | None
+
+
+def compiled(experts: Experts) -> RoutedMlp | None:
+    """The one call, where our kernels take these experts; made once for weights that stay where they are."""
+    up, down, up_bias, down_bias, spec, transposed = experts
+    places = up.data_ptr(), down.data_ptr(), _address(up_bias), _address(down_bias)
+    about = up.shape, up.dtype, up.stride(), down.stride(), transposed
+    made = _calls.get(places)
+    if made is None or made.about != about or made.spec != spec:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
+        made = _Made(RoutedMlp(experts) if backend.refusal(experts) is None else None, about, spec)
+        _calls[places] = made
+    return made.call
+
+
+def routed_mlp(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """[T, H]: the weighted sums over the experts of each token, without gradients."""
+    call = compiled(experts) if x.is_cuda else None
+    if call is None:
+        return in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
+    if not torch._C._autograd._profiler_enabled():
+        return call(x, top_k_index, top_k_weights)
+    with named_range("fusible::RoutedMLP"):
+        return call(x, top_k_index, top_k_weights)
+
+
+def traced(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """:func:`routed_mlp` in code that is being compiled."""
+    *tensors, spec, transposed = experts
+    how = [guard_scalar(value) if type(value) in (int, float) else value for value in astuple(spec)]  # constants
+    y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *how, transposed)
+    return y
+
+
+def in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool) -> Forward:
+    """Routing, rows to the experts, both linears and what is between them, the sum back."""
+    e = experts
+    with named_range("fusible::dispatch"):
+        routing = rows_of.route(index, e.up.shape[0], x.dtype, weights.contiguous())
+        scales = routing.scales
+        if scales is None:
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            scales = rows_of.by_row(weights, routing).to(wide)
+        rows, sizes = rows_of.spread(x, routing, fill=False), routing.split_sizes
+    with named_range("fusible::GroupedMLP"):
+        how: dict[str, Any] = {"bias": e.up_bias, "keep_pre": keep_pre, "interior": True}
+        up, down = oriented(e.up, e.transposed), oriented(e.down, e.transposed)
+        pre, hidden = kernels.grouped_linear_activation(rows, up, sizes, e.spec, **how)
+        del rows
+        y = product(routing, Layout.NT, hidden, down, bias=e.down_bias, row_scale=scales)
+        del hidden
+    with named_range("fusible::combine"):
+        return Forward(rows_of.add(y, routing), routing, scales, pre)
+
+
+def product(routing: Routing, layout: Layout, rows: Tensor, weight: Tensor, **how: Any) -> Tensor:
+    """Rows of no expert may be anything where our own kernels sum, which do not read them."""
+    columns = weight.shape[1 if layout is Layout.NT else 2]
+    out = rows.new_empty((rows.shape[0], columns)) if routing.own else None
+    result = kernels.grouped_gemm(layout, rows, weight, routing.split_sizes, out=out, **how)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def oriented(weight: Tensor, transposed: bool) -> Tensor:
+    """As [E, out, in]."""
+    return weight.mT if transposed else weight
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

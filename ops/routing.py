@@ -1,0 +1,144 @@
+"""The door to the kernels that bring rows to experts and back: our own on a Hopper GPU, PyTorch's anywhere else.
+
+T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
+by expert, stably. Ids from E on are of no expert: their rows come last, add nothing, and get no gradient.
+All of it stays on the device, and gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .backends import routing as kernels
+
+_SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
+
+
+class Routing(NamedTuple):
+    """Which of the S rows of the experts belongs to which of the k slots of a token.
+
+    Attributes:
+        split_sizes: int32 [E]: how many rows each expert has.
+        every: int32 [1]: how many all have together.
+        order: [S]: the slot, token * k + j, of each row.
+        place: [T, k]: the row of each slot.
+        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's way.
+        own: whether by our own kernels.
+    """
+
+    split_sizes: Tensor
+    every: Tensor
+    order: Tensor
+    place: Tensor
+    scales: Tensor | None
+    own: bool
+
+
+def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
+    """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
+    return kernels.refusal(top_k_index, num_experts, dtype)
+
+
+def route(
+    top_k_index: Tensor, num_experts: int, dtype: torch.dtype = torch.bfloat16, weights: Tensor | None = None
+) -> Routing:
+    """The stable order by expert of the ids [T, k].
+
+    Args:
+        dtype: of the rows that will be moved.
+        weights: [T, k], dense, to be brought into the order of the rows.
+    """
+    if torch.compiler.is_compiling():
+        own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
+        return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
+    if kernels.refusal(top_k_index, num_experts, dtype) is None:
+        return Routing(*kernels.route(top_k_index, num_experts, weights), own=True)
+    return by_torch(top_k_index, num_experts)
+
+
+def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
+    """The rows of the experts, [S, H], from those of the tokens, [T, H].
+
+    Args:
+        fill: whether rows of no expert shall be finite; else they may be anything.
+    """
+    if not routing.own:
+        slots = routing.place.shape[1]
+        return x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
+    if torch.compiler.is_compiling():
+        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.every)
+        return rows
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = x.new_empty(routing.order.shape[0], x.shape[1])
+    kernels.spread(x, routing.place, routing.every, out, fill)
+    return out
+
+
+def add(rows: Tensor, routing: Routing) -> Tensor:
+    """[T, H]: the sum of each token's rows [S, H], summed in float32 at least and rounded once."""
+    if not routing.own:
+        return _add(rows, routing.place)
+    if torch.compiler.is_compiling():
+        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.every)
+        return sums
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    out = rows.new_empty(routing.place.shape[0], rows.shape[1])
+    kernels.add(rows, routing.place, routing.every, out)
+    return out
+
+
+def by_row(weights: Tensor, routing: Routing) -> Tensor:
+    """[S]: the weights [T, k] in the order of the rows."""
+    return weights.reshape(-1).index_select(0, routing.order)
+
+
+def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
+    if routing.own and numbers.dtype == torch.float32 and not torch.compiler.is_compiling():
+        out = torch.empty_like(routing.place, dtype=dtype)
+        kernels.of_slots(numbers, routing.place, routing.every, out)
+        return out
+    found = numbers.index_select(0, routing.place.view(-1)).view_as(routing.place)
+    return torch.where(routing.place < routing.every, found, 0).to(dtype)
+
+
+def of_places(place: Tensor, every: Tensor, dtype: torch.dtype) -> Routing:
+    """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
+    own = kernels.refusal(place, 1, dtype) is None
+    order = place.view(-1) if own else place.view(-1).argsort()
+    return Routing(every, every, order, place, None, own)
+
+
+def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
+    sizes, order, place = torch.ops.fusible.route(top_k_index, num_experts)
+    return Routing(sizes[:-1], sizes[-1:], order, place, None, own=True)
+
+
+def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
+    """:func:`route` where our own kernels are not."""
+    ids, slots = _narrow(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
+    ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
+    starts = torch.searchsorted(ids, experts, out_int32=True)
+    rows = torch.arange(order.shape[0], device=ids.device)
+    place = torch.empty_like(order).scatter_(0, order, rows)
+    return Routing(starts[1:] - starts[:-1], starts[-1:], order, place.view(-1, slots), None, own=False)
+
+
+def _narrow(ids: Tensor, num_experts: int) -> Tensor:
+    """The ids in few bits, which a radix sort of many on a GPU goes over one after the other."""
+    large = ids.is_cuda and ids.shape[0] > _SORTED_AT_ONCE
+    return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids
+
+
+def _add(rows: Tensor, place: Tensor) -> Tensor:
+    tokens, slots = place.shape
+    if not rows.is_cuda:  # without the gathered rows, whose memory costs a CPU ten times what the sum does
+        return F.embedding_bag(place, rows, mode="sum")
+    if slots == 1:
+        return rows.index_select(0, place.view(-1))
+    return rows.index_select(0, place.view(-1)).view(tokens, slots, rows.shape[1]).sum(1)
