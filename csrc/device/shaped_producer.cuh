@@ -29,8 +29,9 @@ struct ShapedGroups {
       tiles.next(tile);
       if (tile.group < 0 || tile.group == acquired) return;
       acquired = tile.group;
-      map_update::acquire(maps_of(p, acquired));
-      map_update::acquire(maps_of(p, acquired) + 1);
+      const int plain = s.groups.plain[acquired];
+      if (!(plain & kPlainA)) map_update::acquire(maps_of(p, acquired));
+      if (!(plain & kPlainB)) map_update::acquire(maps_of(p, acquired) + 1);
     };
     Tile tile, following;
     if (lane == 0) find(tile);
