@@ -302,6 +302,23 @@ def test_autograd_through_the_door(layout: Layout) -> None:
             near(t.data.grad[:-11], torch.cat([x.grad.reshape(-1) for x in parts]))
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_waits_for_the_device(layout: Layout) -> None:
+    problem = Problem(Case(layout, MIXED))
+    a, b = (t.with_data(t.data.clone().requires_grad_()) for t in (problem.a, problem.b))
+    size = sum(m * n for m, n, _ in MIXED)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        with config(strict=True):
+            grouped_gemm(a, b, layout=layout.value, out_elements=size).data.sum().backward()
+            with torch.no_grad():
+                grouped_gemm(a, b, layout=layout.value, out=problem.out, accumulate=True)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            grouped_gemm(a, b, layout=layout.value)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert ((got.double() - want).abs() <= want.abs() * 2.0**-8 * 1.02 + 1e-3).all()
 

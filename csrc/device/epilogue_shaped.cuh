@@ -9,7 +9,7 @@ namespace fusible {
 // A whole warp for each consumer.
 struct ShapedEpilogue {
   using Params = ShapedParams;
-  static constexpr int kFinishers = 1, kRegisters = 120;  // beside the producer
+  static constexpr int kFinishers = 1, kRegisters = 152;  // for eight loads of each lane on their way (plain_copy.cuh)
   struct Scratch {};
 
   template <class K>

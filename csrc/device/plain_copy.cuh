@@ -8,66 +8,70 @@ namespace fusible {
 // MN-major: a value of k, in blocks of 64 columns.
 struct PlainMatrix {
   const uint16_t *begin, *end;  // of the tensor, outside of which nothing is read
+  const uint4* edges;           // the 16 aligned bytes in which it begins, and those in which it ends, with zeros for what is not of it
   const uint16_t* data;         // of the group
   int pitch, lines, width;      // what the group has: lines, and values of each
   bool k_major;
 };
 
-// The `count` values from `from` on, and zeros after them. Reads whole 16 bytes where at least one of their values is asked for and all of
-// them are of the tensor.
-DEVICE uint4 load_octet(const PlainMatrix& m, const uint16_t* from, int count) {
-  if (count <= 0) return {0, 0, 0, 0};
-  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  const int shift = address & 15;
-  const auto* low = reinterpret_cast<const uint4*>(address - shift);
-  const bool two = shift + 2 * count > 16;
-  uint32_t w[8] = {};
-  if (reinterpret_cast<const uint16_t*>(low) >= m.begin && reinterpret_cast<const uint16_t*>(low + (two ? 2 : 1)) <= m.end) {
-    const uint4 x = __ldg(low);
-    uint4 y = {0, 0, 0, 0};
-    if (two) y = __ldg(low + 1);
-    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
-    if (shift & 8) {
+// 16 aligned bytes of which at least two are of the tensor.
+DEVICE uint4 load_aligned(const PlainMatrix& m, const uint16_t* from) {
+  const auto* at = reinterpret_cast<const uint4*>(from);
+  return __ldg(from < m.begin ? m.edges : from + 8 > m.end ? m.edges + 1 : at);
+}
+
+// The 16 bytes that begin `shift` bytes (an even number below 16) within x, the rest from y; of their 8 values the first `count`.
+DEVICE uint4 shifted(const uint4& x, const uint4& y, int shift, int count) {
+  uint32_t w[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w};
 #pragma unroll
-      for (int i = 0; i < 6; ++i) w[i] = w[i + 2];
-    }
-    if (shift & 4) {
+  for (int i = 0; i < 6; ++i) w[i] = shift & 8 ? w[i + 2] : w[i];
 #pragma unroll
-      for (int i = 0; i < 5; ++i) w[i] = w[i + 1];
-    }
-    if (shift & 2) {
+  for (int i = 0; i < 5; ++i) w[i] = shift & 4 ? w[i + 1] : w[i];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) w[i] = __byte_perm(w[i], w[i + 1], 0x5432);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < count) w[i / 2] |= static_cast<uint32_t>(__ldg(from + i)) << i % 2 * 16;
-  }
+  for (int i = 0; i < 4; ++i) w[i] = __byte_perm(w[i], w[i + 1], shift & 2 ? 0x5432 : 0x3210);
 #pragma unroll
   for (int i = 0; i < 4; ++i) w[i] = count >= 2 * i + 2 ? w[i] : count > 2 * i ? w[i] & 0xFFFF : 0;
   return {w[0], w[1], w[2], w[3]};
 }
 
-// `lines` lines of 64 values to a stage, by number `thread` of kThreads. `first` is the first row or column of the tile, `k` the first value
-// of the depth.
+DEVICE uint4 shuffle(const uint4& x, int lane) {
+  return {__shfl_sync(~0u, x.x, lane), __shfl_sync(~0u, x.y, lane), __shfl_sync(~0u, x.z, lane), __shfl_sync(~0u, x.w, lane)};
+}
+
+// `lines` lines of 64 values to a stage, by whole warps, of which this is thread number `thread` of kThreads. `first` is the first row or
+// column of the tile, `k` the first value of the depth. Eight lanes fetch eight lines at a time: each lane the 16 aligned bytes in which
+// its octet of a line begins, which the lane before needs too where lines are not aligned; and of one of the lines those in which it ends.
 template <int kThreads>
 DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
-  constexpr int kAtOnce = 4;  // loads on their way; a block of 64 lines is a multiple of as many
-  static_assert(64 * 8 % (kThreads * kAtOnce) == 0);
+  constexpr int kAtOnce = 8, kLines = kThreads / 8;
+  static_assert(64 % (kLines * kAtOnce) == 0 && kAtOnce <= 8, "lines of one block at a time");
+  const int chunk = thread % 8, lane = thread % 32, step = kLines * m.pitch;
 #pragma unroll 1
-  for (int base = thread; base < lines * 8; base += kThreads * kAtOnce) {
-    uint4 octets[kAtOnce];
+  for (int base = thread / 8; base < lines; base += kLines * kAtOnce) {
+    const int down = m.k_major ? first + base : k + base % 64, across = m.k_major ? k : first + base / 64 * 64;
+    const int exist = m.lines - down, left = m.width - across - chunk * 8;  // lines, and values of each, from this thread's first on
+    const uint16_t* from = m.data + static_cast<int64_t>(down) * m.pitch + across;
+    const auto begins = [&](const uint16_t* octet, int line, int values) {  // whether something of the 16 bytes in which it begins is needed
+      const int before = reinterpret_cast<uintptr_t>(octet) / 2 % 8;       // of the octet before
+      return line < exist && values + before > 0;
+    };
+    const auto aligned = [](const uint16_t* x) { return reinterpret_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(x) / 16 * 16); };
+    uint4 octets[kAtOnce], end = {0, 0, 0, 0};
+    const uint16_t* const last = from + static_cast<int64_t>(chunk) * step + 64;
+    if (chunk < kAtOnce && begins(last, chunk * kLines, m.width - across - 64)) end = load_aligned(m, aligned(last));
+    from += chunk * 8;
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int line = (base + u * kThreads) / 8, chunk = (base + u * kThreads) % 8;
-      const int down = m.k_major ? first + line : k + line % 64, across = m.k_major ? k + chunk * 8 : first + line / 64 * 64 + chunk * 8;
-      octets[u] = load_octet(m, m.data + static_cast<int64_t>(down) * m.pitch + across, down < m.lines ? min(8, m.width - across) : 0);
+      const uint16_t* const octet = from + static_cast<int64_t>(u) * step;
+      octets[u] = {0, 0, 0, 0};
+      if (begins(octet, u * kLines, chunk > 0 ? left : left > 0 ? left : -8)) octets[u] = load_aligned(m, aligned(octet));
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int line = (base + u * kThreads) / 8, chunk = (base + u * kThreads) % 8;
-      *reinterpret_cast<uint4*>(to + in_slab(line, chunk)) = octets[u];
+      const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + static_cast<int64_t>(u) * step) & 15);
+      const uint4 next = shuffle(octets[u], (lane + 1) % 32), at_end = shuffle(end, lane / 8 * 8 + u);
+      *reinterpret_cast<uint4*>(to + in_slab(base + u * kLines, chunk)) =
+          shifted(octets[u], chunk == 7 ? at_end : next, shift, u * kLines < exist ? left : 0);
     }
   }
 }

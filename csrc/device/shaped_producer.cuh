@@ -113,18 +113,18 @@ struct ShapedGroups {
     for (int operand = kPlainA; operand <= kPlainB; ++operand) {
       if (!(plain & operand)) continue;
       const bool a = operand == kPlainA;
-      const PlainMatrix matrix = a ? plain_matrix<typename K::A>(p.a_data, p.a_elements, g.a, g.a_pitch, g.m, g.k)
-                                   : plain_matrix<typename K::B>(p.b_data, p.b_elements, g.b, g.b_pitch, g.n, g.k);
+      const PlainMatrix matrix = a ? plain_matrix<typename K::A>(p.a_data, p.a_elements, p.edges, g.a, g.a_pitch, g.m, g.k)
+                                   : plain_matrix<typename K::B>(p.b_data, p.b_elements, p.edges + 2, g.b, g.b_pitch, g.n, g.k);
       copy_plain<kProducers>(matrix, a ? s.stages.a[stage] : s.stages.b[stage], a ? (tile.rows + 63) / 64 * 64 : K::kTileN,
                              a ? tile.row : tile.column * K::kTileN, block * kTileK, thread);
     }
     ptx::async_proxy_fence();
   }
   template <class Major>
-  DEVICE static PlainMatrix plain_matrix(const void* data, int64_t elements, int64_t start, int pitch, int size, int depth) {
+  DEVICE static PlainMatrix plain_matrix(const void* data, int64_t elements, const uint4* edges, int64_t start, int pitch, int size, int depth) {
     const auto* begin = static_cast<const uint16_t*>(data);
     constexpr bool kKMajor = Major::kTranspose == 0;
-    return {begin, begin + elements, begin + start, pitch, kKMajor ? size : depth, kKMajor ? depth : size, kKMajor};
+    return {begin, begin + elements, edges, begin + start, pitch, kKMajor ? size : depth, kKMajor ? depth : size, kKMajor};
   }
 };
 

@@ -36,7 +36,7 @@ ShapedParams make_params(const ShapedGemm& call) {
               .alphas = call.affine.alphas,
               .alpha = call.affine.alpha};
   p.accumulate = call.accumulate;
-  p.groups = workspace.groups, p.maps = workspace.maps;
+  p.groups = workspace.groups, p.maps = workspace.maps, p.edges = workspace.edges;
   p.a_data = call.a.data, p.b_data = call.b.data, p.out_data = call.out;
   p.a_elements = call.a.elements, p.b_elements = call.b.elements;
   return p;

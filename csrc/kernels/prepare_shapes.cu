@@ -98,6 +98,17 @@ __device__ void write_maps(const ShapedParams& p, const ShapedSource& s, const S
   if (!(g.plain & kPlainOut)) write_map(to + 2, shared, p.out, {p.out_data, g.out, s.wide_output ? 4 : 2, g.n, g.m, g.n});
 }
 
+// By 32 threads: number `i`, one value each.
+__device__ void copy_edges(const ShapedParams& p, int i) {
+  const bool a = i < 16;
+  const int64_t elements = a ? p.a_elements : p.b_elements;
+  if (elements == 0) return;
+  const auto* begin = static_cast<const uint16_t*>(a ? p.a_data : p.b_data);
+  const auto* from = i / 8 % 2 ? begin + elements - 1 : begin;
+  const auto* value = reinterpret_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(from) / 16 * 16) + i % 8;
+  reinterpret_cast<uint16_t*>(p.edges)[i] = value >= begin && value < begin + elements ? *value : 0;
+}
+
 template <class T>
 __device__ void zero(void* data, int64_t from, int64_t to) {
   for (int64_t i = from + blockIdx.x * kThreads + threadIdx.x; i < to; i += gridDim.x * kThreads) static_cast<T*>(data)[i] = 0;
@@ -115,6 +126,7 @@ __global__ void __launch_bounds__(kThreads) prepare_shapes_kernel(const __grid_c
   if (g >= first && g < min(first + kWarps, p.shape.groups)) groups[g] = mine[g - first] = group;
   if (g == p.shape.groups - 1) last = end;
   if (g == 0 && first == 0) *p.shape.counter = 0;
+  if (g < 32 && first == 0) copy_edges(p, g);
   __syncthreads();
   if (first + warp < p.shape.groups) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
   if (!s.zero_tail) return;
@@ -143,7 +155,7 @@ int64_t bytes_of_shaped_workspace(int64_t groups) { return 2 * kMapBytes + group
 ShapedWorkspace lay_out_shaped(void* memory, int64_t groups) {
   char* bytes = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + kMapBytes - 1) / kMapBytes * kMapBytes);
   const auto maps = reinterpret_cast<CUtensorMap*>(bytes + kMapBytes);
-  return {.counter = reinterpret_cast<unsigned*>(bytes), .maps = maps, .groups = reinterpret_cast<ShapedGroup*>(maps + 3 * groups)};
+  return {.counter = reinterpret_cast<unsigned*>(bytes), .edges = reinterpret_cast<uint4*>(bytes + 16), .maps = maps, .groups = reinterpret_cast<ShapedGroup*>(maps + 3 * groups)};
 }
 
 cudaError_t prepare_shapes(const ShapedParams& p, const ShapedSource& s, int multiprocessors, cudaStream_t stream) {

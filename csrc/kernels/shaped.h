@@ -45,6 +45,7 @@ struct ShapedParams : GemmParams {
   const void *a_data, *b_data;
   void* out_data;
   int64_t a_elements, b_elements;
+  uint4* edges;  // [2][2]: of a and b, the 16 aligned bytes in which the tensor begins and ends (device/plain_copy.cuh)
 };
 
 struct ShapedSource {
@@ -59,6 +60,7 @@ struct ShapedSource {
 
 struct ShapedWorkspace {
   unsigned* counter;
+  uint4* edges;
   CUtensorMap* maps;
   ShapedGroup* groups;
 };
