@@ -217,7 +217,7 @@ def test_epilogues_in_any_order_of_threads(gpu: Gpu, seed: int) -> None:
             check_fused(gpu, name)
 
 
-@pytest.mark.parametrize("shapes", ["ALIGNED", "ODD", "MIXED"])
+@pytest.mark.parametrize("shapes", ["ALIGNED", "EVEN", "ODD", "MIXED"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_groups_of_any_shapes(gpu: Gpu, layout: Layout, shapes: str) -> None:
     ragged, groups = gpu.ragged, getattr(gpu.ragged, shapes)

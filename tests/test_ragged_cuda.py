@@ -31,6 +31,7 @@ Shapes = tuple[tuple[int, int, int], ...]  # m, n, k of each group
 
 ALIGNED: Shapes = ((136, 264, 72), (0, 64, 64), (8, 8, 8), (64, 0, 16), (128, 256, 64), (72, 16, 0), (200, 136, 200))
 ODD: Shapes = ((131, 37, 70), (5, 3, 1), (1, 300, 65), (0, 7, 9), (70, 1, 33), (3, 4, 0), (66, 129, 7), (9, 0, 5))
+EVEN: Shapes = ((130, 38, 70), (6, 2, 2), (2, 300, 66), (0, 6, 10), (70, 2, 34), (4, 6, 0), (66, 130, 6), (18, 34, 130))
 MIXED: Shapes = ((40, 24, 64), (3, 8, 16), (64, 72, 63), (33, 33, 33), (8, 16, 24), (129, 257, 65), (16, 8, 8))
 
 
@@ -170,7 +171,7 @@ def any_shapes(groups: int, seed: int, most: tuple[int, int, int], step: int = 1
     return tuple((size(most[0]), size(most[1]), size(most[2])) for _ in range(groups))
 
 
-@pytest.mark.parametrize("shapes", [ALIGNED, ODD, MIXED], ids=["aligned", "odd", "mixed"])
+@pytest.mark.parametrize("shapes", [ALIGNED, EVEN, ODD, MIXED], ids=["aligned", "even", "odd", "mixed"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shapes(layout: Layout, shapes: Shapes) -> None:
     for dtype, wide in product((torch.bfloat16, torch.float16), (False, True)):
@@ -302,6 +303,7 @@ def test_autograd_through_the_door(layout: Layout) -> None:
             near(t.data.grad[:-11], torch.cat([x.grad.reshape(-1) for x in parts]))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_waits_for_the_device(layout: Layout) -> None:
     problem = Problem(Case(layout, MIXED))

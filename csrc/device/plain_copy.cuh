@@ -71,8 +71,25 @@ DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, 
       const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + static_cast<int64_t>(u) * step) & 15);
       const uint4 next = shuffle(octets[u], (lane + 1) % 32), at_end = shuffle(end, lane / 8 * 8 + u);
       *reinterpret_cast<uint4*>(to + in_slab(base + u * kLines, chunk)) =
-          shifted(octets[u], chunk == 7 ? at_end : next, shift, u * kLines < exist ? left : 0);
+          shifted(octets[u], chunk == 7 ? at_end : next, shift, left);
     }
+  }
+}
+
+// The same where all lines begin at multiples of four bytes: a warp a line, two values a lane, straight to shared memory. Complete when the
+// thread has waited for its copies.
+DEVICE bool has_pairs(const PlainMatrix& m) { return reinterpret_cast<uintptr_t>(m.data) % 4 == 0 && m.pitch % 2 == 0; }
+template <int kThreads>
+DEVICE void copy_pairs(const PlainMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
+  const int lane = thread % 32;
+#pragma unroll 1
+  for (int base = thread / 32 * 8; base < lines; base += kThreads / 32 * 8) {
+    const int down = m.k_major ? first + base : k + base % 64, across = (m.k_major ? k : first + base / 64 * 64) + lane * 2;
+    const int exist = m.lines - down, bytes = min(4, max(0, m.width - across) * 2);
+    const uint16_t* from = m.data + static_cast<int64_t>(down) * m.pitch + across;
+#pragma unroll
+    for (int u = 0; u < 8; ++u, from += m.pitch)
+      ptx::copy_async_pair(to + in_slab(base + u, lane / 4) + lane % 4 * 4, from, u < exist ? bytes : 0);
   }
 }
 

@@ -115,9 +115,13 @@ struct ShapedGroups {
       const bool a = operand == kPlainA;
       const PlainMatrix matrix = a ? plain_matrix<typename K::A>(p.a_data, p.a_elements, p.edges, g.a, g.a_pitch, g.m, g.k)
                                    : plain_matrix<typename K::B>(p.b_data, p.b_elements, p.edges + 2, g.b, g.b_pitch, g.n, g.k);
-      copy_plain<kProducers>(matrix, a ? s.stages.a[stage] : s.stages.b[stage], a ? (tile.rows + 63) / 64 * 64 : K::kTileN,
-                             a ? tile.row : tile.column * K::kTileN, block * kTileK, thread);
+      uint8_t* const to = a ? s.stages.a[stage] : s.stages.b[stage];
+      const int lines = a ? (tile.rows + 63) / 64 * 64 : K::kTileN, first = a ? tile.row : tile.column * K::kTileN;
+      if (has_pairs(matrix)) copy_pairs<kProducers>(matrix, to, lines, first, block * kTileK, thread);
+      else copy_plain<kProducers>(matrix, to, lines, first, block * kTileK, thread);
     }
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
     ptx::async_proxy_fence();
   }
   template <class Major>
