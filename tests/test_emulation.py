@@ -246,6 +246,7 @@ def test_many_groups_of_any_shapes(gpu: Gpu, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_edges_of_any_shapes(gpu: Gpu, layout: Layout) -> None:
     gpu.ragged.test_nothing(layout)
+    gpu.ragged.test_operands_that_fill_their_memory(layout)
     gpu.ragged.test_dims_that_lie_stay_inside(layout)
     gpu.ragged.test_dims_that_all_groups_share(layout)
     gpu.ragged.test_equal_shapes_give_the_bits_of_the_grouped_gemm(layout)

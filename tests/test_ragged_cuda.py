@@ -51,6 +51,7 @@ class Case:
     shift: int = 0  # elements by which data misses a multiple of 16 bytes
     uniform: bool = False  # dims that all groups share are numbers
     fresh: bool = False
+    alone: bool = False  # operands fill all of their memory: one value more would be outside
 
 
 def stored(layout: Layout, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -69,6 +70,8 @@ class Problem:
         self.b = self.grouped(shapes_of_b, case.dtype, max(1, depth) ** -0.5)
         self.shapes_of_out = [(m, n) for m, n, _ in case.shapes]
         self.out = self.grouped(self.shapes_of_out, case.out_dtype or case.dtype)
+        if case.alone:
+            self.a, self.b = (t.with_data(t.data.clone()) for t in (self.a, self.b))
         groups = len(case.shapes)
         self.alpha = self.numbers(groups) if case.alpha == "groups" else case.alpha
         self.beta = self.numbers(groups) if case.beta == "groups" else case.beta
@@ -179,6 +182,13 @@ def test_shapes(layout: Layout, shapes: Shapes) -> None:
         check(case)
         check(case, beta=1.0, fresh=False, index=torch.int32)
         check(case, shift=1, fresh=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_that_fill_their_memory(layout: Layout) -> None:
+    for shapes in (ALIGNED, EVEN, ODD, MIXED):
+        check(Case(layout, shapes, tail=0, alone=True))
+        check(Case(layout, shapes[-1:], tail=0, alone=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
