@@ -15,6 +15,7 @@
 #include "fusible/launches.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
+#include "fusible/shaped_gemm.h"
 #include "fusible/zero_tail.h"
 
 namespace py = pybind11;
@@ -66,6 +67,33 @@ std::string grouped_gemm_config(int layout, int operand, int output, int device,
   std::ostringstream text;
   text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors);
   return text.str();
+}
+
+// Data, elements, then for rows and columns: dims on the device (0: the number for all groups), whether they are int64, the number.
+using Packed = std::array<int64_t, 8>;
+fusible::PackedMatrices packed(const Packed& m) {
+  return {pointer<void>(m[0]), m[1], {pointer<void>(m[2]), m[3] != 0, m[4]}, {pointer<void>(m[5]), m[6] != 0, m[7]}};
+}
+
+void shaped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, const Packed& a, const Packed& b, Address out,
+                 int64_t out_elements, bool zero_tail, bool accumulate, Address bias, int bias_type, int64_t bias_pitch, Address alphas, float alpha,
+                 Address betas, float beta, Address workspace) {
+  using fusible::DType;
+  fusible::ShapedGemm call{.layout = static_cast<fusible::Layout>(layout),
+                           .operand = static_cast<DType>(operand),
+                           .output = static_cast<DType>(output),
+                           .groups = groups,
+                           .a = packed(a),
+                           .b = packed(b),
+                           .out = reinterpret_cast<void*>(out),
+                           .out_elements = out_elements,
+                           .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0}, nullptr, nullptr, pointer<float>(alphas), alpha},
+                           .accumulate = accumulate,
+                           .zero_tail = zero_tail,
+                           .betas = pointer<float>(betas),
+                           .beta = beta,
+                           .workspace = reinterpret_cast<void*>(workspace)};
+  fusible::shaped_gemm(call, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 fusible::Activation activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
@@ -253,6 +281,11 @@ PYBIND11_MODULE(_C, module) {
              "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "affine"_a = false, "The configuration that grouped_gemm chooses, in words.");
+  module.def("shaped_gemm", &shaped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "a"_a, "b"_a, "out"_a,
+             "out_elements"_a, "zero_tail"_a, "accumulate"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a, "alphas"_a, "alpha"_a, "betas"_a, "beta"_a,
+             "workspace"_a,
+             "One grouped GEMM whose groups have shapes of their own; a and b are (data, elements, rows, wide, rows of all, columns, wide, columns of all).");
+  module.def("shaped_workspace_bytes", &fusible::shaped_workspace_bytes, "groups"_a, "What shaped_gemm needs for itself.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a, "What a launch needs for itself, aligned to 16 bytes.");
   launches.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "type"_a, "rows"_a,
              "columns"_a, "pre"_a, "scales"_a, "scales_type"_a, "hidden"_a, "An activation times row scales. Curves: see fusible/activation.h.");

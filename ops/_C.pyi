@@ -62,6 +62,29 @@ def grouped_gemm(
     out_addresses: list[int] = ...,
     bias_addresses: list[int] = ...,
 ) -> None: ...
+def shaped_gemm(
+    layout: int,
+    operand: int,
+    output: int,
+    device: int,
+    stream: int,
+    groups: int,
+    a: tuple[int, int, int, bool, int, int, bool, int],
+    b: tuple[int, int, int, bool, int, int, bool, int],
+    out: int,
+    out_elements: int,
+    zero_tail: bool,
+    accumulate: bool,
+    bias: int,
+    bias_type: int,
+    bias_pitch: int,
+    alphas: int,
+    alpha: float,
+    betas: int,
+    beta: float,
+    workspace: int,
+) -> None: ...
+def shaped_workspace_bytes(groups: int) -> int: ...
 def workspace_bytes(groups: int) -> int: ...
 def grouped_gemm_config(
     layout: int,

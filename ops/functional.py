@@ -25,6 +25,7 @@ class _How(NamedTuple):
     b: GroupedTensor
     layout: Layout
     alpha: Factor
+    shape: tuple[int, ...] = ()  # of the data of an output that is allocated here
 
 
 def grouped_gemm(
@@ -39,6 +40,7 @@ def grouped_gemm(
     alpha: Factor = None,
     beta: Factor = None,
     bias: Tensor | None = None,
+    out_elements: int | None = None,
 ) -> Tensor | GroupedTensor:
     """``out_g = alpha_g * A_g B_g + bias_g + beta_g * out_g`` for every group g.
 
@@ -54,6 +56,10 @@ def grouped_gemm(
     past the last group take no part, and are zero in what is allocated here. The dims of a :class:`GroupedTensor` are
     its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not with ``out``.
 
+    Room for the output is allocated from what the operands' shapes say. Where they do not say enough (rows and columns
+    are both ragged, or the ragged ones are of an operand whose depth is ragged too), ``out_elements`` or ``out`` spares
+    the wait for the device, and a group that does not fit there is left out. Gradients never wait.
+
     Args:
         a, b: operands, of one dtype, on one device.
         split_sizes: int32 or int64 [E].
@@ -63,6 +69,7 @@ def grouped_gemm(
         accumulate: add to what stands in ``out``: beta = 1.
         alpha, beta: numbers, or tensors [E]. Not differentiable.
         bias: [E, N].
+        out_elements: how many elements to allocate, at least as many as the groups have; what is left over is zero.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.
@@ -81,8 +88,11 @@ def grouped_gemm(
     _check_output(how, out, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
     plain = isinstance(a, Tensor) and isinstance(b, Tensor)
     if out is not None:
-        _multiply(how, bias, out if isinstance(out, GroupedTensor) else _output(how, out), 1.0 if accumulate else beta)
+        if out_elements is not None:
+            raise ArgumentError("grouped_gemm: give out or out_elements, not both")
+        _multiply(how, bias, _output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
         return out
+    how = how._replace(shape=_room(how, out_elements))
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
     return data if plain else _output(how, data)
@@ -97,8 +107,7 @@ class _GroupedGemm(Op):
         how: _How
 
     def fwd(self, x: Tensor, *, b: Tensor, how: _How, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        out = _multiply(how, bias, None, None)
-        return out.data, self.Saved(x, b, how)
+        return _multiply(how, bias), self.Saved(x, b, how)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         a, b = saved.how.a.with_data(saved.x), saved.how.b.with_data(saved.b)
@@ -110,8 +119,8 @@ class _GroupedGemm(Op):
         }
         da, db = by_layout[saved.how.layout]
         grads: dict[str, Gradient] = {
-            "x": lambda: _multiply(da, None, None, None).data.view_as(saved.x),
-            "b": lambda: _multiply(db, None, None, None).data.view_as(saved.b),
+            "x": lambda: _gradient(da, a),
+            "b": lambda: _gradient(db, b),
         }
         if "bias" in needs_grad:
             rows, sizes = _by_rows(dc)
@@ -208,9 +217,9 @@ def _check_output(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
         raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
     data, shape = (out.data if isinstance(out, GroupedTensor) else out), _output_shape(how)
-    if tuple(data.shape) != shape or not data.is_contiguous() or data.device != how.a.device:
+    if not _fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
         raise ArgumentError(
-            f"grouped_gemm: out must be contiguous, of shape {list(shape)}, on {how.a.device}; "
+            f"grouped_gemm: out must be contiguous, of shape {_in_words(shape)}, on {how.a.device}; "
             f"got shape {list(data.shape)} on {data.device}"
         )
     for name, tensor in tensors.items():
@@ -226,16 +235,49 @@ def _columns_of(how: _How) -> Tensor | int:
     return how.b.rows if how.layout is Layout.NT else how.b.columns
 
 
-def _output_shape(how: _How) -> tuple[int, ...]:
-    """The shape of the output's data; known without the device unless both its dims, or its columns, are ragged."""
+def _output_shape(how: _How) -> tuple[int | None, ...]:
+    """The shape of the output's data, as far as the operands' shapes say; None is for the device to say."""
     rows, columns = _rows_of(how), _columns_of(how)
     if isinstance(rows, int) and isinstance(columns, int):
         return how.a.num_groups, rows, columns
-    if isinstance(columns, int) and how.layout is not Layout.TN and how.a.last_dims is None:
-        return how.a.data.shape[0], columns
     if isinstance(columns, int):
-        return int(torch.as_tensor(rows).sum()), columns
-    return (int((torch.as_tensor(rows, device=how.a.device) * columns).sum()),)
+        return _sum_of_rows(how.a, how.layout is Layout.TN), columns
+    total = _sum_of_rows(how.b, how.layout is not Layout.NT)
+    return (rows * total if isinstance(rows, int) and total is not None else None,)
+
+
+def _sum_of_rows(t: GroupedTensor, transposed: bool) -> int | None:
+    """Rows (or columns) of all groups together, and of what lies behind them; None: the device alone knows."""
+    if not transposed:
+        return t.data.shape[0] if t.last_dims is None else None
+    rows = t.rows
+    return t.data.shape[0] // rows if isinstance(rows, int) and rows else None
+
+
+def _fits(data: Tensor, shape: tuple[int | None, ...]) -> bool:
+    """Whether an output has that shape; where the device alone knows a size, any will do."""
+    sizes = tuple(data.shape)
+    return len(sizes) == len(shape) and all(want in (None, size) for want, size in zip(shape, sizes, strict=True))
+
+
+def _in_words(shape: tuple[int | None, ...]) -> str:
+    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
+
+
+def _room(how: _How, elements: int | None) -> tuple[int, ...]:
+    """The shape of the data to allocate for the output; waits for the device only if nothing else says it."""
+    shape = _output_shape(how)
+    first, rest = shape[0], [size for size in shape[1:] if size is not None]
+    if first is not None:
+        if elements is not None:
+            raise ArgumentError(
+                f"grouped_gemm: out_elements is not needed here, the output has shape {_in_words(shape)}"
+            )
+        return first, *rest
+    if elements is not None:
+        return elements // max(1, *rest, 1), *rest
+    rows, columns = (torch.as_tensor(d, device=how.a.device) for d in (_rows_of(how), _columns_of(how)))
+    return int((rows if rest else rows * columns).sum()), *rest
 
 
 def _output(how: _How, data: Tensor) -> GroupedTensor:
@@ -252,19 +294,34 @@ def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
     return t.data.reshape(-1, t.data.shape[-1]), sizes
 
 
-def _multiply(how: _How, bias: Tensor | None, out: GroupedTensor | None, beta: Factor) -> GroupedTensor:
-    """Through the kernels where only rows are ragged, else one product a group."""
-    a, b, layout, alpha = how
-    one_width = a.last_dims is None and b.last_dims is None
-    if one_width and (layout is Layout.TN or b.first_dims is None):
+def _has_one_width(how: _How) -> bool:
+    """Whether rows alone are ragged, or the depth alone: what the kernels of :class:`GroupedLinear` multiply."""
+    one_width = how.a.last_dims is None and how.b.last_dims is None
+    return one_width and (how.layout is Layout.TN or how.b.first_dims is None)
+
+
+def _multiply(how: _How, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
+    """The data of the output, which is allocated here if it is not given."""
+    a, b, layout, alpha, shape = how
+    if _has_one_width(how):
         rows, sizes = _by_rows(a)
         other = _by_rows(b)[0] if layout is Layout.TN else b.data
-        shape = _output_shape(how)
-        into = None if out is None else out.data.view(shape if layout is Layout.TN else (-1, shape[-1]))
+        by_group = shape if out is None else tuple(out.data.shape)
+        into = None if out is None else out.data.view(by_group if layout is Layout.TN else (-1, by_group[-1]))
         data = kernels.grouped_gemm(layout, rows, other, sizes, out=into, alpha=alpha, beta=beta, bias=bias)
         assert isinstance(data, Tensor)
-        return _output(how, data.view(shape)) if out is None else out
+        return data.view(by_group)
+    fresh = out is None
     if out is None:
-        out = _output(how, a.data.new_zeros(_output_shape(how)))
-    kernels.ragged_gemm(layout, a.split(), b.split(), out.split(), alpha=alpha, beta=beta, bias=bias)
-    return out
+        out = _output(how, a.data.new_empty(shape))
+    kernels.ragged_gemm(layout, a, b, out, alpha=alpha, beta=beta, bias=bias, fresh=fresh)
+    return out.data
+
+
+def _gradient(how: _How, of: GroupedTensor) -> Tensor:
+    """Of an operand: its own groups, so nothing is to be asked for."""
+    if _has_one_width(how) and _output_shape(how) == tuple(of.data.shape):
+        return _multiply(how._replace(shape=tuple(of.data.shape)), None)
+    room = of.with_data(torch.empty_like(of.data))
+    kernels.ragged_gemm(how.layout, how.a, how.b, room, alpha=how.alpha, fresh=True)
+    return room.data

@@ -13,13 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, trace
+from ..fuser import trace
 from .activations import ActivationSpec
-from .backends import elementwise, grouped_mm, hopper, hopper_activation, loop, room, rows, traced
+from .backends import elementwise, grouped_mm, hopper, hopper_activation, loop, ragged_choice, room, rows, traced
 from .backends.choice import choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes
+from .backends.ragged import RaggedGemm
+from .grouped_tensor import GroupedTensor
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "room"]
 
@@ -75,25 +77,30 @@ def grouped_gemm(
 
 def ragged_gemm(
     layout: Layout,
-    a: list[Tensor],
-    b: list[Tensor],
-    out: list[Tensor],
+    a: GroupedTensor,
+    b: GroupedTensor,
+    out: GroupedTensor,
     *,
     alpha: float | Tensor | None = None,
     beta: float | Tensor | None = None,
     bias: Tensor | None = None,
+    fresh: bool = False,
 ) -> None:
-    """Products of matrices of any shapes, one by one; ``layout`` says which operand of each is transposed.
+    """``alpha * A B + bias + beta * out`` of groups of any shapes; see :class:`RaggedGemm`.
+
+    Args:
+        fresh: ``out`` has just been allocated; its elements of no group become zero.
 
     Raises:
-        ArgumentError: the depths of a group's operands differ.
+        ArgumentError: the depths of a group's operands differ, where the host knows them.
     """
-    for g, (left, right, result) in enumerate(zip(a, b, out, strict=True)):
-        left = left.mT if layout is Layout.TN else left
-        right = right.mT if layout is Layout.NT else right
-        if left.shape[1] != right.shape[0]:
-            raise ArgumentError(f"group {g}: the depths {left.shape[1]} and {right.shape[0]} of a and b must be equal")
-        loop.multiply(left, right, result, loop.of(alpha, g), loop.of(beta, g), None if bias is None else bias[g])
+    problem = RaggedGemm(layout, a, b, out, alpha, beta, bias, fresh)
+    backend, reason = ragged_choice.choose(problem)
+    if trace.active():
+        moved = nbytes(a.data, b.data, out.data, bias)
+        trace.record(trace.KernelCall(backend.NAME, reason, 0, moved))
+    elif not a.data.is_meta:
+        backend.run(problem)
 
 
 def grouped_linear_activation(

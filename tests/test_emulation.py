@@ -36,6 +36,7 @@ class Gpu(NamedTuple):
     fused: ModuleType
     routing: ModuleType
     routed: ModuleType
+    ragged: ModuleType
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def gpu() -> Iterator[Gpu]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
         names = "test_kernels_cuda", "test_rows_cuda", "test_fused_kernels_cuda"
-        names = *names, "test_routing_cuda", "test_routed_cuda"
+        names = *names, "test_routing_cuda", "test_routed_cuda", "test_ragged_cuda"
         yield Gpu(emulation, *map(harness.on_cpu, names))
 
 
@@ -262,3 +263,48 @@ def test_routed_layer_and_autograd(gpu: Gpu) -> None:
     gpu.routed.test_backward_twice()
     gpu.routed.test_tokens_that_changed_are_an_error()
     gpu.routed.test_profile_names_the_call()
+
+
+@pytest.mark.parametrize("shapes", ["ALIGNED", "EVEN", "ODD", "MIXED"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_any_shapes(gpu: Gpu, layout: Layout, shapes: str) -> None:
+    ragged, groups = gpu.ragged, getattr(gpu.ragged, shapes)
+    for dtype, wide in product(HALVES, (None, torch.float32)):
+        ragged.check(ragged.Case(layout, groups, dtype=dtype, out_dtype=wide, fresh=wide is None))
+    ragged.check(ragged.Case(layout, groups, shift=1, beta=1.0, index=torch.int32))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_any_shapes_with_factors(gpu: Gpu, layout: Layout) -> None:
+    ragged = gpu.ragged
+    for groups, wide in ((ragged.ALIGNED, None), (ragged.ODD, torch.float32)):
+        ragged.check(ragged.Case(layout, groups, out_dtype=wide, alpha="groups", beta="groups"))
+        ragged.check(ragged.Case(layout, groups, out_dtype=wide, alpha=0.5, beta=0.0))
+    ragged.check(ragged.Case(layout, ((40, 37, 24), (3, 37, 0)), bias=torch.bfloat16, beta=1.0, uniform=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_groups_of_any_shapes(gpu: Gpu, layout: Layout) -> None:
+    ragged = gpu.ragged
+    for count, step in ((1, 1), (65, 8), (512, 1)):
+        most = (20, 24, 16) if count > 1 else (300, 600, 90)
+        ragged.check(ragged.Case(layout, ragged.any_shapes(count, 2, most, step), fresh=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_edges_of_any_shapes(gpu: Gpu, layout: Layout) -> None:
+    gpu.ragged.test_nothing(layout)
+    gpu.ragged.test_operands_that_fill_their_memory(layout)
+    gpu.ragged.test_dims_that_lie_stay_inside(layout)
+    gpu.ragged.test_dims_that_all_groups_share(layout)
+    gpu.ragged.test_equal_shapes_give_the_bits_of_the_grouped_gemm(layout)
+    gpu.ragged.test_autograd_through_the_door(layout)
+    gpu.ragged.check(gpu.ragged.Case(layout, ((1290, 515, 71), (16, 24, 600))))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_groups_of_any_shapes_in_any_order_of_threads(gpu: Gpu, layout: Layout, seed: int) -> None:
+    with gpu.emulation.shuffled(seed):
+        for groups in (gpu.ragged.ALIGNED, gpu.ragged.MIXED):
+            gpu.ragged.check(gpu.ragged.Case(layout, groups))

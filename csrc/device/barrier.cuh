@@ -15,6 +15,9 @@ DEVICE void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
 DEVICE void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ptx::smem_address(barrier)) : "memory");
 }
+DEVICE void barrier_arrive(uint64_t* barrier, uint32_t count) {  // in the name of so many
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(ptx::smem_address(barrier)), "r"(count) : "memory");
+}
 // Arrives on the same barrier of block `rank` of the cluster. Without `.release.cluster`, which compiles to a fence of the whole
 // GPU: what is handed over here was read by wgmma, and those reads are over when wgmma_wait returns.
 DEVICE void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) {

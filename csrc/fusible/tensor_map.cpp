@@ -123,4 +123,11 @@ CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, 
   return matrices_map(out, groups, m, n, {slab_columns(out.type), 64, 1, 1});
 }
 
+CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows) {
+  const uintptr_t base = reinterpret_cast<uintptr_t>(any);
+  const uint32_t columns = slab_columns(type), rows = static_cast<uint32_t>(box_rows);
+  if (dimensions == 2) return encode<2>(base, type, {columns, rows}, {128}, {columns, rows});
+  return encode<4>(base, type, {columns, rows, 1, 1}, {128, kNearBytes, kNearBytes}, {columns, rows, 1, 1});
+}
+
 }  // namespace fusible

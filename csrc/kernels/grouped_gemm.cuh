@@ -21,7 +21,28 @@ struct StoreEpilogue {
   }
 };
 
-template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant, class Epilogue = StoreEpilogue>
+// Groups say where tiles come from, and who fills the stages and fetches bias and factors. These are rows of a token buffer, or its depth;
+// ShapedGroups (device/shaped_producer.cuh) have shapes of their own.
+struct TokenGroups {
+  template <TileVariant kVariant, bool kRaggedRows>
+  using Scheduler = TileScheduler<kVariant, kRaggedRows>;
+  using Table = GroupTable;
+  static constexpr int kProducers = 1;  // arrivals at a stage
+  template <class K>
+  DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
+    K::Scheduler::fill(s.groups, p.source, p.shape, lane);
+  }
+  template <class K>
+  DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
+    if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
+  }
+  template <class K>
+  DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
+    if constexpr (K::kAffine) K::fetch_affine(s, p);
+  }
+};
+
+template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant, class Epilogue = StoreEpilogue, class Groups = TokenGroups>
 struct GroupedGemmKernel {
   using T = T_;
   using A = A_;
@@ -34,13 +55,13 @@ struct GroupedGemmKernel {
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
-  using Scheduler = TileScheduler<kVariant, !kRaggedDepth>;
+  using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
-  static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth;
+  static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth && !kWholeWarp;
 
   struct NoAffine {};
   struct Affine {
@@ -55,13 +76,13 @@ struct GroupedGemmKernel {
     [[no_unique_address]] std::conditional_t<kAffine, Affine, NoAffine> affine;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     TaskQueue tasks;
-    GroupTable groups;
+    typename Groups::Table groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
 
   DEVICE static void init(Storage& s) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], 1);
+      barrier_init(&s.full[i], Groups::kProducers);
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
@@ -233,16 +254,16 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.b);
       tma::prefetch_map(&p.out);
     }
-    if (warp == 1) Scheduler::fill(s.groups, p.source, p.shape, threadIdx.x % 32);
+    if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_sync();
 
     if (warp < 4) {
       ptx::registers_decrease<kProducerRegisters>();
       if (warp == 0) {
-        if (ptx::elect_one()) produce<GroupedGemmKernel>(s, p, rank);
+        Groups::template produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
-        if constexpr (kAffine) fetch_affine(s, p);
+        Groups::template fetch<GroupedGemmKernel>(s, p);
       } else if (!kApart && (kWholeWarp || ptx::elect_one())) {
         Epilogue::template finish<GroupedGemmKernel>(s, p, warp - 2, 0);
       }

@@ -49,8 +49,8 @@ def refusal(problem: GroupedGemm) -> str | None:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
-    alpha, alphas = (1.0, None) if p.alpha is None else _factor(p.alpha, p.groups)
-    beta, betas = (1.0, None) if p.beta is None else _factor(p.beta, p.groups)
+    alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
+    beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
     launch(
         p.layout,
         p.a,
@@ -164,7 +164,7 @@ def _bias_place(bias: Matrices) -> Place:
     return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else _place(bias)
 
 
-def _factor(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
+def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
     """A number for all groups, or one for each; 1 for None."""
     if isinstance(factor, Tensor) and (factor.is_cuda or factor.dim()):
         return 1.0, factor.to(torch.float32).expand(groups).contiguous()

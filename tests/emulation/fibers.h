@@ -90,6 +90,7 @@ struct Thread {
   ucontext_t context;
   Pending<Product> products;
   Pending<std::function<void()>> stores, copies;
+  std::map<const void*, uint64_t> acquired;  // tensor maps, as they were published last
   int lane() const { return number % 32; }
   Warp& warp() const;
 };

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 #include "barrier.h"
 
@@ -29,6 +30,18 @@ Map read(const CUtensorMap* map) {
   std::memcpy(&m, map, sizeof m);
   check(m.magic == kMagic, "a copy uses a tensor map that was never encoded");
   return m;
+}
+
+// How often the maps in device memory were published.
+std::map<const void*, uint64_t> publications;
+
+template <class Change>
+void change(CUtensorMap* map, Change change) {
+  Map m;
+  std::memcpy(&m, map, sizeof m);
+  check(m.magic == kMagic, "a map is changed that was never encoded");
+  change(m);
+  std::memcpy(static_cast<void*>(map), &m, sizeof m);
 }
 
 uint64_t element_bytes(CUtensorMapDataType type) {
@@ -86,6 +99,8 @@ void write(const Map& m, uint8_t* to, const uint8_t* from, uint64_t bytes, bool 
 
 Map checked(const CUtensorMap* map, const void* shared, size_t coordinates) {
   const Map m = read(map);
+  if (const auto published = publications.find(map); published != publications.end())
+    check(current->acquired[map] == published->second, "a copy uses a map that was published since this thread acquired it");
   check(m.rank == coordinates, "a map of ", int{m.rank}, " dimensions is addressed with ", coordinates, " coordinates");
   check(shared_address(shared) % 128 == 0, "a bulk copy's shared memory is not aligned to 128 bytes");
   return m;
@@ -152,6 +167,31 @@ void store_box(const CUtensorMap* map, const void* from, bool add, std::initiali
       });
     });
   });
+}
+
+void set_map_address(CUtensorMap* map, const void* address) {
+  const uint64_t base = reinterpret_cast<uint64_t>(address);
+  check(base % 16 == 0, "the address of a map is not aligned to 16 bytes");
+  change(map, [&](Map& m) { m.base = base; });
+}
+void set_map_size(CUtensorMap* map, int dimension, uint32_t size) {
+  check(size > 0, "a map of size 0");
+  change(map, [&](Map& m) { m.last[dimension] = size - 1; });
+}
+void set_map_pitch(CUtensorMap* map, uint64_t bytes) {
+  check(bytes % 16 == 0 && bytes < 1ull << 40, "the pitch of a map is ", bytes, " bytes");
+  change(map, [&](Map& m) { m.strides[1] = bytes; });
+}
+void publish_map(CUtensorMap* to, const CUtensorMap* from) {
+  check(reinterpret_cast<uintptr_t>(to) % 128 == 0, "a map is published at an address that is not a multiple of 128");
+  check_memory(reinterpret_cast<uint64_t>(to), sizeof *to, "the publication of a map");
+  std::memcpy(static_cast<void*>(to), from, sizeof *to);
+  ++publications[to];
+}
+void acquire_map(const CUtensorMap* map) {
+  const auto published = publications.find(map);
+  check(published != publications.end(), "a map is acquired that was never published");
+  current->acquired[map] = published->second;
 }
 
 }  // namespace emulation

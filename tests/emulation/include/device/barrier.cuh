@@ -13,6 +13,9 @@ DEVICE void barrier_init(uint64_t* barrier, uint32_t count) {
 DEVICE void barrier_init_fence() {}
 DEVICE void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) { emulation::arrive(barrier, bytes); }
 DEVICE void barrier_arrive(uint64_t* barrier) { emulation::arrive(barrier); }
+DEVICE void barrier_arrive(uint64_t* barrier, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) emulation::arrive(barrier);
+}
 DEVICE void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) { emulation::arrive(emulation::mapped(barrier, rank)); }
 DEVICE void barrier_send(int* to, int value, uint64_t* barrier, uint32_t rank) {
   *emulation::mapped(to, rank) = value;

@@ -35,6 +35,16 @@ DEVICE void copy_async(void* to, const void* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
   emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
 }
+DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
+  (void)emulation::shared_pointer(smem_address(to), 4);
+  emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 4 == 0, "cp.async is not aligned to 4 bytes");
+  emulation::check(bytes >= 0 && bytes <= 4, "cp.async of ", bytes, " of 4 bytes");
+  if (bytes) emulation::check_memory(reinterpret_cast<uintptr_t>(from), bytes, "cp.async");
+  emulation::current->copies.open.push_back([=] {
+    std::memset(to, 0, 4);
+    std::memcpy(to, from, bytes);
+  });
+}
 DEVICE void copy_async_commit() { emulation::current->copies.commit(); }
 template <int kPending>
 DEVICE void copy_async_wait() { emulation::current->copies.complete_all_but(kPending, [](auto& copy) { copy(); }); }

@@ -1,0 +1,98 @@
+// The epilogue of groups of any shapes: a deposit goes out through the group's own map, or, where it has none, by ordinary stores.
+#pragma once
+#include "device/epilogue.cuh"
+#include "device/map_update.cuh"
+#include "device/shaped_groups.cuh"
+
+namespace fusible {
+
+// A whole warp for each consumer.
+struct ShapedEpilogue {
+  using Params = ShapedParams;
+  static constexpr int kFinishers = 1, kRegisters = 152;  // for eight loads of each lane on their way (plain_copy.cuh)
+  struct Scratch {};
+
+  template <class K>
+  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
+    using Layout = typename K::Layout;
+    constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
+    const int lane = threadIdx.x % 32;
+    TileReader tiles(s.tasks);
+    Ring<Layout::kSlots> slot, read;
+    Destination to{.policy = tma::policy_evict_first(), .accumulate = p.accumulate};
+    const auto give_back = [&] {
+      barrier_arrive(&s.collected[consumer][read.stage]);
+      read.advance();
+    };
+    for (Tile tile; tiles.next(tile);) {
+      const bool plain = s.groups.plain[tile.group] & kPlainOut;
+      const CUtensorMap* map = p.maps + tile.group * 3 + 2;
+      if (lane == 0 && !plain && map != to.map) map_update::acquire(map);
+      to.map = plain ? nullptr : map;
+      to.column = tile.column * K::kTileN;
+      const int parts = K::row_blocks(tile, consumer) * Layout::kParts;
+      for (int part = 0; part < parts; ++part) {
+        const int first = (consumer + part / Layout::kParts * kConsumers) * 64;  // row of the tile
+        const uint8_t* from = s.deposits[consumer] + slot.stage * Layout::kPartBytes;
+        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
+        slot.advance();
+        if (plain) {
+          const int column = to.column + part % Layout::kParts * (Layout::kSlabsPerPart * Layout::kSlabColumns);
+          store_plain<K>(p, p.groups[tile.group], from, tile.row + first, min(64, tile.rows - first), column, lane);
+          give_back();
+          continue;
+        }
+        if (lane == 0) {
+          to.map_row[0] = tile.row + first;
+          store_part<Layout>(to, from, part % Layout::kParts);
+          tma::wait_read<kBehind>();
+        }
+        if (part >= kBehind) give_back();
+      }
+      if (kBehind && !plain && parts > 0) {
+        if (lane == 0) tma::wait_read<0>();
+        give_back();
+      }
+    }
+    if (lane == 0) tma::wait_all();
+  }
+
+ private:
+  // One part of a deposit: a row of a slab, 128 bytes, is four bytes for every lane.
+  template <class K>
+  DEVICE static void store_plain(const Params& p, const ShapedGroup& g, const uint8_t* from, int row, int rows, int column, int lane) {
+    using Out = typename K::Out;
+    constexpr int kSlabs = K::Layout::kSlabsPerPart, kColumns = K::Layout::kSlabColumns, kEach = 4 / sizeof(Out);
+    auto* out = static_cast<Out*>(p.out_data) + g.out + static_cast<int64_t>(row) * g.n + column + lane * kEach;
+    for (int i = 0; i < rows; ++i, out += g.n) {
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        const uint32_t word = *reinterpret_cast<const uint32_t*>(from + slab * kSlabBytes + in_slab(i, lane / 4) + lane % 4 * 4);
+        store_values(out + slab * kColumns, word, g.n - column - slab * kColumns - lane * kEach, p.accumulate);
+      }
+    }
+  }
+  // As many values as there are, `count` at most.
+  DEVICE static void store_values(float* to, uint32_t word, int count, bool accumulate) {
+    if (count < 1) return;
+    const float x = __uint_as_float(word);
+    __stcg(to, accumulate ? __ldcg(to) + x : x);
+  }
+  template <class T>
+  DEVICE static void store_values(T* to, uint32_t word, int count, bool accumulate) {
+    auto* bits = reinterpret_cast<uint16_t*>(to);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i >= count) continue;
+      const uint16_t mine = static_cast<uint16_t>(word >> i * 16);
+      if (!accumulate) {
+        __stcg(bits + i, mine);
+        continue;
+      }
+      const float2 both = ptx::unpack<T>(static_cast<uint32_t>(__ldcg(bits + i)) << 16 | mine);
+      __stcg(bits + i, static_cast<uint16_t>(ptx::pack<T>(both.x + both.y, 0.f)));
+    }
+  }
+};
+
+}  // namespace fusible

@@ -1,0 +1,88 @@
+// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as in tile_scheduler.cuh,
+// for blocks without a cluster.
+#pragma once
+#include "device/operands.cuh"
+#include "kernels/shaped.h"
+
+namespace fusible {
+
+// What all roles of a block read of the groups, in shared memory.
+struct ShapedTable {
+  int m[kMaxGroups], n[kMaxGroups], k[kMaxGroups], tasks_end[kMaxGroups];
+  uint8_t plain[kMaxGroups];
+};
+
+template <TileVariant kVariant>
+class ShapedScheduler {
+  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n;
+
+ public:
+  // By one warp, once; from what `prepare_shapes` has found.
+  DEVICE static void fill(ShapedTable& table, const ShapedGroup* groups, int count, int lane) {
+    for (int g = lane; g < count; g += 32) {
+      table.m[g] = groups[g].m, table.n[g] = groups[g].n, table.k[g] = groups[g].k;
+      table.tasks_end[g] = groups[g].tasks_end, table.plain[g] = static_cast<uint8_t>(groups[g].plain);
+    }
+  }
+
+  // For a lane of the producer's warp; only lane 0 asks for tasks.
+  DEVICE ShapedScheduler(const ShapedTable& table, TaskQueue& queue, const TaskShape& shape, int lane)
+      : table_(table), groups_(shape.groups), tasks_(queue, shape.counter, lane) {}
+
+  // Makes the task after this one known; once per tile, before the next one is asked for.
+  DEVICE void request() { tasks_.request(); }
+
+  // The next tile, of group -1 when all are done. The other roles of the block read the same tiles (TileReader).
+  DEVICE void next(Tile& tile) {
+    if (group_ >= 0) tasks_.advance();
+    if (!find(tile)) tile.group = -1;
+    tasks_.publish(tile);
+  }
+
+ private:
+  DEVICE bool find(Tile& tile) {
+    const int task = tasks_.task();
+    while (task >= tasks_end_) {
+      if (++group_ >= groups_) return false;
+      first_task_ = tasks_end_;
+      tasks_end_ = table_.tasks_end[group_];
+    }
+    tile = {.group = group_, .tokens_start = 0, .tokens = table_.k[group_], .place = {0, 0}, .share_a = false, .idle = false};
+    place(tile, task - first_task_);
+    return true;
+  }
+  // Row and column of a group's tile number `local`: bands of at most `band` rows of tiles, swept across the columns.
+  DEVICE void place(Tile& tile, unsigned local) const {
+    const int rows = table_.m[group_];
+    const unsigned tiles = (rows + kTileM - 1) / kTileM, columns = (table_.n[group_] + kTileN - 1) / kTileN;
+    const unsigned bands = (tiles + kVariant.band - 1) / kVariant.band, usual = (tiles + bands - 1) / bands;
+    const unsigned band = min(local / (usual * columns), bands - 1), within = local - band * usual * columns;
+    const unsigned height = band == bands - 1 ? tiles - band * usual : usual, across = within / height;
+    tile.row = (band * usual + within - across * height) * kTileM;
+    tile.rows = min(kTileM, rows - tile.row);
+    tile.column = across;
+  }
+
+  const ShapedTable& table_;
+  int groups_;
+  TaskSource<1> tasks_;
+  int group_ = -1, first_task_ = 0, tasks_end_ = 0;
+};
+
+// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the depth (mainloop.cuh).
+
+// A [m, k].
+struct ShapedRows : TokenRows {
+  static constexpr bool kRaggedDepth = true;
+};
+// A [k, m].
+struct ShapedColumns : MnMajor {
+  static constexpr bool kRaggedDepth = true;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+    issue(stage + i * kBlockBytes, tile.row + i * 64, k);
+  }
+};
+// B are WeightRows and WeightColumns at place (0, 0).
+
+}  // namespace fusible

@@ -1,0 +1,73 @@
+#include "fusible/shaped_gemm.h"
+
+#include <algorithm>
+
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "fusible/gemm_launch.h"
+
+namespace fusible {
+namespace {
+
+constexpr TileVariant kTile = kTileVariants[kShapedVariant];
+
+void check(const ShapedGemm& call, int device) {
+  const DeviceProperties& properties = device_properties(device);
+  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
+                properties.minor, "; these kernels are for 9.0");
+  FUSIBLE_CHECK(call.groups >= 1 && call.groups <= 512, "1 to 512 groups are possible, got ", call.groups);
+  FUSIBLE_CHECK(call.operand != DType::kFloat32 && (call.output == call.operand || call.output == DType::kFloat32),
+                "operands must be bf16 or fp16, the output fp32 or of their type");
+  FUSIBLE_CHECK(call.workspace, "groups of any shapes need a workspace");
+}
+
+ShapedParams make_params(const ShapedGemm& call) {
+  const ShapedWorkspace workspace = lay_out_shaped(call.workspace, call.groups);
+  const bool depth_first = call.layout == Layout::kNT;
+  ShapedParams p{};
+  p.a = model_map(workspace.maps, call.operand, 2, 64);
+  p.b = model_map(workspace.maps, call.operand, 4, depth_first ? kTile.tile_n / 2 : 64);
+  p.out = model_map(workspace.maps, call.output, 4, 64);
+  p.shape = {.groups = static_cast<int>(call.groups), .counter = workspace.counter};
+  p.affine = {.bias = call.affine.bias.data,
+              .bias_type = static_cast<int>(call.affine.bias.type),
+              .columns = static_cast<int>(call.affine.bias.pitch),
+              .bias_pitch = call.affine.bias.pitch,
+              .alphas = call.affine.alphas,
+              .alpha = call.affine.alpha};
+  p.accumulate = call.accumulate;
+  p.groups = workspace.groups, p.maps = workspace.maps, p.edges = workspace.edges;
+  p.a_data = call.a.data, p.b_data = call.b.data, p.out_data = call.out;
+  p.a_elements = call.a.elements, p.b_elements = call.b.elements;
+  return p;
+}
+
+}  // namespace
+
+int64_t shaped_workspace_bytes(int64_t groups) { return bytes_of_shaped_workspace(groups); }
+
+void shaped_gemm(const ShapedGemm& call, int device, cudaStream_t stream) {
+  check(call, device);
+  if (call.out_elements == 0) return;
+  const DeviceGuard guard(device);
+  const int multiprocessors = device_properties(device).multiprocessors;
+  const ShapedParams params = make_params(call);
+  const ShapedSource source{.a = call.a,
+                            .b = call.b,
+                            .out_elements = call.out_elements,
+                            .layout = call.layout,
+                            .tile_m = kTile.tile_m,
+                            .tile_n = kTile.tile_n,
+                            .wide_output = call.output == DType::kFloat32,
+                            .skip_empty = call.accumulate && !call.affine.bias.data,
+                            .zero_tail = call.zero_tail};
+  const GemmProblem problem{call.layout, call.operand, call.output, true, call.groups, 0, 0, 0, 0};  // for words
+  FUSIBLE_CUDA_CHECK(prepare_shapes(params, source, multiprocessors, stream), "shapes of ", problem);
+  if (call.accumulate && (call.betas || call.beta != 1))
+    FUSIBLE_CUDA_CHECK(scale_shapes(params, call.output, call.betas, call.beta, multiprocessors, stream), "beta of ", problem);
+  const GemmConfig config{.variant = kShapedVariant, .grid = static_cast<int>(std::min<int64_t>(multiprocessors, call.out_elements)), .on_demand = true};
+  const auto entry = call.operand == DType::kBFloat16 ? shaped_entry<DType::kBFloat16> : shaped_entry<DType::kFloat16>;
+  launch(params, entry(call.layout, source.wide_output), config, problem, device, stream);
+}
+
+}  // namespace fusible

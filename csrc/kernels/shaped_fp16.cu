@@ -1,0 +1,5 @@
+#include "kernels/instantiate_shaped.cuh"
+
+namespace fusible {
+template KernelEntry shaped_entry<DType::kFloat16>(Layout, bool);
+}  // namespace fusible
