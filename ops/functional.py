@@ -14,18 +14,7 @@ from . import kernels
 from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
-
-Factor = float | Tensor | None
-
-
-class _How(NamedTuple):
-    """What of a call is no differentiable tensor: the operands' groups, and how to multiply them."""
-
-    a: GroupedTensor
-    b: GroupedTensor
-    layout: Layout
-    alpha: Factor
-    shape: tuple[int, ...] = ()  # of the data of an output that is allocated here
+from .product import Factor, Product, columns_of, fits, in_words, output, output_shape, room_for
 
 
 def grouped_gemm(
@@ -90,12 +79,12 @@ def grouped_gemm(
     if out is not None:
         if out_elements is not None:
             raise ArgumentError("grouped_gemm: give out or out_elements, not both")
-        _multiply(how, bias, _output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
+        _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
         return out
-    how = how._replace(shape=_room(how, out_elements))
+    how = how._replace(shape=room_for(how, out_elements))
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
-    return data if plain else _output(how, data)
+    return data if plain else output(how, data)
 
 
 class _GroupedGemm(Op):
@@ -104,18 +93,18 @@ class _GroupedGemm(Op):
     class Saved(NamedTuple):
         x: Tensor
         b: Tensor
-        how: _How
+        how: Product
 
-    def fwd(self, x: Tensor, *, b: Tensor, how: _How, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+    def fwd(self, x: Tensor, *, b: Tensor, how: Product, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
         return _multiply(how, bias), self.Saved(x, b, how)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         a, b = saved.how.a.with_data(saved.x), saved.how.b.with_data(saved.b)
-        dc, alpha = _output(saved.how, dy.contiguous()), saved.how.alpha
+        dc, alpha = output(saved.how, dy.contiguous()), saved.how.alpha
         by_layout = {
-            Layout.NT: (_How(dc, b, Layout.NN, alpha), _How(dc, a, Layout.TN, alpha)),
-            Layout.NN: (_How(dc, b, Layout.NT, alpha), _How(a, dc, Layout.TN, alpha)),
-            Layout.TN: (_How(b, dc, Layout.NT, alpha), _How(a, dc, Layout.NN, alpha)),
+            Layout.NT: (Product(dc, b, Layout.NN, alpha), Product(dc, a, Layout.TN, alpha)),
+            Layout.NN: (Product(dc, b, Layout.NT, alpha), Product(a, dc, Layout.TN, alpha)),
+            Layout.TN: (Product(b, dc, Layout.NT, alpha), Product(a, dc, Layout.NN, alpha)),
         }
         da, db = by_layout[saved.how.layout]
         grads: dict[str, Gradient] = {
@@ -138,7 +127,7 @@ def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
 
 def _how(
     a: Tensor | GroupedTensor, b: Tensor | GroupedTensor, sizes: Tensor | None, layout: Layout, alpha: Factor
-) -> _How:
+) -> Product:
     """Both operands with their groups."""
     groups_a = a if isinstance(a, GroupedTensor) else _plain("a", a, sizes, ragged=True)
     groups_b = b if isinstance(b, GroupedTensor) else _plain("b", b, sizes, ragged=layout is Layout.TN)
@@ -151,7 +140,7 @@ def _how(
     deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
     deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
     _check_depths(layout, deep_a, deep_b, groups_a.num_groups)
-    return _How(groups_a, groups_b, layout, alpha)
+    return Product(groups_a, groups_b, layout, alpha)
 
 
 def _check_depths(layout: Layout, deep_a: Tensor | int, deep_b: Tensor | int, groups: int) -> None:
@@ -186,8 +175,8 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
     return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
 
 
-def _check_factors(how: _How, bias: Tensor | None, beta: Factor) -> None:
-    groups, columns = how.a.num_groups, _columns_of(how)
+def _check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
+    groups, columns = how.a.num_groups, columns_of(how)
     for name, factor in (("alpha", how.alpha), ("beta", beta)):
         if isinstance(factor, Tensor) and factor.requires_grad:
             raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
@@ -202,7 +191,7 @@ def _check_factors(how: _How, bias: Tensor | None, beta: Factor) -> None:
 
 
 def _check_output(
-    how: _How,
+    how: Product,
     out: Tensor | GroupedTensor | None,
     accumulate: bool,
     beta: Factor,
@@ -216,75 +205,15 @@ def _check_output(
         return
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
         raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
-    data, shape = (out.data if isinstance(out, GroupedTensor) else out), _output_shape(how)
-    if not _fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
+    data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(how)
+    if not fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
         raise ArgumentError(
-            f"grouped_gemm: out must be contiguous, of shape {_in_words(shape)}, on {how.a.device}; "
+            f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {how.a.device}; "
             f"got shape {list(data.shape)} on {data.device}"
         )
     for name, tensor in tensors.items():
         if overlap(data, tensor):
             raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
-
-
-def _rows_of(how: _How) -> Tensor | int:
-    return how.a.columns if how.layout is Layout.TN else how.a.rows
-
-
-def _columns_of(how: _How) -> Tensor | int:
-    return how.b.rows if how.layout is Layout.NT else how.b.columns
-
-
-def _output_shape(how: _How) -> tuple[int | None, ...]:
-    """The shape of the output's data, as far as the operands' shapes say; None is for the device to say."""
-    rows, columns = _rows_of(how), _columns_of(how)
-    if isinstance(rows, int) and isinstance(columns, int):
-        return how.a.num_groups, rows, columns
-    if isinstance(columns, int):
-        return _sum_of_rows(how.a, how.layout is Layout.TN), columns
-    total = _sum_of_rows(how.b, how.layout is not Layout.NT)
-    return (rows * total if isinstance(rows, int) and total is not None else None,)
-
-
-def _sum_of_rows(t: GroupedTensor, transposed: bool) -> int | None:
-    """Rows (or columns) of all groups together, and of what lies behind them; None: the device alone knows."""
-    if not transposed:
-        return t.data.shape[0] if t.last_dims is None else None
-    rows = t.rows
-    return t.data.shape[0] // rows if isinstance(rows, int) and rows else None
-
-
-def _fits(data: Tensor, shape: tuple[int | None, ...]) -> bool:
-    """Whether an output has that shape; where the device alone knows a size, any will do."""
-    sizes = tuple(data.shape)
-    return len(sizes) == len(shape) and all(want in (None, size) for want, size in zip(shape, sizes, strict=True))
-
-
-def _in_words(shape: tuple[int | None, ...]) -> str:
-    return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
-
-
-def _room(how: _How, elements: int | None) -> tuple[int, ...]:
-    """The shape of the data to allocate for the output; waits for the device only if nothing else says it."""
-    shape = _output_shape(how)
-    first, rest = shape[0], [size for size in shape[1:] if size is not None]
-    if first is not None:
-        if elements is not None:
-            raise ArgumentError(
-                f"grouped_gemm: out_elements is not needed here, the output has shape {_in_words(shape)}"
-            )
-        return first, *rest
-    if elements is not None:
-        return elements // max(1, *rest, 1), *rest
-    rows, columns = (torch.as_tensor(d, device=how.a.device) for d in (_rows_of(how), _columns_of(how)))
-    return int((rows if rest else rows * columns).sum()), *rest
-
-
-def _output(how: _How, data: Tensor) -> GroupedTensor:
-    """The output's groups around its data."""
-    rows, columns = _rows_of(how), _columns_of(how)
-    first, last = (d if isinstance(d, Tensor) else None for d in (rows, columns))
-    return GroupedTensor(data, first, last, rows=rows if first is None and last is not None else None)  # type: ignore[arg-type]
 
 
 def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
@@ -294,13 +223,13 @@ def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
     return t.data.reshape(-1, t.data.shape[-1]), sizes
 
 
-def _has_one_width(how: _How) -> bool:
+def _has_one_width(how: Product) -> bool:
     """Whether rows alone are ragged, or the depth alone: what the kernels of :class:`GroupedLinear` multiply."""
     one_width = how.a.last_dims is None and how.b.last_dims is None
     return one_width and (how.layout is Layout.TN or how.b.first_dims is None)
 
 
-def _multiply(how: _How, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
+def _multiply(how: Product, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
     """The data of the output, which is allocated here if it is not given."""
     a, b, layout, alpha, shape = how
     if _has_one_width(how):
@@ -313,14 +242,14 @@ def _multiply(how: _How, bias: Tensor | None, out: GroupedTensor | None = None, 
         return data.view(by_group)
     fresh = out is None
     if out is None:
-        out = _output(how, a.data.new_empty(shape))
+        out = output(how, a.data.new_empty(shape))
     kernels.ragged_gemm(layout, a, b, out, alpha=alpha, beta=beta, bias=bias, fresh=fresh)
     return out.data
 
 
-def _gradient(how: _How, of: GroupedTensor) -> Tensor:
+def _gradient(how: Product, of: GroupedTensor) -> Tensor:
     """Of an operand: its own groups, so nothing is to be asked for."""
-    if _has_one_width(how) and _output_shape(how) == tuple(of.data.shape):
+    if _has_one_width(how) and output_shape(how) == tuple(of.data.shape):
         return _multiply(how._replace(shape=tuple(of.data.shape)), None)
     room = of.with_data(torch.empty_like(of.data))
     kernels.ragged_gemm(how.layout, how.a, how.b, room, alpha=how.alpha, fresh=True)
