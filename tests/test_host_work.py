@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -40,6 +41,9 @@ class NothingLaunched:
     LAUNCHES = dict.fromkeys(names, ())
 
     def Launches(self) -> NothingLaunched:
+        return self
+
+    def RoutedMlp(self, *_: Any) -> NothingLaunched:
         return self
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -128,3 +132,20 @@ def test_calls_of_a_replay_without_gradients(gpu):
         ]
 
     assert counts[-1] <= 90
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_of_a_layer_of_transformers_without_gradients(gpu):
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    from hugging_face import experts_of, make
+
+    import fusible.integrations.transformers  # noqa: F401
+
+    experts = experts_of(make("gpt-oss", torch.bfloat16))[0]
+    experts.config._experts_implementation = "fusible"
+    x, index, weights = torch.randn(1, 32, dtype=torch.bfloat16), torch.tensor([[0, 1]]), torch.rand(1, 2)
+    with torch.no_grad():
+        counts = [calls_of(lambda: experts(x, index, weights)) for _ in range(3)]
+
+    assert counts[-1] <= 90, counts

@@ -120,6 +120,19 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_every_launch_is_recorded_or_refuses(emulation: harness.Emulation) -> None:
+    functions = {name: str(getattr(emulation._module, name).__doc__) for name in dir(emulation._module)}
+    launching = {name for name, text in functions.items() if "stream:" in text}
+    refusals = {}
+    for name in functions:
+        with recorder.Recorder([]) as watching:
+            getattr(extension._Noted(emulation._module, watching), name)
+        refusals[name] = watching.refusal
+
+    assert set(emulation.LAUNCHES) <= launching
+    assert {name for name, reason in refusals.items() if reason} == launching - set(emulation.LAUNCHES)
+
+
 FORMS = [
     {},
     {"bias": True},

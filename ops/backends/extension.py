@@ -35,6 +35,8 @@ class _Noted(NamedTuple):
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.library, name)
         if name not in self.library.LAUNCHES:
+            if "stream:" in str(function.__doc__):
+                self.watching.refuse(f"{name} is a launch that cannot be kept")
             return function
 
         def launch(*arguments: Any) -> None:
