@@ -39,11 +39,11 @@ DEVICE uint4 shuffle(const uint4& x, int lane) {
 }
 
 // `lines` lines of 64 values to a stage, by whole warps, of which this is thread number `thread` of kThreads. `first` is the first row or
-// column of the tile, `k` the first value of the depth. Eight lanes fetch eight lines at a time: each lane the 16 aligned bytes in which
+// column of the tile, `k` the first value of the depth. Eight lanes fetch four lines at a time (more would spill): each lane the 16 aligned bytes in which
 // its octet of a line begins, which the lane before needs too where lines are not aligned; and of one of the lines those in which it ends.
 template <int kThreads>
 DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
-  constexpr int kAtOnce = 8, kLines = kThreads / 8;
+  constexpr int kAtOnce = 4, kLines = kThreads / 8;
   static_assert(64 % (kLines * kAtOnce) == 0 && kAtOnce <= 8, "lines of one block at a time");
   const int chunk = thread % 8, lane = thread % 32, step = kLines * m.pitch;
 #pragma unroll 1
