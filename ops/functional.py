@@ -45,10 +45,6 @@ def grouped_gemm(
     past the last group take no part, and are zero in what is allocated here. The dims of a :class:`GroupedTensor` are
     its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not with ``out``.
 
-    Room for the output is allocated from what the operands' shapes say. Where they do not say enough (rows and columns
-    are both ragged, or the ragged ones are of an operand whose depth is ragged too), ``out_elements`` or ``out`` spares
-    the wait for the device, and a group that does not fit there is left out. Gradients never wait.
-
     Args:
         a, b: operands, of one dtype, on one device.
         split_sizes: int32 or int64 [E].
@@ -58,27 +54,22 @@ def grouped_gemm(
         accumulate: add to what stands in ``out``: beta = 1.
         alpha, beta: numbers, or tensors [E]. Not differentiable.
         bias: [E, N].
-        out_elements: how many elements to allocate, at least as many as the groups have; what is left over is zero.
+        out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
+            or one and the depth. Else that waits for the device, unless ``out`` is given. What is left over is zero, a
+            group that does not fit is left out. Gradients never wait.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.
 
     Raises:
-        ArgumentError: operands that do not fit, ``beta`` or ``accumulate`` without ``out``, ``out`` where a gradient is
-            wanted.
+        ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
-    if layout not in Layout.__members__:
-        raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
-    which = Layout[layout]
-    if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
-        which, b = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(which, which), b.mT  # as it lies, without a copy
+    which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
-    _check_output(how, out, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
+    _check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
     plain = isinstance(a, Tensor) and isinstance(b, Tensor)
     if out is not None:
-        if out_elements is not None:
-            raise ArgumentError("grouped_gemm: give out or out_elements, not both")
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
         return out
     how = how._replace(shape=room_for(how, out_elements))
@@ -115,6 +106,16 @@ class _GroupedGemm(Op):
             rows, sizes = _by_rows(dc)
             grads["bias"] = kernels.column_sums(rows, sizes, dy.dtype)
         return grads
+
+
+def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor | GroupedTensor]:
+    """The layout; of a transposed view of dense matrices that of the matrices themselves, so that nothing is copied."""
+    if layout not in Layout.__members__:
+        raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
+    which = Layout[layout]
+    if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
+        return {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(which, which), b.mT
+    return which, b
 
 
 def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
@@ -193,6 +194,7 @@ def _check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
 def _check_output(
     how: Product,
     out: Tensor | GroupedTensor | None,
+    out_elements: int | None,
     accumulate: bool,
     beta: Factor,
     tensors: dict[str, Tensor | None],
@@ -203,6 +205,8 @@ def _check_output(
         raise ArgumentError("grouped_gemm: accumulate and beta need out=")
     if out is None:
         return
+    if out_elements is not None:
+        raise ArgumentError("grouped_gemm: give out or out_elements, not both")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
         raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
     data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(how)
