@@ -20,6 +20,7 @@ from .fusion import registry
 from .halves import Again
 from .layout import Layout
 from .plan import Plan
+from .recorder import PLAIN
 from .replay import is_replayed_for, stream_of
 
 SEEN, REFUSED = "seen once", "refused"
@@ -33,10 +34,12 @@ class Facts(NamedTuple):
 
 
 def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
-    """Of a call of tensors alone that are on a device, and that nobody observes or transforms; else None."""
+    """Of a call of plain tensors alone that are on a device, and that nobody observes or transforms; else None."""
     if not is_replayed_for(call.values[0]) or any(layout.hooks):
         return None
     if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None
     key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
     key += [op.edits for op in layout.ops]
@@ -44,7 +47,7 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
     for op in layout.holders:
         pool += op.held(runtime.grad_enabled)
     for value in call.values:
-        if not isinstance(value, Tensor):
+        if type(value) not in PLAIN:
             return None
     return Facts((*key, len(pool), pool[0].shape), pool)
 

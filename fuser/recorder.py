@@ -24,7 +24,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _ALIGNMENT = 256  # of pieces of scratch memory, as torch's own allocations are
 _LARGE = 2**20  # bytes of rooms that stay apart: an allocator finds those of the calls before
 
@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if last >= first and first < reached:
                 self.refuse("given tensors overlap, so that an address does not say whose it is")
             reached = max(reached, last + 1)
-        if any(type(t) not in _TYPES for t in self._given):
+        if any(type(t) not in PLAIN for t in self._given):
             self.refuse("a given tensor is of a type of its own")
 
     def _allocated(self, made: Tensor) -> None:

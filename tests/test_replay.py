@@ -13,6 +13,7 @@ import pytest
 import torch
 from emulation import build, harness
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, replay
@@ -346,6 +347,18 @@ def profiled(experts: Experts) -> Callable[[], None]:
     return check
 
 
+class Watching(TorchDispatchMode):
+    """Sees every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("observe", [hooked, patched_forward, profiled])
 def test_who_observes_sees_the_call(runs: Runs, observe: Callable[[Experts], Callable[[], None]]) -> None:
     experts = Experts()
@@ -354,6 +367,27 @@ def test_who_observes_sees_the_call(runs: Runs, observe: Callable[[Experts], Cal
     experts.step()
 
     check()
+
+
+def test_a_dispatch_mode_sees_as_much_as_the_first_time(runs: Runs) -> None:
+    experts = Experts()
+    with Watching() as first:
+        experts.forward()
+    experts.warm()
+    with Watching() as later:
+        assert runs.of(experts.forward)[1] == 0
+
+    assert later.seen == first.seen
+
+
+def test_a_ready_call_can_be_exported(runs: Runs) -> None:
+    model = Sequential(GroupedLinear(GROUPS, K, 2 * F, dtype=torch.bfloat16), SwiGLU())
+    x, sizes = torch.randn(T, K, dtype=torch.bfloat16), torch.tensor(SIZES)
+    with torch.no_grad():
+        expected = [model(x, split_sizes=sizes) for _ in range(3)]
+        program = torch.export.export(model, (x,), {"split_sizes": sizes}, strict=False)
+
+    assert torch.equal(program.module()(x, split_sizes=sizes), expected[0])
 
 
 def test_transforms_are_refused(runs: Runs) -> None:

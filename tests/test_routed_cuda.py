@@ -222,7 +222,8 @@ def test_tokens_that_changed_are_an_error() -> None:
 
 def test_profile_names_the_call() -> None:
     problem = Problem(CASES["plain"])
-    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
         problem.run()
 
     assert "fusible::RoutedMLP" in {event.key for event in profile.key_averages()}
