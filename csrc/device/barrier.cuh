@@ -1,6 +1,7 @@
-// mbarriers, and the cursor that walks a ring of them. A phase ends when `count` arrivals and all expected bytes have come in.
+// mbarriers. A phase ends when `count` arrivals and all expected bytes have come in.
 #pragma once
 #include "device/ptx.cuh"
+#include "device/ring.cuh"
 
 namespace fusible {
 
@@ -41,15 +42,5 @@ DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
       " @done bra DONE;\n bra WAIT;\nDONE:\n}" ::"r"(ptx::smem_address(barrier)), "r"(parity)
       : "memory");
 }
-
-// Position in a ring of `kStages` slots. A slot's `full` barrier is waited for with `phase`, its `empty` barrier with `phase ^ 1`.
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  DEVICE void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
 
 }  // namespace fusible

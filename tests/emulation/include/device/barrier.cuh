@@ -2,6 +2,7 @@
 #pragma once
 #include "../../barrier.h"
 #include "device/ptx.cuh"
+#include "device/ring.cuh"
 
 namespace fusible {
 
@@ -26,14 +27,5 @@ DEVICE void barrier_wait(uint64_t* barrier, uint32_t parity) {
   emulation::check(!emulation::bits_of(*barrier).uninitialised, "an mbarrier is waited for before it is initialised");
   emulation::wait({.barrier = barrier, .parity = parity});
 }
-
-template <int kStages>
-struct Ring {
-  int stage = 0;
-  uint32_t phase = 0;
-  DEVICE void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
 
 }  // namespace fusible
