@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ready, settings
-from .autograd import Runtime, Watch
+from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
 from .explanation import Explanation, Shape, explain_plan
 from .facts import constant
@@ -133,9 +133,7 @@ class Sequential(nn.Sequential):
             ArgumentError: as :meth:`forward`.
         """
         layout, runtime = self._layout(), Runtime.of(x)
-        call = bind(layout, x, (), None, shared)
-        plan = self._plan(layout, call, runtime)
-        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        self._noted(layout, bind(layout, x, (), None, shared), runtime)
 
     def runs_as(self, name: str) -> bool:
         """Whether the last call, or noted one, is a single step of an op of that name."""
@@ -165,27 +163,28 @@ class Sequential(nn.Sequential):
     def _run(self, layout: Layout, call: Call, runtime: Runtime) -> Any:
         compiled, facts = self._compiled, ready.facts(layout, call, runtime)
         if facts is None:
-            return self._run_plan(layout, call, runtime)
+            return self._noted(layout, call, runtime)(call.values, runtime)
         entry, addresses = compiled.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
         known = entry.what
         if known is ready.REFUSED or not aligned(addresses):
-            return self._run_plan(layout, call, runtime)
+            return self._noted(layout, call, runtime)(call.values, runtime)
         if type(known) is ready.Ready:
             compiled.last = known.last
             return known.run(facts.pool, addresses)
-        plan = self._plan(layout, call, runtime)
+        plan = self._noted(layout, call, runtime)
         if known is None or not plan.is_replayable:
             entry.what = ready.SEEN if plan.is_replayable else ready.REFUSED
-            return self._run_plan(layout, call, runtime)
+            return plan(call.values, runtime)
         watch = ready.Watch(plan, facts.pool, len(call.values))
-        result = self._run_plan(layout, call, runtime, watch)
+        result = plan(call.values, runtime, watch)
         entry.what = watch.ready(compiled.last) or ready.REFUSED
         return result
 
-    def _run_plan(self, layout: Layout, call: Call, runtime: Runtime, watch: Watch | None = None) -> Any:
+    def _noted(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
+        """The plan for this call, which is the last one from now on."""
         plan = self._plan(layout, call, runtime)
         self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
-        return plan(call.values, runtime, watch)
+        return plan
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
