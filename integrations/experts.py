@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
+from ..fuser.facts import constant
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
@@ -151,13 +152,11 @@ def existing_container(experts: nn.Module) -> Sequential | None:
     return container
 
 
+@constant
 def _prepare(experts: nn.Module) -> bool:
     """Builds the container outside of the trace, which then finds it."""
     container_of(experts)
     return True
-
-
-_prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:

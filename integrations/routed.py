@@ -28,7 +28,7 @@ from ..ops import routing as rows_of
 from ..ops.activations import ActivationSpec
 from ..ops.kernels import Layout
 from ..ops.routed_mlp import Experts, in_steps, oriented, product, routed_mlp
-from ..ops.routing import Routing
+from .routing import of_parts
 
 SLICED_FROM = 64 << 20  # bytes of gathered rows that are not gathered whole for a weight's gradient
 _SLICES, _SLICE_UNIT = 4, 128
@@ -93,7 +93,7 @@ class Backward:
         x, *parts, scales, pre, up, down, up_bias, down_bias = saved
         spec, transposed, own, self.weights_dtype, _ = how
         self.needs, self.x, self.scales, self.pre = needs, x, scales, pre
-        self.routing = Routing._make((*parts, None, own))
+        self.routing = of_parts(parts, own)
         self.experts = Experts(up, down, up_bias, down_bias, spec, transposed)
         self.hidden: Tensor | None = None
 

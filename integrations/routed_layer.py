@@ -38,7 +38,7 @@ class RoutedLayer:
 
     def takes(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
         """Whether :meth:`run` does what the container would. Switches, autocast and compilers are the container's."""
-        if torch.compiler.is_compiling() or settings.current() is not _DEFAULT:
+        if torch.compiler.is_compiling() or _switched():
             return False
         if x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
             return False

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from ..ops import routing as rows_of
 from ..ops.routing import Routing, route
 
-__all__ = ["Routing", "combine", "dispatch", "route"]
+__all__ = ["Routing", "combine", "dispatch", "of_parts", "route"]
 
 
 def dispatch(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,8 @@ def _parts(routing: Routing) -> tuple[Any, ...]:
     return *routing[:4], routing.own
 
 
-def _routing(parts: Sequence[Tensor], own: bool) -> Routing:
+def of_parts(parts: Sequence[Tensor], own: bool) -> Routing:
+    """A routing without the weights of the rows, from what a function of autograd has kept of it."""
     return Routing._make((*parts, None, own))
 
 
@@ -45,13 +46,13 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(*parts[:4])
         ctx.own, ctx.dtype = parts[4], weights.dtype
         ctx.set_materialize_grads(False)
-        routing = _routing(parts[:4], parts[4])
+        routing = of_parts(parts[:4], parts[4])
         return rows_of.spread(x, routing), rows_of.by_row(weights, routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor | None, dscales: Tensor | None) -> Any:
-        routing, dx, dweights = _routing(ctx.saved_tensors, ctx.own), None, None
+        routing, dx, dweights = of_parts(ctx.saved_tensors, ctx.own), None, None
         if drows is not None and ctx.needs_input_grad[0]:
             dx = rows_of.add(drows, routing)
         if dscales is not None and ctx.needs_input_grad[1]:
@@ -64,9 +65,9 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, *parts: Any) -> Tensor:
         ctx.save_for_backward(*parts[:4])
         ctx.own = parts[4]
-        return rows_of.add(rows, _routing(parts[:4], parts[4]))
+        return rows_of.add(rows, of_parts(parts[:4], parts[4]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return rows_of.spread(dy, _routing(ctx.saved_tensors, ctx.own)), *[None] * 5
+        return rows_of.spread(dy, of_parts(ctx.saved_tensors, ctx.own)), *[None] * 5
