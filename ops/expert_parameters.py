@@ -49,8 +49,9 @@ class ExpertParameters(Op):
 
     def one_parameter(self, name: str) -> nn.Parameter:
         """The parameter, or the first group's: all are of its shape, dtype and device."""
-        found = self._parameters.get(f"{name}0" if self.per_group[name] else name)
-        return getattr(self, f"{name}0" if self.per_group[name] else name) if found is None else found
+        name = f"{name}0" if self.per_group[name] else name
+        found = self._parameters.get(name)
+        return getattr(self, name) if found is None else found
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.

@@ -17,6 +17,7 @@ from . import kernels
 from . import routing as rows_of
 from .activations import ActivationSpec
 from .backends import routed_mlp as backend
+from .backends.extension import address
 from .backends.routed_mlp import Experts, RoutedMlp
 from .kernels import Layout
 from .routing import Routing
@@ -48,7 +49,7 @@ class Forward(NamedTuple):
 def compiled(experts: Experts) -> RoutedMlp | None:
     """The one call, where our kernels take these experts; made once for weights that stay where they are."""
     up, down, up_bias, down_bias, spec, transposed = experts
-    places = up.data_ptr(), down.data_ptr(), _address(up_bias), _address(down_bias)
+    places = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
     about = up.shape, up.dtype, up.stride(), down.stride(), transposed
     made = _calls.get(places)
     if made is None or made.about != about or made.spec != spec:
@@ -111,7 +112,3 @@ def product(routing: Routing, layout: Layout, rows: Tensor, weight: Tensor, **ho
 def oriented(weight: Tensor, transposed: bool) -> Tensor:
     """As [E, out, in]."""
     return weight.mT if transposed else weight
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

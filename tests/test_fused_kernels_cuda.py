@@ -128,7 +128,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem = GroupedGemm(layout, t.x, weights, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
     assert hopper.refusal(problem) is None
     assert fused.forward_refusal(problem, case.spec, t.scales, pre, hidden) is None
-    places = hopper._place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
+    places = hopper.place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
     fused.forward(problem, case.spec, t.scales, pre, hidden, *places, case.variant)
     return pre, hidden
 
@@ -144,7 +144,7 @@ def backward(t: Tensors, pre: Tensor, want_scales: bool = True, want_hidden: boo
     layout, weights = as_stored(t, t.w2, Layout.NN)
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.pre)
     assert fused.backward_refusal(problem, pre, case.spec, t.scales, out) is None
-    fused.backward(problem, pre, case.spec, t.scales, out, hopper._place(weights), case.variant)
+    fused.backward(problem, pre, case.spec, t.scales, out, hopper.place(weights), case.variant)
     return out
 
 

@@ -17,12 +17,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusible import GroupedTensor, config, grouped_gemm  # noqa: E402
-from fusible.ops.backends import hopper_ragged  # noqa: E402
+from fusible.ops.backends import hopper, hopper_ragged  # noqa: E402
 from fusible.ops.backends.problem import Layout  # noqa: E402
 from fusible.ops.backends.ragged import RaggedGemm  # noqa: E402
 
 pytestmark = pytest.mark.cuda
-if not torch.cuda.is_available() or hopper_ragged.device_refusal(torch.cuda.current_device()) is not None:
+if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
     pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
 
 LAYOUTS = list(Layout)

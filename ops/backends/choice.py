@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ...fuser import RefusedError
 from ...fuser.settings import current
 from . import grouped_mm, hopper, loop
 from .interface import Backend
 from .problem import GroupedGemm
+
+P_contra = TypeVar("P_contra", contravariant=True)
+
+
+class Chosen(Protocol[P_contra]):
+    """What can be chosen for problems of a kind."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: P_contra, /) -> str | None:
+        """Why the problem cannot be run here; None: it can."""
+
+
+B = TypeVar("B", bound=Chosen[Any])
 
 
 class Choice(NamedTuple):
@@ -49,15 +64,29 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
 
 
 def _ask(problem: GroupedGemm, only: str) -> Choice:
+    return Choice(*first_that_takes(_BACKENDS, problem, only, "grouped GEMM", problem.a.is_cuda))
+
+
+def first_that_takes(backends: Sequence[B], problem: Any, only: str, what: str, on_cuda: bool) -> tuple[B, str]:
+    """The first backend that takes the problem, and why none before it.
+
+    Args:
+        only: the name of the one that may, or ``"auto"``.
+        what: names such problems in errors.
+        on_cuda: whether a fallback is one, when strict.
+
+    Raises:
+        RefusedError: none takes it; or, when strict, not the first.
+    """
     refusals: list[str] = []
-    for backend in _BACKENDS:
+    for backend in backends:
         if only not in ("auto", backend.NAME):
             continue
         why = backend.refusal(problem)
         if why is None:
             reason = "; ".join(refusals)
-            if reason and current().strict and problem.a.is_cuda:
-                raise RefusedError(f"strict: the grouped GEMM falls back to {backend.NAME}, because {reason}")
-            return Choice(backend, reason)
+            if reason and on_cuda and current().strict:
+                raise RefusedError(f"strict: the {what} falls back to {backend.NAME}, because {reason}")
+            return backend, reason
         refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this grouped GEMM: {'; '.join(refusals) or f'{only} is not built'}")
+    raise RefusedError(f"no backend for this {what}: {'; '.join(refusals) or f'{only} has no kernel for it'}")

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...fuser import recorder
 
@@ -44,6 +45,17 @@ class _Noted(NamedTuple):
             self.watching.launched(self.library, name, arguments)
 
         return launch
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of a tensor; 0 for one that is not there."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def workspace_bytes(groups: int) -> int:
+    """What a grouped GEMM, or one that ends in an activation, needs for itself."""
+    return int(compiled().workspace_bytes(groups))
 
 
 def stream(device: int) -> int:

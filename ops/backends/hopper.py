@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..activations import ActivationSpec
 from . import hopper_activation as fused
 from . import separate
-from .extension import TYPE_CODES, compiled, device_refusal, stream
+from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
 from .hopper_activation import Place
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, Matrices, addresses, first
@@ -21,12 +21,25 @@ NAME = "hopper"
 MAX_GROUPS = 512
 MAX_ROWS = 2**30 - 1
 
-_LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
+LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 
 
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    p, a, b, out = problem, problem.a, first(problem.b), first(problem.out)
+    p, a, out = problem, problem.a, first(problem.out)
+    if (why := operands_refusal(a, first(p.b), out, p.groups)) is not None:
+        return why
+    if p.rows > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
+    if a.shape[-1] % 8 or out.shape[-1] % 8:
+        return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
+    if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    return _factor_refusal(p) or _place_refusal(p)
+
+
+def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | None:
+    """Why no kernel multiplies on this device, from and to these dtypes, or as many groups; None: some do."""
     if not a.is_cuda:
         return f"needs a CUDA device, got {a.device.type}"
     if (why := device_refusal(a.get_device())) is not None:
@@ -35,15 +48,9 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
     if out.dtype not in (a.dtype, torch.float32):
         return f"gives {a.dtype} or float32, not {out.dtype}"
-    if not 1 <= p.groups <= MAX_GROUPS:
-        return f"takes 1 to {MAX_GROUPS} groups, got {p.groups}"
-    if p.rows > MAX_ROWS:
-        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
-    if a.shape[-1] % 8 or out.shape[-1] % 8:
-        return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
-    if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
-        return "needs contiguous int32 or int64 split sizes"
-    return _factor_refusal(p) or _place_refusal(p)
+    if not 1 <= groups <= MAX_GROUPS:
+        return f"takes 1 to {MAX_GROUPS} groups, got {groups}"
+    return None
 
 
 def run(problem: GroupedGemm) -> None:
@@ -75,7 +82,7 @@ def linear_activation(
     """In one kernel where the activation fits into its epilogue, else the product, then the activation."""
     if fused.forward_refusal(problem, spec, scales, pre, hidden) is None:
         biases = _NOWHERE if problem.bias is None else _bias_place(problem.bias)
-        fused.forward(problem, spec, scales, pre, hidden, _place(problem.b), biases)
+        fused.forward(problem, spec, scales, pre, hidden, place(problem.b), biases)
     else:
         separate.forward(run, problem, spec, scales, pre, hidden)
 
@@ -85,7 +92,7 @@ def linear_activation_backward(
 ) -> None:
     """In one kernel where the backward fits into its epilogue, else the product, then the activation's backward."""
     if fused.backward_refusal(problem, pre, spec, scales, out) is None:
-        fused.backward(problem, pre, spec, scales, out, _place(problem.b))
+        fused.backward(problem, pre, spec, scales, out, place(problem.b))
     else:
         separate.backward(run, problem, pre, spec, scales, out)
 
@@ -126,12 +133,12 @@ def launch(
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     groups, (tokens, features) = index.shape[0] - (sizes is None), a.shape
-    (of_b, b_addresses), (of_out, out_addresses) = _place(b), _place(out)
+    (of_b, b_addresses), (of_out, out_addresses) = place(b), place(out)
     of_bias, bias_addresses = _NOWHERE if bias is None else _bias_place(bias)
     anywhere = b_addresses or out_addresses or bias_addresses
-    workspace = a.new_empty(_workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
+    workspace = a.new_empty(workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
     compiled().grouped_gemm(  # by position: names cost as much as the launch
-        *(_LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[product.dtype], device, stream(device), groups, tokens),
+        *(LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[product.dtype], device, stream(device), groups, tokens),
         *((features, product.shape[-1], 0) if layout is Layout.TN else (0, product.shape[-1], features)),
         *(a.data_ptr(), a.stride(0), *of_b, *of_out),
         *(0 if sizes is None else sizes.data_ptr(), 0 if starts is None else starts.data_ptr()),
@@ -145,15 +152,11 @@ def launch(
         torch.autograd.graph.increment_version(out)
 
 
-@cache
-def _workspace_bytes(groups: int) -> int:
-    return int(compiled().workspace_bytes(groups))
-
-
 _NOWHERE: Place = (0, 0, 0), []
 
 
-def _place(matrices: Matrices) -> Place:
+def place(matrices: Matrices) -> Place:
+    """Where they lie."""
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
         return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
@@ -161,7 +164,7 @@ def _place(matrices: Matrices) -> Place:
 
 
 def _bias_place(bias: Matrices) -> Place:
-    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else _place(bias)
+    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else place(bias)
 
 
 def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
-from .extension import TYPE_CODES, compiled, stream
+from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .pointwise import ActivationGrads
 from .problem import GroupedGemm, Layout, first
 from .rows import curve_arguments, scale_arguments
@@ -80,14 +79,14 @@ def forward(
         biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias, ((address, pitch, _), addresses_) = problem, problem.bias, biases
+    p, bias, ((at, pitch, _), each_at) = problem, problem.bias, biases
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
-    workspace = p.a.new_empty(_forward_workspace(p.groups), dtype=torch.uint8)
+    workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, spec, hidden.shape[-1], _width(p), weights),
-        *(address, bias_type, pitch, addresses_, _address(bias_scale), *scale_arguments(scales)),
-        *(_address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
+        *_head(p, spec, hidden.shape[-1], p.mnk[1], weights),
+        *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(scales)),
+        *(address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
     )
 
 
@@ -101,19 +100,14 @@ def backward(
     variant: int = -1,
 ) -> None:
     """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
-    p, columns, library = problem, _width(problem), compiled()
+    p, columns, library = problem, problem.mnk[1], compiled()
     size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None)
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
         *_head(p, spec, columns, columns, weights),
-        *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), _address(out.scales), _address(out.hidden)),
+        *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), address(out.scales), address(out.hidden)),
         *(workspace.data_ptr(), variant),
     )
-
-
-@cache
-def _forward_workspace(groups: int) -> int:
-    return int(compiled().workspace_bytes(groups))
 
 
 def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
@@ -123,12 +117,3 @@ def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: P
     product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
     groups = sizes.data_ptr(), sizes.dtype == torch.int64
     return *curve_arguments(spec, columns), *where, *product, *weights[0], weights[1], *groups
-
-
-def _width(p: GroupedGemm) -> int:
-    """Columns of the product."""
-    return first(p.b).shape[-2 if p.layout is Layout.NT else -1]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

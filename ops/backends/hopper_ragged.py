@@ -9,29 +9,19 @@ from torch import Tensor
 
 from ..grouped_tensor import GroupedTensor
 from . import hopper
-from .extension import TYPE_CODES, compiled, device_refusal, stream
-from .hopper import MAX_GROUPS, one_or_each
-from .problem import Layout
+from .extension import TYPE_CODES, address, compiled, stream
+from .hopper import LAYOUTS, one_or_each, operands_refusal
 from .ragged import RaggedGemm
 
 NAME = hopper.NAME
-_LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 _Packed = tuple[int, int, int, bool, int, int, bool, int]
 
 
 def refusal(problem: RaggedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    p, a, b, out = problem, problem.a.data, problem.b.data, problem.out.data
-    if not a.is_cuda:
-        return f"needs a CUDA device, got {a.device.type}"
-    if (why := device_refusal(a.get_device())) is not None:
+    p = problem
+    if (why := operands_refusal(p.a.data, p.b.data, p.out.data, p.groups)) is not None:
         return why
-    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype:
-        return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
-    if out.dtype not in (a.dtype, torch.float32):
-        return f"gives {a.dtype} or float32, not {out.dtype}"
-    if not 1 <= p.groups <= MAX_GROUPS:
-        return f"takes 1 to {MAX_GROUPS} groups, got {p.groups}"
     if p.bias is not None and p.bias.dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {p.bias.dtype}"
     return _factor_refusal(p)
@@ -47,10 +37,10 @@ def run(problem: RaggedGemm) -> None:
     workspace = out.new_empty(_workspace_bytes(p.groups), dtype=torch.uint8)
     (of_a, dims_of_a), (of_b, dims_of_b) = _packed(p.a), _packed(p.b)  # the dims live until the launch
     compiled().shaped_gemm(
-        *(_LAYOUTS[p.layout], TYPE_CODES[p.a.dtype], TYPE_CODES[out.dtype], device, stream(device), p.groups),
+        *(LAYOUTS[p.layout], TYPE_CODES[p.a.dtype], TYPE_CODES[out.dtype], device, stream(device), p.groups),
         *(of_a, of_b, out.data_ptr(), out.numel(), p.fresh, accumulate),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), TYPE_CODES[bias.dtype], bias.shape[1])),
-        *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),
+        *(address(alphas), alpha, address(betas), beta),
         workspace.data_ptr(),
     )
     del dims_of_a, dims_of_b

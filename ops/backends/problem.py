@@ -68,8 +68,7 @@ class GroupedGemm:
         """Rows, columns and depth of the products, with T for whichever is ragged."""
         if self.layout is Layout.TN:
             return self.a.shape[1], self.b.shape[1] if isinstance(self.b, Tensor) else 0, self.rows
-        weight = self.b[0]
-        return self.rows, weight.shape[0 if self.layout is Layout.NT else 1], self.a.shape[1]
+        return self.rows, first(self.b).shape[-2 if self.layout is Layout.NT else -1], self.a.shape[1]
 
     @property
     def kind(self) -> tuple[Hashable, ...] | None:

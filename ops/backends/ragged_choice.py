@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...fuser import RefusedError
 from ...fuser.settings import current
 from . import hopper_ragged, loop_ragged
+from .choice import Chosen, first_that_takes
 from .ragged import RaggedGemm
 
 
-class RaggedBackend(Protocol):
+class RaggedBackend(Chosen[RaggedGemm], Protocol):
     """An implementation for groups of any shapes."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: RaggedGemm, /) -> str | None:
-        """Why the problem cannot be run here; None: it can."""
 
     def run(self, problem: RaggedGemm, /) -> None:
         """Computes ``problem.out``."""
@@ -32,15 +26,4 @@ def choose(problem: RaggedGemm) -> tuple[RaggedBackend, str]:
     Raises:
         RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
     """
-    only, refusals = current().backend, list[str]()
-    for backend in _BACKENDS:
-        if only not in ("auto", backend.NAME):
-            continue
-        why = backend.refusal(problem)
-        if why is None:
-            reason = "; ".join(refusals)
-            if reason and current().strict and problem.a.data.is_cuda:
-                raise RefusedError(f"strict: the ragged GEMM falls back to {backend.NAME}, because {reason}")
-            return backend, reason
-        refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this ragged GEMM: {'; '.join(refusals) or f'{only} has no kernel for it'}")
+    return first_that_takes(_BACKENDS, problem, current().backend, "ragged GEMM", problem.a.data.is_cuda)

@@ -56,14 +56,9 @@ class RoutedMlp:
         biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
         bias_type = 0 if e.up_bias is None else TYPE_CODES[e.up_bias.dtype]
         self._run = compiled().RoutedMlp(
-            *(
-                *rows.curve_arguments(e.spec, e.columns),
-                TYPE_CODES[self.dtype],
-                e.up.shape[0],
-                self.features,
-                e.columns,
-            ),
-            *(e.transposed, separate, _place(e.up), _place(e.down), *biases[0], *biases[1], bias_type),
+            *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
+            *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
+            *(hopper.place(e.up)[0], hopper.place(e.down)[0], *biases[0], *biases[1], bias_type),
         )
         self._bytes: dict[int, int] = {}
 
@@ -100,10 +95,6 @@ def _product(e: Experts, weight: Tensor, bias: Tensor | None, depth: int, column
     a, out = weight.new_empty((1, depth)), weight.new_empty((1, columns))
     sizes = weight.new_empty(weight.shape[0], dtype=torch.int32)
     return GroupedGemm(layout, a, weight, sizes, out, bias=bias, fresh=True)
-
-
-def _place(matrices: Tensor) -> tuple[int, int, int]:
-    return matrices.data_ptr(), matrices.stride(1), matrices.stride(0)
 
 
 def _vector(bias: Tensor | None) -> tuple[int, int]:

@@ -7,7 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .extension import TYPE_CODES, compiled, device_refusal, stream
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .rows import scale_arguments
 
 NAME = "fusible"
 MAX_EXPERTS = 512
@@ -37,11 +38,10 @@ def route(
     parts = [num_experts, 1, slots, slots, _workspace(slots, num_experts)]
     sizes, every, order, place, counts = torch.split(ids.new_empty(sum(parts), dtype=torch.int32), parts)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
-    given = (0, 0) if weights is None else (weights.data_ptr(), TYPE_CODES[weights.dtype])
     made = [t.data_ptr() for t in (sizes, order, place)]
     compiled().route(
-        *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts, *given, *made),
-        *(0 if scales is None else scales.data_ptr(), counts.data_ptr()),
+        *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts),
+        *(*scale_arguments(weights), *made, address(scales), counts.data_ptr()),
     )
     return sizes, every, order, place.view(ids.shape), scales
 

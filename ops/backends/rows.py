@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activations import ActivationSpec
-from .extension import TYPE_CODES, compiled, device_refusal, stream
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 from .pointwise import QUICK, ActivationGrads
 from .problem import Matrices, stacked
 
@@ -53,7 +53,7 @@ def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor 
     """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
     columns = dhidden.shape[-1]
     given = dhidden.data_ptr(), pre.data_ptr(), *scale_arguments(scales)
-    wanted = [0 if t is None else t.data_ptr() for t in (out.pre, out.scales, out.hidden)]
+    wanted = map(address, (out.pre, out.scales, out.hidden))
     compiled().activate_backward(*curve_arguments(spec, columns), *_rows(pre, columns), *given, *wanted)
 
 
@@ -62,7 +62,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     scale = None if scale is None else scale.float().contiguous()
     (tokens, columns), groups = rows.shape, split_sizes.shape[0]
     workspace = rows.new_empty(compiled().column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
-    factors = 0 if scale is None else scale.data_ptr()
+    factors = address(scale)
     compiled().column_sums(
         *_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr()
     )
