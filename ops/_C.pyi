@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypedDict
 
-TILE_VARIANTS: int
+TILE_VARIANTS: list[list[int]]  # of each layout
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 

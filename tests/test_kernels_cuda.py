@@ -24,7 +24,7 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 
 from fusible.ops import _C  # noqa: E402
 
-VARIANTS = [-1, *range(_C.TILE_VARIANTS)]
+TILES = [(layout, variant) for layout in Layout for variant in (-1, *_C.TILE_VARIANTS[hopper.LAYOUTS[layout]])]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)
 
@@ -219,8 +219,12 @@ def check(case: Case, **changes: object) -> None:
 LAYOUTS = list(Layout)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+def variants(layout: Layout) -> list[int]:
+    """Every tile that is built for the layout; -1 is the chosen one."""
+    return [variant for of, variant in TILES if of is layout]
+
+
+@pytest.mark.parametrize(("layout", "variant"), TILES)
 def test_shapes(layout: Layout, variant: int) -> None:
     """Depth and width that no tile divides, groups from none to more than two tiles."""
     for k, n in [(8, 8), (8, 136), (136, 8), (64, 256), (72, 264), (136, 768), (520, 392), (768, 1536), (2880, 200)]:
@@ -228,8 +232,7 @@ def test_shapes(layout: Layout, variant: int) -> None:
     check(Case(layout, (300, 0, 20), k=1536, n=2880, variant=variant))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant"), TILES)
 def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
     for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 384, 385, 1000, 2500):
         check(Case(layout, (size,), tail=size % 5, variant=variant))
@@ -240,7 +243,7 @@ def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
     ("dtype", "wide", "accumulate"), list(product([torch.bfloat16, torch.float16], [False, True], [False, True]))
 )
 def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool) -> None:
-    for variant, (k, n) in product(VARIANTS, [(136, 200), (264, 1032)]):
+    for variant, (k, n) in product(variants(layout), [(136, 200), (264, 1032)]):
         case = Case(
             layout,
             RAGGED,
@@ -259,7 +262,7 @@ def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool)
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("row_scale", "bias_scale"), list(product([False, True], [False, True])))
 def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bool, bias_scale: bool) -> None:
-    for variant, dtype, wide in product(VARIANTS, [torch.bfloat16, torch.float16], [False, True]):
+    for variant, dtype, wide in product(variants(layout), [torch.bfloat16, torch.float16], [False, True]):
         out_dtype = torch.float32 if wide else dtype
         case = Case(
             layout,
@@ -276,8 +279,7 @@ def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bo
         check(case, variant=variant, alpha=0.75)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "variant"), TILES)
 def test_many_groups(layout: Layout, variant: int) -> None:
     torch.manual_seed(0)
     for experts, most in [(3, 400), (8, 700), (65, 200), (128, 3), (128, 260), (512, 2), (512, 140)]:
@@ -294,7 +296,7 @@ def test_many_groups(layout: Layout, variant: int) -> None:
 def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> None:
     """What stands in an fp32 weight gradient is added in the cache, or fetched, depending on the tokens a group has."""
     case = Case(Layout.TN, sizes, k=264, n=520, out_dtype=torch.float32 if wide else None, accumulate=True)
-    for variant in VARIANTS:
+    for variant in variants(Layout.TN):
         check(case, variant=variant)
 
 
@@ -316,7 +318,7 @@ def test_sizes_that_lie_stay_inside(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeats_are_bitwise_equal(layout: Layout) -> None:
-    for variant, accumulate in product(VARIANTS, [False, True]):
+    for variant, accumulate in product(variants(layout), [False, True]):
         problem = Problem(
             Case(
                 layout, (700, 0, 1301, 5), k=520, n=776, out_dtype=torch.float32, accumulate=accumulate, variant=variant
@@ -421,7 +423,7 @@ def test_matrices_anywhere(layout: Layout, experts: int) -> None:
         check(case, accumulate=True)
         check(case, bias=dtype, alpha="groups")
         check(case, bias=torch.float32, accumulate=True, beta="groups")
-    for variant in VARIANTS:
+    for variant in variants(layout):
         check(Case(layout, sizes, k=392, n=776, separate=True, variant=variant))
 
 
@@ -514,7 +516,7 @@ def test_bias_of_weight_gradients() -> None:
         case = Case(
             Layout.TN, RAGGED, bias=torch.bfloat16, accumulate=accumulate, out_dtype=torch.float32 if wide else None
         )
-        for variant in VARIANTS:
+        for variant in variants(Layout.TN):
             check(case, variant=variant, alpha=0.5)
 
 

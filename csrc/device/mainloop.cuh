@@ -50,7 +50,8 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + 63) / 64;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
-    const uint32_t bytes = rows * kBlockBytes + (tile.idle ? 0 : K::kTileN * kTileK * 2);
+    const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / 64 : K::B::kPieces;
+    const uint32_t bytes = rows * kBlockBytes + pieces * (K::kTileN / K::B::kPieces * kTileK * 2);
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
@@ -69,8 +70,12 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       }
       if (share_b) {
         for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Both{&p.b, full}, b, i, block * kTileK, tile);
-      } else if (!tile.idle) {
+      } else if (pieces == K::B::kPieces) {
+#pragma unroll
         for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < pieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       ring.advance();
@@ -97,14 +102,15 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
 // tile's first product goes to the first block alone, and `meanwhile` takes the second one's away. So the tensor cores always have a
 // product to go on with. `ahead` is called once, while the last products are under way if there are registers for it. `done(i)` is called when block i is complete; for two
 // blocks, of the first alone.
-template <class K, int kBlocks, class Meanwhile, class Ahead, class Done>
+// Of the tile's columns, the first kColumns are multiplied.
+template <class K, int kBlocks, int kColumns = K::kTileN, class Meanwhile, class Ahead, class Done>
 DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring, const Tile& tile,
                      const typename K::Params& p, int consumer, int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;
   const auto multiply_step = [&](int i, int step, bool accumulate) {
     wgmma<typename K::T, A::kTranspose, B::kTranspose>(
-        acc[i], A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        reinterpret_cast<float (&)[kColumns / 2]>(acc[i]), A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
         B::descriptor(s.stages.b[ring.stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;

@@ -15,8 +15,14 @@ enum Variant : int {
   kDecode,     // hardly any rows: most bytes in flight
 };
 
+// The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
+int64_t columns_of_medium_tiles(const GemmProblem& p) {
+  const int64_t rest = p.n % 192;
+  return p.layout == Layout::kTN && rest > 0 && rest <= 128 ? p.n - rest + 128 : blocks_of(p.n, 192) * 192;
+}
+
 int choose_variant(const GemmProblem& p) {
-  const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(blocks_of(p.n, 192) * 192);
+  const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(columns_of_medium_tiles(p));
   const bool pads = medium * 1.03 < wide;
   const int64_t rows = p.tokens / p.groups;
   if (p.layout == Layout::kTN) {

@@ -69,6 +69,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
+                  .narrow_end = (p.n - 1) % tile.tile_n < tile.tile_n * 2 / 3,
                   .skip_empty = call.accumulate && !call.affine.bias.data,
                   .counter = workspace.counter,
                   .places = workspace.places};
@@ -165,7 +166,8 @@ void check(const GroupedGemm& call, int device) {
   FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
                 p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
+  FUSIBLE_CHECK(call.variant < kTileVariantCount && (call.variant < 0 || is_built(p.layout, kTileVariants[call.variant])), "there is no tile variant ",
+                call.variant, " for it. ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);

@@ -98,6 +98,12 @@ struct GroupedGemmKernel {
     barrier_init_fence();
   }
 
+  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns are all a tile has:
+  // 64 columns of 192 are a third of its work.
+  static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kAffine;
+  static constexpr int kNarrowColumns = 128;
+  DEVICE static bool narrow(const Tile& tile, const Params& p) { return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1; }
+
   // How many of the consumer's blocks of 64 rows exist.
   DEVICE static int row_blocks(const Tile& tile, int consumer) {
     return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
@@ -149,7 +155,12 @@ struct GroupedGemmKernel {
     for (; more; tile = following) {
       const int mine = row_blocks(tile, consumer);
       if (mine == kRowBlocks) {
-        multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        if constexpr (kNarrows) {
+          if (narrow(tile, p)) multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+          else multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        } else {
+          multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        }
         if (kRowBlocks == 2) pending = true;
         else end_tile();
       } else if (mine > 0) {

@@ -35,7 +35,7 @@ KernelEntry entry_of() {
 template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
 KernelEntry entry_of_variant() {
   using Both = Operands<kLayout, kVariant.tile_n>;
-  if constexpr (kAffine && !fits_affine(kVariant)) return {};
+  if constexpr (!is_built(kLayout, kVariant) || (kAffine && !fits_affine(kVariant))) return {};
   else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
 }
 

@@ -24,6 +24,7 @@ struct TaskShape {
   int groups, tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
+  bool narrow_end;    // of the last one, at most two thirds exist
   bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
   unsigned* counter;  // zero at launch; null for a static schedule
   const Place* places;  // of each group; null where the matrices are one tensor
