@@ -102,7 +102,7 @@ class GroupedMLP(FusedOp):
 
     def _through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
-        total = _product(flat(saved.scales), flat(saved.out_scales))
+        total = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype)
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, self.act.spec
         if saved.pre is None:
             return ActivationGrads(dy, None, None)
@@ -124,7 +124,7 @@ class GroupedMLP(FusedOp):
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
         grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, hidden, sizes, needs_grad))
         if self.fc2.has_bias:
-            biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales))
+            biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales, dy.dtype))
             grads |= {name: gradient for name, gradient in biases.items() if name in needs_grad}
         if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:
             dots = kernels.row_dots(dy, fc2.bias, sizes, _wide(fc2.bias_scale.dtype))
@@ -168,12 +168,12 @@ def _trains(needs_grad: frozenset[str]) -> bool:
     return "fc2.weight" in needs_grad
 
 
-def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """In float32 at least: what is multiplied or summed further is rounded at the end, once."""
+def _product(a: Tensor | None, b: Tensor | None, rows: torch.dtype) -> Tensor | None:
+    """In float32 at least, and no less than the rows it scales: it is rounded with them, at the end, once."""
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else one.to(_wide(one.dtype))
-    return a.to(_wide(torch.promote_types(a.dtype, b.dtype))) * b
+    return a.to(_wide(torch.promote_types(torch.promote_types(a.dtype, b.dtype), rows))) * b
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
