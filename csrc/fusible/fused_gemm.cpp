@@ -64,9 +64,9 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 
 }  // namespace
 
-// As for a plain product: where few rows meet much weight, a pair of blocks reads it once.
+// As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  if (variant < 0) variant = few_rows(p) ? 3 : 0;
+  if (variant < 0) variant = p.tokens / p.groups <= 64 && p.k <= 2048 ? 0 : 3;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
   const int tile_n = kTileVariants[variant].tile_n;
   FUSIBLE_CHECK(block_fits(a, p.n / 2, tile_n), "blocks of ", a.block, " columns do not fit into a tile of ", tile_n, ". ", p);

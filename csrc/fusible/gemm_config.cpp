@@ -8,10 +8,10 @@ namespace {
 
 // Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/measured.md).
 enum Variant : int {
-  kSquare,     // most shapes
-  kTall,       // long groups: fewest bytes, thanks to the shared rows; fp32 weight gradients of short groups: most room for old values
+  kSquare,     // short groups and depths, whose kernels end before the clock falls
+  kTall,       // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
   kPadding,    // where 192 divides the columns better than 256, weight gradients: most work per tile
-  kWeights,    // few rows meet much weight: the pair reads it once
+  kShared,     // most rows of tokens: the pair reads weights once, and what is not read costs no power, which the clock gains
   kDecode,     // hardly any rows: most bytes in flight
 };
 
@@ -26,12 +26,13 @@ int choose_variant(const GemmProblem& p) {
   const bool pads = medium * 1.03 < wide;
   const int64_t rows = p.tokens / p.groups;
   if (p.layout == Layout::kTN) {
-    return pads || (!bytes_decide(p) && medium <= 1.05 * static_cast<double>(blocks_of(p.n, 128) * 128)) ? kPadding : kTall;
+    const double narrow = static_cast<double>(blocks_of(p.n, 128) * 128);
+    const bool tall = bytes_decide(p) || medium > 1.05 * narrow || (rows >= 2048 && medium >= narrow);
+    return tall && !pads ? kTall : kPadding;
   }
   if (rows <= 64) return kDecode;
-  if (rows < 384 && p.k > 2048) return kWeights;
-  if (pads) return kPadding;
-  return rows >= 4096 ? kTall : kSquare;
+  if (pads && (rows >= 384 || p.k <= 2048)) return kPadding;
+  return rows >= 384 && rows < 1024 && p.k <= 2048 ? kSquare : kShared;
 }
 
 const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }

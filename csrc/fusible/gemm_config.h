@@ -34,8 +34,8 @@ inline constexpr TileVariant kTileVariants[] = {
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
 constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
-// Weight gradients have no use for tiles of 128 x 256, which the others read most of their time with.
-constexpr bool is_built(Layout layout, const TileVariant& tile) { return layout != Layout::kTN || tile.tile_n != 256; }
+// Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
+constexpr bool is_built(Layout layout, const TileVariant& tile) { return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128; }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
 struct GemmProblem {
