@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .buffers import extent
 from .replay import Launches, Replay, View
 
-Patch = tuple[int, int, int, int]
-"""Of a launch: which argument, which element if it is a list, the place of a tensor, the distance from its start."""
+Patch = tuple[int, int, int, int, int]
+"""Of a launch: which argument, which element if it is a list, the place of a tensor, the distance from its start, and
+how much farther for each row."""
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -191,7 +192,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             patches: list[Patch] = []
             for position, element, source, distance in sources:
                 place = source if source >= 0 else order.get(source, scratch)
-                patches.append((position, element, place, distance + offsets.get(source, 0)))
+                patches.append((position, element, place, distance + offsets.get(source, 0), 0))
             getattr(launches, name)(patches, *arguments)
         return launches
 
