@@ -9,6 +9,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
+from ...fuser import recorder
 from ..activations import ActivationSpec
 from . import hopper_activation as fused
 from . import rows, separate
@@ -152,7 +153,7 @@ def launch(
         fresh and layout is not Layout.TN,
     )
     if not fresh:
-        torch.autograd.graph.increment_version(out)
+        recorder.written(out)
 
 
 _NOWHERE: Place = (0, 0, 0), []
