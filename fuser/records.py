@@ -1,7 +1,8 @@
 """What runs did, in numbers, and replays from them: of one run for its own form, of several for any number of rows.
 
 Nothing that depends on the rows is guessed from one run. Each number of the launches and of the memory must be the same
-in runs of different lengths, or lie with theirs on a line; what lies on none is not replayed but at its own length.
+in runs of different lengths, or lie with theirs on a line; what lies on none is not replayed but at its own length. A
+number must not leave its line elsewhere, by being rounded, say: the sizes of workspaces are on lines (test_replay.py).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_other_tensors_of_the_form_are_read(runs: Runs) -> None:
     assert same(got, experts.anew())
 
 
-LENGTHS = [T, T + 3, T + 200, T + 1, T + 130, 2 * T, T]
+LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 
 
 @pytest.mark.parametrize("how", [*FORMS, {"accumulate_into_main_grad": True}])
@@ -285,6 +286,24 @@ def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
 
     assert counts[3][1] == counts[4][1] == 0
     assert counts[-1] == (0, 2)
+
+
+WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True),
+    "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
+}
+OF_NO_REPLAY = {"route_workspace_bytes", "shaped_workspace_bytes"}  # for kernels that ops do not launch, or not kept
+OF_NO_ROWS = {"workspace_bytes"}
+
+
+def test_workspaces_grow_on_a_line(emulation: harness.Emulation) -> None:
+    """What three runs tell of a size must hold for all other lengths."""
+    sizes = {name for name in dir(emulation._module) if "workspace" in name}
+
+    assert sizes == WORKSPACES.keys() | OF_NO_REPLAY | OF_NO_ROWS
+    for name, arguments in WORKSPACES.items():
+        bytes_of = [getattr(emulation._module, name)(*arguments(rows)) for rows in range(1, 2100)]
+        assert len({b - a for a, b in pairwise(bytes_of)}) == 1, name
 
 
 class Lending(Experts):
