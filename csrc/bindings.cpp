@@ -2,9 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <sstream>
+#include <string_view>
 #include <vector>
 
 #include "fusible/activation.h"
@@ -206,12 +208,12 @@ void row_dots(int device, Stream stream, Address rows, int type, int64_t tokens,
 class LaunchDefinitions {
  public:
   explicit LaunchDefinitions(py::module_& module) : module_(module), kept_(module, "Launches", "Launches that are kept, to be made again with other addresses.") {
-    kept_.def(py::init<>()).def("run", &fusible::Launches::run, "addresses"_a, "rows"_a = 0, "Makes all launches, in order.");
+    kept_.def(py::init<>()).def("run", &fusible::Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
   }
   template <class... Args, class... Extra>
   void def(const char* name, void (*function)(Args...), const Extra&... extra) {
     module_.def(name, function, extra...);
-    keep(name, function);
+    keep(name, function, extra...);
   }
   // A call, which is launched at once, or together with others.
   template <class Call, class... Args, class... Extra>
@@ -220,17 +222,23 @@ class LaunchDefinitions {
       const auto made = make(args...);
       launch(made.call, made.device, made.stream);
     }, extra...);
-    keep(name, make);
+    keep(name, make, extra...);
   }
   // Of each such function the positions of its arguments that are addresses.
   const py::dict& positions() const { return positions_; }
 
  private:
-  template <class Made, class... Args>
-  void keep(const char* name, Made (*function)(Args...)) {
-    kept_.def(name, [function](fusible::Launches& kept, const std::vector<std::array<int64_t, 5>>& patches, const std::decay_t<Args>&... args) {
+  static bool is_stream(const py::arg& argument) { return std::string_view(argument.name) == "stream"; }
+  static bool is_stream(const char*) { return false; }
+
+  template <class Made, class... Args, class... Extra>
+  void keep(const char* name, Made (*function)(Args...), const Extra&... extra) {
+    const bool streams[] = {is_stream(extra)...};
+    const int64_t stream = std::find(std::begin(streams), std::end(streams), true) - std::begin(streams);
+    kept_.def(name, [=](fusible::Launches& kept, const std::vector<std::array<int64_t, 5>>& patches, const std::decay_t<Args>&... args) {
       std::vector<fusible::Patch> where;
       for (const auto& [position, element, source, offset, factor] : patches) where.push_back({position, element, source, offset, factor});
+      where.push_back({stream, 0, fusible::Patch::kStream, 0, 0});
       kept.add(function, where, args...);
     });
     positions_[name] = py::cast(fusible::address_positions(function));

@@ -94,12 +94,12 @@ def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: 
 
 
 def run_again(
-    again: Again, given: list[Tensor], addresses: list[int], rows: int, inputs: list[Tensor]
+    again: Again, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
 ) -> tuple[Tensor, ...]:
     """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
     if inputs:
-        return _apply(lambda flags: again.run(given, addresses, rows), *inputs)
-    return again.run(given, addresses, rows).outputs
+        return _apply(lambda flags: again.run(given, addresses, rows, stream), *inputs)
+    return again.run(given, addresses, rows, stream).outputs
 
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:

@@ -101,8 +101,8 @@ class Again(NamedTuple):
     call: Call
     record: Record
 
-    def run(self, given: list[Tensor], addresses: list[int], rows: int) -> Ran:
-        tensors = self.replay.run(given, addresses, rows)
+    def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> Ran:
+        tensors = self.replay.run(given, addresses, rows, stream)
         outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
         return Ran(tuple(outputs), [tensors[i] for i in self.kept], [tensors[i] for i in self.lent], self.call)
 
@@ -125,7 +125,7 @@ def gradients(
     targets = call.op.targets(call.wanted)
     given = [*tensors, *lent, *douts] if targets is None else [*tensors, *lent, *douts, *targets.tensors]
     addresses = list(map(Tensor.data_ptr, given))
-    key = stream_of(given[0]), len(given), targets and targets.facts, *[op.edits for op in call.ops]
+    key = len(given), targets and targets.facts, *[op.edits for op in call.ops]
     rows = douts[0].shape[0] if douts[0].dim() else 0
     entry = call.forms.entry(key, given, rows)
     known = entry.what
@@ -136,7 +136,7 @@ def gradients(
             grads = _gradients(call, tensors, lent, douts)
         _note(entry, recorder.record(rows, grads), rows)
         return grads
-    made = known.run(given, addresses, rows)
+    made = known.run(given, addresses, rows, stream_of(given[0]))
     if targets is not None:
         targets.written()
     return [None if i is None else made[i] for i in known.made]

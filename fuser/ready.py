@@ -44,7 +44,7 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
         return None
     if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None
-    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
+    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version]
     key += [op.edits for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:
@@ -101,9 +101,10 @@ class Ready(NamedTuple):
 
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Runs on a pool, to which the steps add what they make."""
+        stream = stream_of(pool[0])
         for again, inputs, places, dead in self.steps:
             given, where = [pool[i] for i in places], [addresses[i] for i in places]
-            outputs = run_again(again, given, where, rows, [pool[i] for i in inputs])
+            outputs = run_again(again, given, where, rows, stream, [pool[i] for i in inputs])
             pool += outputs
             addresses += map(Tensor.data_ptr, outputs)
             for i in dead:

@@ -25,7 +25,7 @@ ENOUGH = 3  # runs of different lengths: two make a line, the third tells whethe
 class Launches(Protocol):
     """Launches that a library can make again: its own object, with a method of the name of each launch to add one."""
 
-    def run(self, addresses: list[int], rows: int, /) -> None: ...
+    def run(self, addresses: list[int], rows: int, stream: int, /) -> None: ...
 
 
 class Line(NamedTuple):
@@ -77,7 +77,7 @@ class Replay(NamedTuple):
     written: tuple[int, ...]
     any_rows: bool
 
-    def run(self, given: list[Tensor], addresses: list[int], rows: int) -> list[Tensor]:
+    def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> list[Tensor]:
         """The given tensors and those that were made, in their places; ``addresses`` are those of the given ones."""
         how = (rows,) if self.any_rows else ()
         for room in self.rooms:
@@ -88,7 +88,7 @@ class Replay(NamedTuple):
             scratch = self.scratch(*how)
             addresses.append(scratch.data_ptr())
         if self.launches is not None:
-            self.launches.run(addresses, rows)
+            self.launches.run(addresses, rows, stream)
         if self.written:
             torch.autograd.graph.increment_version([given[i] for i in self.written])
         for view in self.views:

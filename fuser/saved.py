@@ -44,13 +44,13 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor]) -> li
         elif isinstance(item, Tensor):
             tensors.append(item)
             rest.append(_HOLE)
-        elif isinstance(item, Lent):
-            lent.append(item.tensor)
-            rest.append(_LENT)
         elif isinstance(item, tuple):
             rest.append(_like(item, _take(item, tensors, lent)))
         elif isinstance(item, dict):
             rest.append(dict(zip(item, _take(item.values(), tensors, lent), strict=True)))
+        elif isinstance(item, Lent):
+            lent.append(item.tensor)
+            rest.append(_LENT)
         else:
             rest.append(item)
     return rest

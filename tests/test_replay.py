@@ -38,6 +38,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.one_by_one, self.again = 0, 0
+        self.streams: list[int] = []
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int]:
         self.one_by_one = self.again = 0
@@ -63,6 +64,7 @@ def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     def again(self: replay.Replay, *arguments: Any) -> list[Tensor]:
         runs.again += 1
+        runs.streams.append(arguments[-1])
         return run(self, *arguments)
 
     monkeypatch.setattr(extension, "library", lambda: Counted())
@@ -470,13 +472,17 @@ def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     assert same(experts.step(), experts.anew())
 
 
-@pytest.mark.parametrize("half", [ready, halves])
-def test_a_stream_has_its_own(runs: Runs, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts()
+    first = experts.step()
     experts.warm()
-    monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
+    for half in (ready, halves):
+        monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
-    assert runs.of(experts.step)[1] == (0 if half is ready else 1)
+    again: list[Tensor] = []
+    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    assert same(again, first)
+    assert runs.streams[-4:] == [0, 0, 16, 16]
 
 
 def hooked(experts: Experts) -> Callable[[], None]:

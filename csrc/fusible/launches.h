@@ -17,9 +17,10 @@ using Address = uintptr_t;
 using Addresses = std::vector<Address>;
 
 // Where an argument of a launch comes from: the `position`-th (the `element`-th of it, if it is a list) is an address that lies `offset`
-// bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given; or, where `source` is negative, a
-// number: `offset` and `factor` for each row.
+// bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given; or of kNumber: `offset` and `factor` for
+// each row; or it is the stream.
 struct Patch {
+  static constexpr int64_t kNumber = -1, kStream = -2;
   int64_t position, element, source, offset, factor;
 };
 inline constexpr int64_t kRowBlock = 128;  // so that whatever stands behind many rows is aligned as what stands behind few
@@ -54,11 +55,11 @@ class Launches {
   }
 
   // Not from two threads at once.
-  void run(const Addresses& addresses, int64_t rows) {
+  void run(const Addresses& addresses, int64_t rows, int64_t stream) {
     FUSIBLE_CHECK(static_cast<int64_t>(addresses.size()) >= sources_, "launches of ", sources_, " tensors got ", addresses.size());
     const int64_t padded = (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
     for (const auto& [target, source, offset, factor] : patches_)
-      *target = source < 0 ? offset + factor * rows : addresses[source] + offset + factor * padded;
+      *target = source == Patch::kStream ? stream : source == Patch::kNumber ? offset + factor * rows : addresses[source] + offset + factor * padded;
     clearing_.counters.clear(), clearing_.tails.clear();
     for (const auto& prepare : prepare_) prepare(*this);
     clear(clearing_, device_, stream_);
