@@ -86,44 +86,63 @@ class HostSeconds(NamedTuple):
     backward: float
 
 
-def host_seconds(model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int, run: int = 8) -> HostSeconds:
-    """Times a model; the device is idle before the first call of each run, and its work too small to be waited for."""
+class Inputs(NamedTuple):
+    """What a call is given, and the gradient of its output."""
+
+    x: torch.Tensor
+    sizes: torch.Tensor
+    scales: torch.Tensor
+    dy: torch.Tensor
+
+    @classmethod
+    def of(cls, groups: int, tail: int, device: str, dtype: torch.dtype) -> Inputs:
+        rows = MANY_ROWS * groups + tail
+        x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype)
+        sizes, scales = torch.full((groups,), MANY_ROWS, device=device), torch.rand(rows, device=device)
+        return cls(x.requires_grad_(), sizes, scales.requires_grad_(), torch.randn_like(x).detach())
+
+
+def host_seconds(
+    model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int, run: int = 8, step: int = 0
+) -> HostSeconds:
+    """Times a model; the device is idle before the first call of each run, and its work too small to be waited for.
+
+    Args:
+        step: how many rows a call has more than the call before.
+    """
     groups: int = model[0].num_groups  # type: ignore[assignment]
-    rows = MANY_ROWS * groups
-    x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype).requires_grad_()
-    scales = torch.rand(rows, device=device).requires_grad_()
-    sizes, dy = torch.full((groups,), MANY_ROWS, device=device), torch.randn_like(x).detach()
+    inputs = [Inputs.of(groups, i * step, device, dtype) for i in range(run)]
     times: list[tuple[float, ...]] = []
 
-    def call() -> torch.Tensor:
-        y: torch.Tensor = model(x, split_sizes=sizes, scales=scales)
+    def call(given: Inputs) -> torch.Tensor:
+        y: torch.Tensor = model(given.x, split_sizes=given.sizes, scales=given.scales)
         return y
 
-    def keep(outputs: list[torch.Tensor]) -> None:
-        outputs.append(call())
+    def keep(outputs: list[torch.Tensor], given: Inputs) -> None:
+        outputs.append(call(given))
 
     for _ in range(rounds + 3):
         with torch.no_grad():
-            inferences = _each(call, run, device)
+            inferences = _each(call, inputs, device)
         outputs: list[torch.Tensor] = []
-        forwards, backwards = _each(partial(keep, outputs), run, device), []
+        forwards, backwards = _each(partial(keep, outputs), inputs, device), []
         _idle(device)
-        for y in outputs:
-            for tensor in (x, scales, *model.parameters()):
+        for y, given in zip(outputs, inputs, strict=True):
+            for tensor in (given.x, given.scales, *model.parameters()):
                 tensor.grad = None
             start = time.perf_counter()
-            torch.autograd.backward(y, dy)
+            torch.autograd.backward(y, given.dy)
             backwards.append(time.perf_counter() - start)
         runs = inferences, forwards, backwards
         times.append((*[t[0] for t in runs], *[median(t[1:]) for t in runs]))
     return HostSeconds(*map(median, zip(*times[3:], strict=True)))
 
 
-def _each(function: Callable[[], object], run: int, device: str) -> list[float]:
+def _each(function: Callable[[Inputs], object], inputs: Sequence[Inputs], device: str) -> list[float]:
     """Seconds of each of a run of calls, the device idle before the first."""
     marks = [_idle(device)]
-    for _ in range(run):
-        function()
+    for given in inputs:
+        function(given)
         marks.append(time.perf_counter())
     return [after - before for before, after in pairwise(marks)]
 
@@ -138,12 +157,15 @@ def _idle(device: str) -> float:
 def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], rounds: int) -> None:
     """The table of :func:`host_seconds`."""
     rows = []
-    for groups, stacked, main_grad in product(counts, (True, False), (False, True)):
+    for groups, stacked, main_grad, step in product(counts, (True, False), (False, True), (0, 1)):
+        if step and (main_grad or not stacked):
+            continue
         model = many_experts(groups, stacked, main_grad, device, dtype)
-        seconds = host_seconds(model, device, dtype, rounds)
+        seconds = host_seconds(model, device, dtype, rounds, step=step)
         weights = "stacked" if stacked else "one an expert"
         grads = "main_grad" if main_grad else "autograd"
-        rows.append((f"E={groups}, {weights}, {grads}", *[f"{s * 1e6:.0f}" for s in seconds]))
+        how = f"E={groups}, {weights}, {grads}" + (", other rows in each call" if step else "")
+        rows.append((how, *[f"{s * 1e6:.0f}" for s in seconds]))
     heading = f"host time on {device}, µs; K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
     columns = "first without grad", "first forward", "first backward", "without grad", "forward", "backward"
     print("\n" + markdown((heading, *columns), rows))

@@ -2,9 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <sstream>
+#include <string_view>
 #include <vector>
 
 #include "fusible/activation.h"
@@ -16,12 +18,21 @@
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
 #include "fusible/shaped_gemm.h"
-#include "fusible/zero_tail.h"
+#include "fusible/clearing.h"
 
 namespace py = pybind11;
 using namespace py::literals;
 using fusible::Address, fusible::Addresses;
 using Stream = int64_t;  // the address of a cudaStream_t; no memory of a launch
+
+// What launches.h wants of calls.
+namespace fusible {
+void launch(const GroupedGemm& call, int device, cudaStream_t stream) { grouped_gemm(call, device, stream); }
+void launch(const LinearActivation& call, int device, cudaStream_t stream) { linear_activation(call, device, stream); }
+void launch(const LinearActivationBackward& call, int device, cudaStream_t stream) { linear_activation_backward(call, device, stream); }
+void clear_before(LinearActivation& call, Clearing& clearing) { clear_before(call.gemm, clearing); }
+void clear_before(LinearActivationBackward& call, Clearing& clearing) { clear_before(call.gemm, clearing); }
+}  // namespace fusible
 
 namespace {
 
@@ -35,11 +46,11 @@ py::dict device_properties(int device) {
 template <class T>
 const T* pointer(Address address) { return reinterpret_cast<const T*>(address); }
 
-void grouped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
+fusible::OnStream<fusible::GroupedGemm> grouped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
                   Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out, int64_t out_pitch, int64_t out_group,
                   Address sizes, Address starts, bool wide, bool accumulate, Address bias, int bias_type, int64_t bias_pitch, Address row_scale,
                   Address bias_scale, Address alphas, float alpha, Address betas, float beta, Address workspace, int variant,
-                  const Addresses& b_addresses, const Addresses& out_addresses, const Addresses& bias_addresses) {
+                  const Addresses& b_addresses, const Addresses& out_addresses, const Addresses& bias_addresses, bool zero_tail) {
   using fusible::DType;
   const DType type = static_cast<DType>(operand);
   fusible::GroupedGemm call{
@@ -56,8 +67,9 @@ void grouped_gemm(int layout, int operand, int output, int device, Stream stream
       .beta = beta,
       .workspace = reinterpret_cast<void*>(workspace),
       .variant = variant,
+      .zero_tail = zero_tail,
   };
-  fusible::grouped_gemm(call, device, reinterpret_cast<cudaStream_t>(stream));
+  return {call, device, reinterpret_cast<cudaStream_t>(stream)};
 }
 
 std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens, int64_t m, int64_t n, int64_t k,
@@ -129,7 +141,7 @@ fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t to
   return call;
 }
 
-void linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream, int layout, int operand,
+fusible::OnStream<fusible::LinearActivation> linear_activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream, int layout, int operand,
                        int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group,
                        const Addresses& b_addresses, Address sizes, bool wide, Address bias, int bias_type, int64_t bias_pitch,
                        const Addresses& bias_addresses, Address bias_scale, Address scales, int scales_type,
@@ -139,21 +151,20 @@ void linear_activation(int curve, bool gated, float alpha, float limit, float li
   gemm.problem.affine = bias || !bias_addresses.empty();
   gemm.affine = {{pointer<void>(bias), static_cast<fusible::DType>(bias_type), bias_pitch, 0, bias_addresses}, nullptr, pointer<float>(bias_scale), nullptr, 1.f};
   gemm.out = {pointer<void>(pre), gemm.problem.operand, n, 0};
-  fusible::linear_activation({gemm, activation(curve, gated, alpha, limit, linear_offset, block),
-                              {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, reinterpret_cast<void*>(hidden)},
-                             device, reinterpret_cast<cudaStream_t>(stream));
+  return {{gemm, activation(curve, gated, alpha, limit, linear_offset, block), {pointer<void>(scales), static_cast<fusible::DType>(scales_type)},
+           reinterpret_cast<void*>(hidden)},
+          device, reinterpret_cast<cudaStream_t>(stream)};
 }
 
-void linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
+fusible::OnStream<fusible::LinearActivationBackward> linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
                                 int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
                                 int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales, int scales_type, Address pre,
                                 Address dpre, Address dscales, Address hidden, Address workspace, int variant) {
   const fusible::GroupedGemm gemm =
       gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
-  fusible::linear_activation_backward({gemm, activation(curve, gated, alpha, limit, linear_offset, block),
-                                       {pointer<void>(scales), static_cast<fusible::DType>(scales_type)}, pointer<void>(pre),
-                                       reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
-                                      device, reinterpret_cast<cudaStream_t>(stream));
+  return {{gemm, activation(curve, gated, alpha, limit, linear_offset, block), {pointer<void>(scales), static_cast<fusible::DType>(scales_type)},
+           pointer<void>(pre), reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
+          device, reinterpret_cast<cudaStream_t>(stream)};
 }
 
 // The configuration that linear_activation or its backward chooses, in words; n counts the columns of the product.
@@ -171,8 +182,8 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
 }
 
 void zero_tail(int device, Stream stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes, Address sizes, int groups, bool wide) {
-  fusible::zero_tail({reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}, device,
-                     reinterpret_cast<cudaStream_t>(stream));
+  fusible::clear({{}, {{{reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}}}}, device,
+                 reinterpret_cast<cudaStream_t>(stream));
 }
 
 fusible::DenseRows dense_rows(Address data, int type, int64_t tokens, int64_t columns, int64_t pitch) {
@@ -197,22 +208,42 @@ void row_dots(int device, Stream stream, Address rows, int type, int64_t tokens,
 class LaunchDefinitions {
  public:
   explicit LaunchDefinitions(py::module_& module) : module_(module), kept_(module, "Launches", "Launches that are kept, to be made again with other addresses.") {
-    kept_.def(py::init<>()).def("run", &fusible::Launches::run, "addresses"_a, "Makes all launches, in order.");
+    kept_.def(py::init<>()).def("run", &fusible::Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
   }
   template <class... Args, class... Extra>
   void def(const char* name, void (*function)(Args...), const Extra&... extra) {
     module_.def(name, function, extra...);
-    kept_.def(name, [function](fusible::Launches& kept, const std::vector<std::array<int64_t, 4>>& patches, const std::decay_t<Args>&... args) {
-      std::vector<fusible::Patch> where;
-      for (const auto& [position, element, source, offset] : patches) where.push_back({position, element, source, offset});
-      kept.add(function, where, args...);
-    });
-    positions_[name] = py::cast(fusible::address_positions(function));
+    keep(name, function, extra...);
+  }
+  // A call, which is launched at once, or together with others.
+  template <class Call, class... Args, class... Extra>
+  void def(const char* name, fusible::OnStream<Call> (*make)(Args...), const Extra&... extra) {
+    module_.def(name, [make](Args... args) {
+      const auto made = make(args...);
+      launch(made.call, made.device, made.stream);
+    }, extra...);
+    keep(name, make, extra...);
   }
   // Of each such function the positions of its arguments that are addresses.
   const py::dict& positions() const { return positions_; }
 
  private:
+  static bool is_stream(const py::arg& argument) { return std::string_view(argument.name) == "stream"; }
+  static bool is_stream(const char*) { return false; }
+
+  template <class Made, class... Args, class... Extra>
+  void keep(const char* name, Made (*function)(Args...), const Extra&... extra) {
+    const bool streams[] = {is_stream(extra)...};
+    const int64_t stream = std::find(std::begin(streams), std::end(streams), true) - std::begin(streams);
+    kept_.def(name, [=](fusible::Launches& kept, const std::vector<std::array<int64_t, 5>>& patches, const std::decay_t<Args>&... args) {
+      std::vector<fusible::Patch> where;
+      for (const auto& [position, element, source, offset, factor] : patches) where.push_back({position, element, source, offset, factor});
+      where.push_back({stream, 0, fusible::Patch::kStream, 0, 0});
+      kept.add(function, where, args...);
+    });
+    positions_[name] = py::cast(fusible::address_positions(function));
+  }
+
   py::module_& module_;
   py::class_<fusible::Launches> kept_;
   py::dict positions_;
@@ -286,7 +317,7 @@ PYBIND11_MODULE(_C, module) {
              "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a, "out_pitch"_a, "out_group"_a, "sizes"_a, "starts"_a, "wide"_a,
              "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1,
              "betas"_a = 0, "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1, "b_addresses"_a = Addresses(), "out_addresses"_a = Addresses(),
-             "bias_addresses"_a = Addresses(),
+             "bias_addresses"_a = Addresses(), "zero_tail"_a = false,
              "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a, "tokens"_a, "m"_a, "n"_a,
              "k"_a, "affine"_a = false, "The configuration that grouped_gemm chooses, in words.");

@@ -20,7 +20,10 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 class Watch(Protocol):
-    """Who records ops as they run."""
+    """Who records ops as they run; ``calls`` are those that it has recorded, of any number of rows."""
+
+    @property
+    def calls(self) -> list[Call]: ...
 
     def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor], /) -> None:
         """Notes an op."""
@@ -85,16 +88,18 @@ def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: 
     wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
     if watch is None:
         return fresh.run(tensors[0], wanted)
-    ran, again = fresh.recorded(tensors[0], wanted)
+    ran, again = fresh.recorded(tensors[0], wanted, watch.calls)
     watch.ran(again, tensors if wanted else (), fresh.given(tensors[0]))
     return ran
 
 
-def run_again(again: Again, given: list[Tensor], addresses: list[int], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+def run_again(
+    again: Again, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
+) -> tuple[Tensor, ...]:
     """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
     if inputs:
-        return _apply(lambda flags: again.run(given, addresses), *inputs)
-    return again.run(given, addresses).outputs
+        return _apply(lambda flags: again.run(given, addresses, rows, stream), *inputs)
+    return again.run(given, addresses, rows, stream).outputs
 
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
@@ -155,7 +160,7 @@ def _differentiable(
 class _OpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept, ctx.call = run(ctx.needs_input_grad)
+        outputs, kept, ctx.lent, ctx.call = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept)
         return outputs
 
@@ -164,9 +169,9 @@ class _OpFunction(torch.autograd.Function):
         call: Call = ctx.call
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
         if _is_plain(call, douts[0].device.type):
-            return None, *halves.gradients(call, tensors, douts)
+            return None, *halves.gradients(call, tensors, ctx.lent, douts)
         with _BackwardScope(call, douts[0].device.type):
-            grads = halves.gradients(call, tensors, douts)
+            grads = halves.gradients(call, tensors, ctx.lent, douts)
         if differentiated:
             grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
         return None, *grads

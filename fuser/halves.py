@@ -11,7 +11,8 @@ from torch import Tensor
 from . import settings
 from .op import Gradient, Grads, Op
 from .recorder import Recorder
-from .replay import Entry, Forms, Replay, aligned, stream_of
+from .records import Record, replay_of
+from .replay import Forms, Replay, aligned, stream_of
 from .saved import pack, unpack
 
 _REFUSED = "refused"
@@ -35,16 +36,17 @@ class Call(NamedTuple):
     ops: tuple[Op, ...] = ()
     forms: Forms | None = None
 
-    def saved(self, tensors: Sequence[Tensor]) -> Any:
+    def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
-        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order])
+        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent)
 
 
 class Ran(NamedTuple):
-    """What a forward leaves."""
+    """What a forward leaves; ``lent`` are buffers for the backward."""
 
     outputs: tuple[Tensor, ...]
     kept: Sequence[Tensor]
+    lent: Sequence[Tensor]
     call: Call
 
 
@@ -62,24 +64,32 @@ class Fresh(NamedTuple):
 
     def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
-        kept, rest = pack(saved)
-        return Ran(outputs, kept, Call(self.op, self.names, wanted, rest, settings.current()))
+        kept, lent, rest = pack(saved)
+        return Ran(outputs, kept, lent, Call(self.op, self.names, wanted, rest, settings.current()))
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
         return [x, *self.keywords.values(), *self.op.memory()]
 
-    def recorded(self, x: Tensor, wanted: frozenset[str]) -> tuple[Ran, Again | None]:
-        """Runs, and how to run again."""
+    def recorded(self, x: Tensor, wanted: frozenset[str], calls: list[Call]) -> tuple[Ran, Again | None]:
+        """Runs, and how to run again; ``calls`` are those of other lengths, whose backwards are recorded together."""
         with Recorder(self.given(x)) as recorder:
             ran = self.run(x, wanted)
-        replay = recorder.replay(ran.outputs, ran.kept if wanted else ())
-        if replay is None:
+        rows = x.shape[0] if x.dim() else 0
+        record = recorder.record(rows, ran.outputs, (*ran.kept, *ran.lent) if wanted else ())
+        if record is None or (replay := replay_of([record])) is None:
             return ran, None
-        once = list(dict.fromkeys(replay.kept))  # the split sizes, say, that two ops keep
-        order = tuple([once.index(place) for place in replay.kept])
+        kept = replay.kept[: len(ran.kept)]
+        once = list(dict.fromkeys(kept))  # the split sizes, say, that two ops keep
+        order = tuple([once.index(place) for place in kept])
         ops = tuple([op for op in self.op.modules() if isinstance(op, Op)])
-        return ran, Again(replay, tuple(once), ran.call._replace(order=order, ops=ops, forms=Forms()))
+        call = ran.call._replace(order=order, ops=ops)
+        call = next((known for known in calls if known._replace(forms=None) == call), call)
+        if call.forms is None:
+            call = call._replace(forms=Forms())
+            calls.append(call)
+        again = Again(replay, tuple(once), replay.kept[len(ran.kept) :], call, record)
+        return ran._replace(kept=[ran.kept[order.index(i)] for i in range(len(once))], call=call), again
 
 
 class Again(NamedTuple):
@@ -87,41 +97,56 @@ class Again(NamedTuple):
 
     replay: Replay
     kept: tuple[int, ...]
+    lent: tuple[int, ...]
     call: Call
+    record: Record
 
-    def run(self, given: list[Tensor], addresses: list[int]) -> Ran:
-        tensors = self.replay.run(given, addresses)
+    def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> Ran:
+        tensors = self.replay.run(given, addresses, rows, stream)
         outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
-        return Ran(tuple(outputs), [tensors[i] for i in self.kept], self.call)
+        return Ran(tuple(outputs), [tensors[i] for i in self.kept], [tensors[i] for i in self.lent], self.call)
+
+    @classmethod
+    def joined(cls, several: Sequence[Again]) -> Again | None:
+        """For any number of rows, from forwards of different ones; None where they do not fit together."""
+        first, replay = several[0], replay_of([again.record for again in several])
+        for again in several:
+            if again.call is not first.call or (again.kept, again.lent) != (first.kept, first.lent):
+                return None
+        return replay and first._replace(replay=replay)
 
 
-def gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
+def gradients(
+    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
+) -> list[Tensor | None]:
     """Runs the backward; the gradients in the order of the names."""
     if call.forms is None:
-        return _gradients(call, tensors, douts)
+        return _gradients(call, tensors, lent, douts)
     targets = call.op.targets(call.wanted)
-    given = [*tensors, *douts] if targets is None else [*tensors, *douts, *targets.tensors]
+    given = [*tensors, *lent, *douts] if targets is None else [*tensors, *lent, *douts, *targets.tensors]
     addresses = list(map(Tensor.data_ptr, given))
-    key = stream_of(given[0]), len(given), targets and targets.facts, *[op.edits for op in call.ops]
-    entry = call.forms.entry(key, given)
+    key = len(given), targets and targets.facts, *[op.edits for op in call.ops]
+    rows = douts[0].shape[0] if douts[0].dim() else 0
+    entry = call.forms.entry(key, given, rows)
     known = entry.what
     if known is _REFUSED or not aligned(addresses):
-        return _gradients(call, tensors, douts)
+        return _gradients(call, tensors, lent, douts)
     if known is None:
-        return _recorded_gradients(call, tensors, douts, given, entry)
-    made = known.run(given, addresses)
+        with Recorder(given) as recorder:
+            grads = _gradients(call, tensors, lent, douts)
+        _note(entry, recorder.record(rows, grads), rows)
+        return grads
+    made = known.run(given, addresses, rows, stream_of(given[0]))
     if targets is not None:
         targets.written()
     return [None if i is None else made[i] for i in known.made]
 
 
-def _recorded_gradients(
-    call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...], given: list[Tensor], entry: Entry
-) -> list[Tensor | None]:
-    with Recorder(given) as recorder:
-        grads = _gradients(call, tensors, douts)
-    entry.what = recorder.replay(grads) or _REFUSED
-    return grads
+def _note(entry: Any, record: Record | None, rows: int) -> None:
+    """What is known of the form of a backward from now on, and of those that differ in their rows."""
+    replay = None if record is None else replay_of([record])
+    entry.what = replay or _REFUSED
+    entry.family.add(rows, replay and record, replay_of)
 
 
 def call_fwd(
@@ -170,8 +195,10 @@ def with_reserved(
     return given
 
 
-def _gradients(call: Call, tensors: Sequence[Tensor], douts: tuple[Tensor, ...]) -> list[Tensor | None]:
-    grads = call_bwd(call.op, call.saved(tensors), douts, call.wanted)
+def _gradients(
+    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
+) -> list[Tensor | None]:
+    grads = call_bwd(call.op, call.saved(tensors, lent), douts, call.wanted)
     for name in grads:
         if name not in call.names:
             raise RuntimeError(

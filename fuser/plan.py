@@ -158,8 +158,9 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     results = builder.results()
     inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
     buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
-    passed: dict[Any, int] | None = None if buffers or _checks_values(graph, config) else {}
-    able = passed is not None and all([step.is_replayable for step in steps])
+    by_values = _checks_values(graph, config)
+    passed: dict[Any, int] | None = None if buffers or by_values else {}
+    able = not by_values and all([step.is_replayable for step in steps])
     return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed, able)
 
 

@@ -16,14 +16,16 @@ from torch import Tensor
 from . import settings
 from .autograd import Runtime, run_again
 from .binding import Call
+from .buffers import extent
 from .fusion import registry
 from .halves import Again
+from .halves import Call as BackwardCall
 from .layout import Layout
 from .plan import Plan
 from .recorder import PLAIN
-from .replay import is_replayed_for, stream_of
+from .replay import SEEN, is_replayed_for, stream_of
 
-SEEN, REFUSED = "seen once", "refused"
+REFUSED = "refused"
 
 
 class Facts(NamedTuple):
@@ -31,6 +33,7 @@ class Facts(NamedTuple):
 
     key: tuple[Any, ...]
     pool: list[Tensor]
+    rows: int
 
 
 def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
@@ -41,7 +44,7 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
         return None
     if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None
-    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version, stream_of(call.values[0])]
+    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version]
     key += [op.edits for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:
@@ -49,7 +52,8 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
     for value in call.values:
         if type(value) not in PLAIN:
             return None
-    return Facts((*key, len(pool), pool[0].shape), pool)
+    x = pool[0]
+    return Facts((*key, len(pool)), pool, x.shape[0] if x.dim() else 0)
 
 
 class ReadyStep(NamedTuple):
@@ -68,18 +72,39 @@ class ReadyStep(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A call of known facts."""
+    """A call of known facts; ``last`` is what ``explain()`` will need of it, None where that depends on the rows."""
 
     plan: Plan
     steps: tuple[ReadyStep, ...]
     results: tuple[int, ...]
     last: Any
 
-    def run(self, pool: list[Any], addresses: list[int]) -> Any:
+    @classmethod
+    def joined(cls, several: Sequence[Ready]) -> Ready | None:
+        """For any number of rows, from calls of different ones; None where they do not fit together."""
+        first, steps = several[0], list[ReadyStep]()
+        for same in zip(*[ready.steps for ready in several], strict=True):
+            again = Again.joined([step.again for step in same])
+            if again is None or any(step[1:] != same[0][1:] for step in same):
+                return None
+            steps.append(same[0]._replace(again=again))
+        return first._replace(steps=tuple(steps), last=None)
+
+    def overlaps(self, pool: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+        """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
+        ends = [a + (t.nbytes if t.is_contiguous() else _reach(t)) for a, t in zip(addresses, pool, strict=True)]
+        for buffer in self.plan.buffers:
+            first, end = addresses[buffer.slot], ends[buffer.slot]
+            if sum([a < end and first < e for a, e in zip(addresses, ends, strict=True)]) > 1:
+                return True
+        return False
+
+    def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Runs on a pool, to which the steps add what they make."""
+        stream = stream_of(pool[0])
         for again, inputs, places, dead in self.steps:
             given, where = [pool[i] for i in places], [addresses[i] for i in places]
-            outputs = run_again(again, given, where, [pool[i] for i in inputs])
+            outputs = run_again(again, given, where, rows, stream, [pool[i] for i in inputs])
             pool += outputs
             addresses += map(Tensor.data_ptr, outputs)
             for i in dead:
@@ -87,13 +112,30 @@ class Ready(NamedTuple):
         return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
 
 
+def watch(entry: Any, plan: Plan, facts: Facts, values: int) -> Watch | None:
+    """Who shall record a call of which nothing is known: nobody where it, with any rows, is seen for the first time."""
+    if not plan.is_replayable:
+        entry.what = REFUSED
+    elif entry.what is None and not entry.family.is_collecting:
+        entry.what, entry.family.seen = SEEN, True
+    else:
+        return Watch(plan, facts, values, entry.family.calls)
+    return None
+
+
+def _reach(tensor: Tensor) -> int:
+    first, last = extent(tensor)
+    return last + 1 - first
+
+
 class Watch:
     """Records the steps of a call as they run."""
 
-    def __init__(self, plan: Plan, pool: Sequence[Tensor], values: int) -> None:
-        self._plan, self._values, self._before = plan, values, len(pool)
-        self._ids = [id(t) for t in pool]
-        self._alive: list[Any] = list(pool)  # so that no other tensor can have their ids
+    def __init__(self, plan: Plan, facts: Facts, values: int, calls: list[BackwardCall]) -> None:
+        self.calls = calls
+        self._plan, self._values, self._before, self._rows = plan, values, len(facts.pool), facts.rows
+        self._ids = [id(t) for t in facts.pool]
+        self._alive: list[Any] = list(facts.pool)  # so that no other tensor can have their ids
         self._steps: list[ReadyStep] = []
         self._refused = len(set(self._ids)) < len(self._ids)
 
@@ -112,11 +154,12 @@ class Watch:
         self._ids += map(id, outputs)
         self._alive += outputs
 
-    def ready(self, last: Any) -> Ready | None:
-        """The call, to be run again; None where one of its steps cannot."""
-        if self._refused or len(self._steps) < len(self._plan.steps):
-            return None
-        return Ready(self._plan, tuple(self._steps), tuple(map(self._place, self._plan.results)), last)
+    def note(self, entry: Any, last: Any) -> None:
+        """What is known of the call from now on: how to run it again, unless one of its steps cannot."""
+        ready = Ready(self._plan, tuple(self._steps), tuple(map(self._place, self._plan.results)), last)
+        able = not self._refused and len(self._steps) == len(self._plan.steps)
+        entry.what = ready if able else REFUSED
+        entry.family.add(self._rows, ready if able else None, Ready.joined)
 
     def _place(self, slot: int) -> int:
         return slot if slot < self._values else slot + self._before - self._values

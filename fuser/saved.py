@@ -7,24 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
+from .buffers import Lent
+
 
 class _Hole:
     """Stands where a tensor was."""
 
 
-_HOLE = _Hole()
+_HOLE, _LENT = _Hole(), _Hole()
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def pack(saved: Any) -> tuple[list[Tensor], Any]:
-    """Takes the tensors out: they go to ``save_for_backward``, the rest stays as it is."""
+def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Takes the tensors out: they go to ``save_for_backward``, but for those that are lent; the rest stays as it is."""
     tensors: list[Tensor] = []
-    return tensors, _take((saved,), tensors)[0]
+    lent: list[Tensor] = []
+    return tensors, lent, _take((saved,), tensors, lent)[0]
 
 
-def unpack(rest: Any, tensors: Iterable[Tensor]) -> Any:
+def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor]) -> Any:
     """Puts the tensors back."""
-    return _put((rest,), iter(tensors))[0]
+    return _put((rest,), iter(tensors), iter(lent))[0]
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
@@ -32,7 +35,7 @@ def tensors_of(saved: Any) -> list[Tensor]:
     return pack(saved)[0]
 
 
-def _take(saved: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
+def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor]) -> list[Any]:
     """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
     rest: list[Any] = []
     for item in saved:
@@ -42,26 +45,31 @@ def _take(saved: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
             tensors.append(item)
             rest.append(_HOLE)
         elif isinstance(item, tuple):
-            rest.append(_like(item, _take(item, tensors)))
+            rest.append(_like(item, _take(item, tensors, lent)))
         elif isinstance(item, dict):
-            rest.append(dict(zip(item, _take(item.values(), tensors), strict=True)))
+            rest.append(dict(zip(item, _take(item.values(), tensors, lent), strict=True)))
+        elif isinstance(item, Lent):
+            lent.append(item.tensor)
+            rest.append(_LENT)
         else:
             rest.append(item)
     return rest
 
 
-def _put(rest: Iterable[Any], tensors: Iterator[Tensor]) -> list[Any]:
+def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor]) -> list[Any]:
     """The inverse of :func:`_take`."""
     saved: list[Any] = []
     for item in rest:
         if item is _HOLE:
             saved.append(next(tensors))
+        elif item is _LENT:
+            saved.append(Lent(next(lent)))
         elif type(item) in _PLAIN:
             saved.append(item)
         elif isinstance(item, tuple):
-            saved.append(_like(item, _put(item, tensors)))
+            saved.append(_like(item, _put(item, tensors, lent)))
         elif isinstance(item, dict):
-            saved.append(dict(zip(item, _put(item.values(), tensors), strict=True)))
+            saved.append(dict(zip(item, _put(item.values(), tensors, lent), strict=True)))
         else:
             saved.append(item)
     return saved

@@ -19,7 +19,7 @@ from .graph import OpGraph
 from .layout import Layout
 from .op import is_hooked
 from .plan import Plan, compile_plan
-from .replay import Forms, aligned
+from .replay import SEEN, Forms, aligned
 
 
 class _Compiled:
@@ -38,6 +38,10 @@ class _Last(NamedTuple):
     plan: Plan
     seen: list[Any]
     runtime: Runtime
+
+    @classmethod
+    def of(cls, plan: Plan, call: Call, runtime: Runtime) -> _Last:
+        return cls(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
 
     def explain(self) -> Explanation:
         infos = self.plan.graph.inputs()
@@ -168,22 +172,22 @@ class Sequential(nn.Sequential):
         known = entry.what
         if known is ready.REFUSED or not aligned(addresses):
             return self._noted(layout, call, runtime)(call.values, runtime)
-        if type(known) is ready.Ready:
-            compiled.last = known.last
-            return known.run(facts.pool, addresses)
+        if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
+            compiled.last = known.last or _Last.of(known.plan, call, runtime)
+            return known.run(facts.pool, addresses, facts.rows)
         plan = self._noted(layout, call, runtime)
-        if known is None or not plan.is_replayable:
-            entry.what = ready.SEEN if plan.is_replayable else ready.REFUSED
+        if known is not None and known is not SEEN:
             return plan(call.values, runtime)
-        watch = ready.Watch(plan, facts.pool, len(call.values))
+        watch = ready.watch(entry, plan, facts, len(call.values))
         result = plan(call.values, runtime, watch)
-        entry.what = watch.ready(compiled.last) or ready.REFUSED
+        if watch is not None:
+            watch.note(entry, compiled.last)
         return result
 
     def _noted(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this call, which is the last one from now on."""
         plan = self._plan(layout, call, runtime)
-        self._compiled.last = _Last(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        self._compiled.last = _Last.of(plan, call, runtime)
         return plan
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:

@@ -12,7 +12,7 @@ LAUNCHES: dict[str, list[int]]
 class Launches:
     """Keeps launches: for each function in LAUNCHES a method that takes patches (fuser/replay.py), then arguments."""
 
-    def run(self, addresses: list[int]) -> None: ...
+    def run(self, addresses: list[int], rows: int, stream: int) -> None: ...
     def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 class DeviceProperties(TypedDict):
@@ -61,6 +61,7 @@ def grouped_gemm(
     b_addresses: list[int] = ...,
     out_addresses: list[int] = ...,
     bias_addresses: list[int] = ...,
+    zero_tail: bool = False,
 ) -> None: ...
 def shaped_gemm(
     layout: int,

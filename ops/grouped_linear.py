@@ -175,7 +175,7 @@ class GroupedLinear(WeightGrads):
             self.matrices("bias") if "bias_scale" in needs_grad else None,
             bias_scale,
             None if grad_input is None else Lent(grad_input),
-            tuple(x.shape),
+            (-1, *x.shape[1:]) if x.numel() else tuple(x.shape),  # the same for any number of rows
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

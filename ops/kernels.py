@@ -68,7 +68,7 @@ def grouped_gemm(
     backend = _ready(problem)
     if backend is not None:
         backend.run(problem)
-        if own and isinstance(out, Tensor) and layout is not Layout.TN:
+        if own and isinstance(out, Tensor) and layout is not Layout.TN and backend is not hopper:
             _zero_tail(out, split_sizes, backend)
     elif not problem.rows:
         room.fill_without_rows(problem)
@@ -160,7 +160,7 @@ def grouped_linear_activation_backward(
     backend = _ready(problem, pre, *out[1:], apart=apart)
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
-        if out.scales is not None:
+        if out.scales is not None and backend is not hopper:
             _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
     return out
 

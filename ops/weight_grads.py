@@ -77,14 +77,16 @@ class WeightGrads(ExpertParameters):
         names = self._trained()
         parameters = self._of_names(names)
         group, add = self._main_grads(names, parameters)
-        flags = [flag is not None for flag in _attributes(parameters, "grad_added_to_main_grad")]
-        facts = (names, tuple(add), tuple(flags), any(_attributes(parameters, "zero_out_wgrad")))
+        flags, zeros = _attributes(parameters, "grad_added_to_main_grad", "zero_out_wgrad")
+        flagged = [flag is not None for flag in flags]
 
         def written() -> None:
             torch.autograd.graph.increment_version(group.tensors)
-            _flag(parameters)
+            if any(flagged):
+                _flag(parameters)
 
         values = group.values() if self.per_group["weight"] else group.tensors[0]
+        facts = names, tuple(add), tuple(flagged), any(zeros)
         return Targets([values] if isinstance(values, Tensor) else list(values), facts, written)
 
     def need_backward_dw(self) -> bool:
@@ -159,13 +161,13 @@ class WeightGrads(ExpertParameters):
     def _main_grads(self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]) -> tuple[ExpertGroup, list[bool]]:
         """Where the gradients of the named weights go, and which are added to what is there."""
         op = type(self).__name__
-        fetchers, grads = _attributes(parameters, "get_main_grad"), _attributes(parameters, "main_grad")
+        fetchers, grads, overwrite = _attributes(parameters, "get_main_grad", "main_grad", "overwrite_main_grad")
         fetched = tuple([g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)])
         group = self._groups.get("main_grad")
         if group is None or not group.holds(fetched):
             checked = [_main_grad(op, *each) for each in zip(names, parameters, fetched, strict=True)]
             group = self._groups["main_grad"] = ExpertGroup(tuple(checked))
-        return group, [not o for o in _attributes(parameters, "overwrite_main_grad")]
+        return group, [not o for o in overwrite]
 
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
@@ -186,7 +188,7 @@ class WeightGrads(ExpertParameters):
         flagged = _flag(self._of_names(names))
         if not flagged:
             return None
-        zeros = any(_attributes(flagged, "zero_out_wgrad"))
+        zeros = any(_attributes(flagged, "zero_out_wgrad")[0])
         groups = (self.num_groups,) if self.per_group["weight"] else ()
         gradient = flagged[0].new_empty((*groups, *flagged[0].shape))
         return gradient.zero_() if zeros else gradient
@@ -194,16 +196,18 @@ class WeightGrads(ExpertParameters):
 
 def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Says of those that want to know that their gradients are in ``main_grad``; returns them."""
-    flags = _attributes(parameters, "grad_added_to_main_grad")
+    (flags,) = _attributes(parameters, "grad_added_to_main_grad")
     flagged = [p for p, flag in zip(parameters, flags, strict=True) if flag is not None]
     for parameter in flagged:
         parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return flagged
 
 
-def _attributes(parameters: Sequence[nn.Parameter], name: str) -> list[Any]:
-    """What each parameter has under that name, None if nothing; plain ones are not asked by a failing look-up."""
-    return [p.__dict__.get(name) if type(p) is nn.Parameter else getattr(p, name, None) for p in parameters]
+def _attributes(parameters: Sequence[nn.Parameter], *names: str) -> list[list[Any]]:
+    """Of each name what each parameter has under it, None if nothing; plain ones are not asked by a failing look-up."""
+    plain = nn.Parameter
+    own = [p.__dict__ if type(p) is plain else {name: getattr(p, name, None) for name in names} for p in parameters]
+    return [[each.get(name) for each in own] for name in names]
 
 
 def _main_grad(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:

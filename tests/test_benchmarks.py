@@ -449,3 +449,11 @@ def test_bench_of_transformers_runs_on_cuda(bench: str, capsys: pytest.CaptureFi
     {"hf": hf.main, "routing": routing.main}[bench]([*small[bench], "--rounds", "2", "--dtype", "bf16"])
 
     assert "NVIDIA" in capsys.readouterr().out
+
+
+def test_the_time_of_many_experts_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    host_overhead.print_many_experts("cpu", torch.float32, (2,), 1)
+
+    rows = capsys.readouterr().out.splitlines()
+    assert sum("E=2" in row for row in rows) == 5
+    assert sum("other rows in each call" in row for row in rows) == 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, replay
+from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, records, replay
 from fusible.ops.backends import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -37,6 +38,7 @@ class Runs:
 
     def __init__(self) -> None:
         self.one_by_one, self.again = 0, 0
+        self.streams: list[int] = []
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int]:
         self.one_by_one = self.again = 0
@@ -62,6 +64,7 @@ def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
     def again(self: replay.Replay, *arguments: Any) -> list[Tensor]:
         runs.again += 1
+        runs.streams.append(arguments[-1])
         return run(self, *arguments)
 
     monkeypatch.setattr(extension, "library", lambda: Counted())
@@ -158,7 +161,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_LARGE", 512)
+    monkeypatch.setattr(records, "_LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -197,6 +200,162 @@ def test_other_tensors_of_the_form_are_read(runs: Runs) -> None:
     got: list[Tensor] = []
     assert runs.of(lambda: got.extend(experts.step())) == (0, 2)
     assert same(got, experts.anew())
+
+
+LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
+
+
+@pytest.mark.parametrize("how", [*FORMS, {"accumulate_into_main_grad": True}])
+@pytest.mark.parametrize("large", [512, 2**20])
+def test_rows_may_differ_in_every_step(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
+) -> None:
+    monkeypatch.setattr(records, "_LARGE", large)
+    experts, counts = Experts(**how), []
+    for rows in LENGTHS:
+        experts.give(rows)
+        for p in experts.model.parameters() if how.get("accumulate_into_main_grad") else ():
+            p.main_grad = torch.zeros(p.shape)
+        expected, got = experts.anew(), list[Tensor]()
+        counts.append(runs.of(lambda got=got: got.extend(experts.step())))
+        assert same(got, expected), rows
+        assert experts.model.explain() == experts.model.explain(
+            experts.x, split_sizes=experts.sizes, scales=experts.scales
+        )
+
+    assert counts[4:] == [(0, 2)] * 3
+    assert len(experts.model._compiled.ready._entries) == 4
+
+
+def test_rows_may_differ_without_gradients(runs: Runs) -> None:
+    experts, counts = Experts(), []
+    with torch.no_grad():
+        for rows in LENGTHS:
+            experts.give(rows)
+            experts.x = experts.x.detach().view(rows, 1, K).expand(rows, 1, K)
+            experts.scales = experts.scales.detach().view(rows, 1)
+            got, expected = list[Tensor](), copy(experts)
+            expected.model = deepcopy(experts.model)
+            counts.append(runs.of(lambda got=got: got.append(experts.forward())))
+            assert torch.equal(got[0], expected.forward())
+
+    assert counts[4:] == [(0, 1)] * 3
+
+
+def test_rows_that_differ_must_still_fit(runs: Runs) -> None:
+    experts = Experts()
+    for rows in LENGTHS:
+        experts.give(rows)
+        experts.step()
+    experts.scales = torch.rand(LENGTHS[-1] + 1)
+
+    with pytest.raises(ValueError, match="scales"):
+        experts.forward()
+
+
+def test_no_rows_are_not_those_of_others(runs: Runs) -> None:
+    experts = Experts()
+    for rows in LENGTHS:
+        experts.give(rows)
+        experts.step()
+    experts.give(0)
+    experts.fc1.weight.grad = None
+    experts.sizes = torch.zeros(GROUPS, dtype=torch.int64)
+
+    y = experts.forward()
+    y.backward(experts.dy)
+    assert y.shape == (0, K)
+    assert not experts.fc1.weight.grad.any()
+
+
+def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = records._Joined.line
+
+    def odd(self: Any, values: Any) -> Any:
+        if values[0] != values[-1]:
+            values = (*values[:-1], values[-1] + 1)
+        return line(self, values)
+
+    monkeypatch.setattr(records._Joined, "line", odd)
+    experts, counts = Experts(), []
+    for rows in (*LENGTHS, *LENGTHS[:3]):
+        experts.give(rows)
+        expected, got = experts.anew(), list[Tensor]()
+        counts.append(runs.of(lambda got=got: got.extend(experts.step())))
+        assert same(got, expected), rows
+
+    assert counts[3][1] == counts[4][1] == 0
+    assert counts[-1] == (0, 2)
+
+
+WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True),
+    "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
+}
+OF_NO_REPLAY = {"route_workspace_bytes", "shaped_workspace_bytes"}  # for kernels that ops do not launch, or not kept
+OF_NO_ROWS = {"workspace_bytes"}
+
+
+def test_workspaces_grow_on_a_line(emulation: harness.Emulation) -> None:
+    """What three runs tell of a size must hold for all other lengths."""
+    sizes = {name for name in dir(emulation._module) if "workspace" in name}
+
+    assert sizes == WORKSPACES.keys() | OF_NO_REPLAY | OF_NO_ROWS
+    for name, arguments in WORKSPACES.items():
+        bytes_of = [getattr(emulation._module, name)(*arguments(rows)) for rows in range(1, 2100)]
+        assert len({b - a for a, b in pairwise(bytes_of)}) == 1, name
+
+
+class Lending(Experts):
+    """Gives buffers for the output and the gradient of x."""
+
+    def step(self) -> list[Tensor]:
+        self.out, self.dx = torch.full_like(self.dy, 7), torch.full_like(self.x.detach(), 7)
+        y = self.forward()
+        self.x.grad = None
+        leaves = [self.x, self.scales, *self.model.parameters()]
+        before = self.dx._version
+        grads = torch.autograd.grad(y, leaves, self.dy)
+        assert y.data_ptr() == self.out.data_ptr()
+        assert grads[0].data_ptr() == self.dx.data_ptr()
+        assert self.dx._version > before
+        assert self.out._version > 0
+        assert not y._is_view()
+        assert not self.out.requires_grad
+        tails = self.out[sum(SIZES) :], self.dx[sum(SIZES) :]
+        assert all(torch.equal(tail, torch.full_like(tail, 7)) for tail in tails)
+        return [y.detach(), *grads]
+
+    def forward(self, **more: Any) -> Tensor:
+        of_op = {0: {"grad_input": self.dx}, 3: {"output": self.out}}
+        y: Tensor = self.model(self.x, split_sizes=self.sizes, scales=self.scales, op_kwargs=of_op, **more)
+        return y
+
+
+@pytest.mark.parametrize("lengths", [[T] * 5, LENGTHS])
+def test_buffers_of_the_caller_are_written_again(runs: Runs, lengths: list[int]) -> None:
+    experts, counts = Lending(), []
+    for rows in lengths:
+        experts.give(rows)
+        expected, got = experts.anew(), list[Tensor]()
+        counts.append(runs.of(lambda got=got: got.extend(experts.step())))
+        assert same(got, expected), rows
+
+    assert counts[-1] == (0, 2)
+
+
+def test_a_buffer_that_overlaps_is_refused_every_time(runs: Runs) -> None:
+    experts = Lending()
+    experts.warm()
+    experts.out = experts.x.detach()
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="overlaps"):
+            experts.forward()
+    experts.out = torch.empty_like(experts.dy)
+    assert runs.of(experts.forward) == (0, 1)
 
 
 def wider(experts: Experts) -> None:
@@ -313,13 +472,17 @@ def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     assert same(experts.step(), experts.anew())
 
 
-@pytest.mark.parametrize("half", [ready, halves])
-def test_a_stream_has_its_own(runs: Runs, half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts()
+    first = experts.step()
     experts.warm()
-    monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
+    for half in (ready, halves):
+        monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
-    assert runs.of(experts.step)[1] == (0 if half is ready else 1)
+    again: list[Tensor] = []
+    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    assert same(again, first)
+    assert runs.streams[-4:] == [0, 0, 16, 16]
 
 
 def hooked(experts: Experts) -> Callable[[], None]:

@@ -126,7 +126,8 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   params.hidden = call.hidden;
   if (call.dscales) params.shares = reinterpret_cast<float*>(static_cast<char*>(gemm.workspace) + shares_offset(p.groups));
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
-  if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, call.dscales, call.scales.type, stream);
+  const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
+  if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type, stream);
 }
 
 }  // namespace fusible

@@ -33,7 +33,7 @@ int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns
 GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors, int variant = -1);
 GemmConfig choose_backward_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
-// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which are unspecified.
+// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which become zero.
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream);
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream);
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "fusible/gemm_config.h"
-#include "fusible/zero_tail.h"
+#include "fusible/clearing.h"
 
 namespace fusible {
 

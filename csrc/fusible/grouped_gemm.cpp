@@ -108,19 +108,29 @@ void clear_output(const GroupedGemm& call, cudaStream_t stream) {
   }
 }
 
+// The rows of no group of what the call writes.
+Tail tail_of(const GroupedGemm& call) {
+  const int64_t element = bytes_of(call.out.type);
+  return {{const_cast<void*>(call.out.data), call.problem.tokens, call.problem.n * element, call.out.pitch * element},
+          {call.groups.sizes, static_cast<int>(call.problem.groups), call.groups.wide}};
+}
+
 // The workspace of this launch, filled; null for what it does not need.
 Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const std::vector<Place> places = places_of(p.layout == Layout::kTN ? call.out : call.b);
   const auto biases = call.affine.bias.addresses;
   FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ", p);
-  if (!call.workspace) return {};
-  Workspace workspace = lay_out(call.workspace, p.groups);
+  Workspace workspace = call.workspace ? lay_out(call.workspace, p.groups) : Workspace{};
   if (!config.on_demand) workspace.counter = nullptr;
   if (places.empty()) workspace.places = nullptr;
   if (biases.empty()) workspace.biases = nullptr;
   if (workspace.places || workspace.biases) FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
-  else if (workspace.counter) FUSIBLE_CUDA_CHECK(cudaMemsetAsync(workspace.counter, 0, sizeof(unsigned), stream), p, ": ", config);
+  if (call.cleared) return workspace;
+  Clearing clearing;
+  if (workspace.counter) clearing.counters = {workspace.counter};
+  if (call.zero_tail) clearing.tails = {tail_of(call)};
+  clear(clearing, current_device(), stream);
   return workspace;
 }
 
@@ -146,6 +156,14 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
 
 int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 
+void clear_before(GroupedGemm& call, Clearing& clearing) {
+  unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
+  if (counter && std::ranges::count(clearing.counters, counter)) return;  // of a call before, which leaves it as it is then
+  if (counter) clearing.counters.push_back(counter);
+  if (call.zero_tail) clearing.tails.push_back(tail_of(call));
+  call.cleared = true;
+}
+
 GroupedGemm settled(const GroupedGemm& wanted) {
   GroupedGemm call = wanted;
   call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
@@ -168,6 +186,7 @@ void check(const GroupedGemm& call, int device) {
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
+  FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN), "only rows of groups with sizes have a tail. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
   check_matrix("out", call.out, p);

@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "fusible/clearing.h"
 #include "fusible/tensor_map.h"
 
 namespace fusible {
@@ -38,10 +39,16 @@ struct GroupedGemm {
   float beta = 1;
   void* workspace = nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
   int variant = -1;           // a tile variant instead of the cost model's
+  bool zero_tail = false;     // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
+  bool cleared = false;       // somebody has done so, and cleared the workspace's counter: see clear_before
 };
 
-// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not touched; an empty
-// group's weight gradient is zero (or beta times what it was when accumulating). What stands in `out` is not read where beta is 0, and
+// Notes what the call must find cleared, and lets it rely on that, so that calls which are made one after the other share one kernel
+// for it. Nothing before the call may write the rows of `out`.
+void clear_before(GroupedGemm& call, Clearing& clearing);
+
+// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not touched, unless they
+// shall be zeroed; an empty group's weight gradient is zero (or beta times what it was when accumulating). What stands in `out` is not read where beta is 0, and
 // rounded to its type once more where beta is neither 0 nor 1, before the product is added.
 void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream);
 

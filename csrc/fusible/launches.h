@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "fusible/clearing.h"
 #include "fusible/error.h"
 
 namespace fusible {
@@ -15,40 +16,65 @@ namespace fusible {
 using Address = uintptr_t;
 using Addresses = std::vector<Address>;
 
-// Where an address of a launch comes from: the `position`-th argument (the `element`-th of it, if it is a list) lies `offset` bytes behind
-// the `source`-th address that a run is given.
+// Where an argument of a launch comes from: the `position`-th (the `element`-th of it, if it is a list) is an address that lies `offset`
+// bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given; or of kNumber: `offset` and `factor` for
+// each row; or it is the stream.
 struct Patch {
-  int64_t position, element, source, offset;
+  static constexpr int64_t kNumber = -1, kStream = -2;
+  int64_t position, element, source, offset, factor;
+};
+inline constexpr int64_t kRowBlock = 128;  // so that whatever stands behind many rows is aligned as what stands behind few
+
+// A call on a stream of a device: there is clear_before(call, clearing) and launch(call, device, stream).
+template <class Call>
+struct OnStream {
+  Call call;
+  int device;
+  cudaStream_t stream;
 };
 
 class Launches {
  public:
   template <class... Args>
   void add(void (*function)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
-    const auto arguments = std::make_shared<std::tuple<std::decay_t<Args>...>>(args...);
-    for (const Patch& patch : patches) {
-      patches_.push_back({place(*arguments, patch), static_cast<size_t>(patch.source), patch.offset});
-      sources_ = std::max(sources_, patches_.back().source + 1);
-    }
+    const auto arguments = keep(patches, args...);
     launches_.push_back([function, arguments] { std::apply(function, *arguments); });
   }
 
+  // One kernel clears what all such calls must find cleared.
+  template <class Call, class... Args>
+  void add(OnStream<Call> (*make)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
+    const auto arguments = keep(patches, args...);
+    const auto made = std::make_shared<OnStream<Call>>();
+    prepare_.push_back([=](Launches& launches) {
+      *made = std::apply(make, *arguments);
+      clear_before(made->call, launches.clearing_);
+      launches.device_ = made->device, launches.stream_ = made->stream;
+    });
+    launches_.push_back([made] { launch(made->call, made->device, made->stream); });
+  }
+
   // Not from two threads at once.
-  void run(const Addresses& addresses) {
-    FUSIBLE_CHECK(addresses.size() >= sources_, "launches of ", sources_, " tensors got ", addresses.size());
-    for (const auto& [target, source, offset] : patches_) *target = addresses[source] + offset;
+  void run(const Addresses& addresses, int64_t rows, int64_t stream) {
+    FUSIBLE_CHECK(static_cast<int64_t>(addresses.size()) >= sources_, "launches of ", sources_, " tensors got ", addresses.size());
+    const int64_t padded = (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
+    for (const auto& [target, source, offset, factor] : patches_)
+      *target = source == Patch::kStream ? stream : source == Patch::kNumber ? offset + factor * rows : addresses[source] + offset + factor * padded;
+    clearing_.counters.clear(), clearing_.tails.clear();
+    for (const auto& prepare : prepare_) prepare(*this);
+    clear(clearing_, device_, stream_);
     for (const auto& launch : launches_) launch();
   }
 
  private:
   struct Target {
-    Address* address;
-    size_t source;
-    int64_t offset;
+    Address* address;  // or a number
+    int64_t source, offset, factor;
   };
 
   static Address* address_in(Address& address, int64_t) { return &address; }
   static Address* address_in(Addresses& list, int64_t element) { return &list.at(element); }
+  static Address* address_in(int64_t& number, int64_t) { return reinterpret_cast<Address*>(&number); }  // of the same type but for the sign
   template <class T>
   static Address* address_in(T&, int64_t) { return nullptr; }
 
@@ -60,18 +86,32 @@ class Launches {
       if (position++ == patch.position) found = address_in(value, patch.element);
     };
     std::apply([&](auto&... value) { (look(value), ...); }, values);
-    FUSIBLE_CHECK(found, "argument ", patch.position, " is no address");
+    FUSIBLE_CHECK(found, "argument ", patch.position, " is neither an address nor a number");
     return found;
   }
 
+  template <class... Args>
+  std::shared_ptr<std::tuple<Args...>> keep(const std::vector<Patch>& patches, const Args&... args) {
+    const auto arguments = std::make_shared<std::tuple<Args...>>(args...);
+    for (const Patch& patch : patches) {
+      patches_.push_back({place(*arguments, patch), patch.source, patch.offset, patch.factor});
+      sources_ = std::max(sources_, patches_.back().source + 1);
+    }
+    return arguments;
+  }
+
+  std::vector<std::function<void(Launches&)>> prepare_;
   std::vector<std::function<void()>> launches_;
   std::vector<Target> patches_;
-  size_t sources_ = 0;
+  int64_t sources_ = 0;
+  Clearing clearing_;
+  int device_ = 0;
+  cudaStream_t stream_ = nullptr;
 };
 
 // Which of a function's arguments are addresses or lists of them.
-template <class... Args>
-std::vector<int> address_positions(void (*)(Args...)) {
+template <class Made, class... Args>
+std::vector<int> address_positions(Made (*)(Args...)) {
   std::vector<int> positions;
   int position = 0;
   const auto look = [&](bool is_address) {

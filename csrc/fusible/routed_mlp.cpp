@@ -11,7 +11,7 @@ constexpr int64_t kAlignment = 256;
 struct Room {
   int32_t *sizes, *place, *counts;
   float* scales;
-  char *rows, *pre, *hidden, *gemm;
+  char *rows, *pre, *hidden, *up, *down;  // the last two: workspaces of the products
   int64_t bytes;
 };
 
@@ -31,7 +31,8 @@ Room room_of(const RoutedMlp& m, int64_t slots, char* memory) {
   room.rows = take(slots * m.features * element);
   room.hidden = take(slots * m.columns * element);
   room.pre = m.separate ? take(slots * wide * element) : nullptr;
-  room.gemm = take(workspace_bytes(m.groups));
+  room.up = take(workspace_bytes(m.groups));
+  room.down = take(workspace_bytes(m.groups));
   room.bytes = at;
   return room;
 }
@@ -45,18 +46,15 @@ GroupedGemm product(const RoutedMlp& m, const Room& room, int64_t slots, int64_t
   gemm.out = {out, m.type, n, 0};
   gemm.groups = {room.sizes, nullptr, false};
   gemm.affine.bias = bias;
-  gemm.workspace = room.gemm;
   return gemm;
 }
 
-void up_and_activation(const RoutedMlp& m, const Room& room, int64_t slots, int device, cudaStream_t stream) {
-  const int64_t wide = m.activation.gated ? 2 * m.columns : m.columns;
-  const GroupedGemm gemm = product(m, room, slots, wide, m.features, room.rows, m.up, m.up_bias, room.pre);
+void up_and_activation(const RoutedMlp& m, const Room& room, const GroupedGemm& up, int device, cudaStream_t stream) {
   if (m.separate) {
-    grouped_gemm(gemm, device, stream);
-    activate({m.activation, m.type, slots, m.columns, room.pre, {}, room.hidden}, device, stream);
+    grouped_gemm(up, device, stream);
+    activate({m.activation, m.type, up.problem.tokens, m.columns, room.pre, {}, room.hidden}, device, stream);
   } else {
-    linear_activation({gemm, m.activation, {}, room.hidden}, device, stream);
+    linear_activation({up, m.activation, {}, room.hidden}, device, stream);
   }
 }
 
@@ -70,10 +68,15 @@ void routed_mlp(const RoutedMlp& m, const RoutedTokens& c, int device, cudaStrea
   RoutedRows rows{m.type, c.tokens, m.features, c.slots, room.place, room.sizes + m.groups, c.x, c.pitch, room.rows, m.features};
   route({c.ids, c.wide, slots, m.groups, c.weights, room.sizes, nullptr, room.place, room.scales, room.counts}, device, stream);
   spread_rows(rows, false, device, stream);
-  up_and_activation(m, room, slots, device, stream);
+  GroupedGemm up = product(m, room, slots, m.activation.gated ? 2 * m.columns : m.columns, m.features, room.rows, m.up, m.up_bias, room.pre);
   GroupedGemm down = product(m, room, slots, m.features, m.columns, room.hidden, m.down, m.down_bias, room.rows);
+  up.workspace = room.up, down.workspace = room.down;
   down.problem.affine = true;
   down.affine.row_scale = room.scales;
+  Clearing clearing;
+  clear_before(up, clearing), clear_before(down, clearing);
+  clear(clearing, device, stream);
+  up_and_activation(m, room, up, device, stream);
   grouped_gemm(down, device, stream);
   rows.from = room.rows, rows.from_pitch = m.features, rows.to = c.out, rows.to_pitch = m.features;
   sum_rows(rows, device, stream);

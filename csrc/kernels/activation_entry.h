@@ -1,6 +1,7 @@
 // Parameters and instantiations of the grouped GEMMs that end in an activation, or in its backward.
 #pragma once
 #include "fusible/activation.h"
+#include "fusible/clearing.h"
 #include "kernels/kernel_entry.h"
 
 namespace fusible {
@@ -26,7 +27,7 @@ KernelEntry activation_entry(bool halves, bool affine, int variant);
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
 
-// out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type.
-void sum_shares(const float* shares, int count, int64_t tokens, void* out, DType type, cudaStream_t stream);
+// out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type; zero for the rows of no group.
+void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type, cudaStream_t stream);
 
 }  // namespace fusible

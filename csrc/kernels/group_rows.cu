@@ -195,7 +195,10 @@ void launch_dots(const RowDots& c, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t column_sums_workspace(int64_t tokens, int64_t columns, int groups) { return most_chunks(tokens, groups) * columns * sizeof(float); }
+// Enough for most_chunks(tokens, groups), and on a line in the tokens: replays of other lengths count on that.
+int64_t column_sums_workspace(int64_t tokens, int64_t columns, int groups) {
+  return (tokens + (groups + 1) * kChunkRows) * blocks_of(columns * static_cast<int64_t>(sizeof(float)), kChunkRows);
+}
 
 void column_sums(const ColumnSums& c, int device, cudaStream_t stream) {
   if (!c.sizes.groups || !c.rows.columns) return;

@@ -15,7 +15,6 @@ struct Tables {
 
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(const Workspace to, const __grid_constant__ Tables<kCapacity> from, int places, int biases) {
-  if (threadIdx.x == 0 && to.counter) *to.counter = 0;
   for (int g = threadIdx.x; g < places; g += kThreads) to.places[g] = from.places[g];
   for (int g = threadIdx.x; g < biases; g += kThreads) to.biases[g] = reinterpret_cast<const void*>(from.biases[g]);
 }

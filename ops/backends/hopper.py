@@ -9,9 +9,10 @@ from operator import or_
 import torch
 from torch import Tensor
 
+from ...fuser import recorder
 from ..activations import ActivationSpec
 from . import hopper_activation as fused
-from . import separate
+from . import rows, separate
 from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
 from .hopper_activation import Place
 from .pointwise import ActivationGrads
@@ -95,6 +96,8 @@ def linear_activation_backward(
         fused.backward(problem, pre, spec, scales, out, place(problem.b))
     else:
         separate.backward(run, problem, pre, spec, scales, out)
+        if out.scales is not None:
+            rows.zero_tail(out.scales.unsqueeze(-1), problem.split_sizes)
 
 
 def launch(
@@ -126,7 +129,7 @@ def launch(
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
-        fresh: nobody has seen ``out`` before, so its version stays.
+        fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero.
     """
     device, index, product = a.get_device(), starts if sizes is None else sizes, first(out)
     assert index is not None
@@ -147,9 +150,10 @@ def launch(
         *(0 if row_scale is None else row_scale.data_ptr(), 0 if bias_scale is None else bias_scale.data_ptr()),
         *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),
         *(0 if workspace is None else workspace.data_ptr(), variant, b_addresses, out_addresses, bias_addresses),
+        fresh and layout is not Layout.TN,
     )
     if not fresh:
-        torch.autograd.graph.increment_version(out)
+        recorder.written(out)
 
 
 _NOWHERE: Place = (0, 0, 0), []

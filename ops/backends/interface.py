@@ -21,7 +21,7 @@ class Backend(Protocol):
         """Why the problem cannot be run here; None: it can."""
 
     def run(self, problem: GroupedGemm, /) -> None:
-        """Computes ``problem.out``."""
+        """Computes ``problem.out``. Our own zeroes the tail of rows that are fresh, too."""
 
     def linear_activation(
         self,
@@ -37,7 +37,10 @@ class Backend(Protocol):
     def linear_activation_backward(
         self, problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
     ) -> None:
-        """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
+        """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for.
+
+        Our own zeroes the tail of the scales' gradient, too.
+        """
 
 
 class RowKernels(Protocol):

@@ -1,0 +1,36 @@
+// What kernels must find cleared: counters of tasks, and the tails of token buffers, the rows past the last group. One kernel clears all
+// of it. Group sizes are read on the device, so it can be captured in a graph.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace fusible {
+
+// Bytes between the rows of a pitched buffer are not touched.
+struct BufferRows {
+  void* data;
+  int64_t tokens, row_bytes, pitch_bytes;
+};
+
+struct SplitSizes {
+  const void* sizes;  // on the device, int32 or (wide) int64
+  int groups;
+  bool wide;
+};
+
+struct Tail {
+  BufferRows rows;
+  SplitSizes sizes;
+};
+
+struct Clearing {
+  std::vector<unsigned*> counters;
+  std::vector<Tail> tails;
+};
+
+// Throws fusible::Error if a launch fails. Of nothing, nothing is launched.
+void clear(const Clearing& what, int device, cudaStream_t stream);
+
+}  // namespace fusible

@@ -1,0 +1,62 @@
+"""Replays on the GPU: the bits of calls that know nothing of earlier ones, however many rows a step has."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from reference import unit
+from torch import Tensor
+
+from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible.fuser import replay
+from fusible.ops.backends import hopper
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
+        reason="needs a Hopper GPU and the extension",
+    ),
+]
+
+E, K, F = 5, 64, 128
+ROWS = [300, 421, 512, 77, 1300, 301, 300, 1030, 1]
+
+
+def step(model: Sequential, x: Tensor, sizes: Tensor, scales: Tensor, dy: Tensor, lend: bool) -> list[Tensor]:
+    out, dx = torch.full_like(dy, 7), torch.full_like(x.detach(), 7)
+    op_kwargs: Any = {0: {"grad_input": dx}, 3: {"output": out}} if lend else {}
+    y = model(x, split_sizes=sizes, scales=scales, op_kwargs=op_kwargs)
+    grads = torch.autograd.grad(y, [x, scales, *model.parameters()], dy)
+    assert not lend or (y.data_ptr() == out.data_ptr() and grads[0].data_ptr() == dx.data_ptr())
+    return [y, *grads]
+
+
+@pytest.mark.parametrize("lend", [False, True])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_differ_in_every_step(monkeypatch: pytest.MonkeyPatch, lend: bool, single: bool, bias: bool) -> None:
+    how: Any = {"bias": bias, "device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": single}
+    model = Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, K, **how))
+    counts, run = list[int](), replay.Replay.run
+
+    def counted(self: replay.Replay, *arguments: Any) -> list[Tensor]:
+        counts[-1] += 1
+        return run(self, *arguments)
+
+    monkeypatch.setattr(replay.Replay, "run", counted)
+    for rows in ROWS:
+        x, dy = (unit(rows, K, dtype=torch.bfloat16, grad=False).cuda() for _ in range(2))
+        scales = torch.rand(rows, device="cuda").requires_grad_()
+        sizes = torch.tensor([rows // 3, 0, rows // 4, rows // 7, 1 if rows > 7 else 0], device="cuda")
+        counts.append(0)
+        got = step(model, x.requires_grad_(), sizes, scales, dy, lend)
+        counts.append(0)
+        expected = step(deepcopy(model), x, sizes, scales, dy, lend)
+
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), rows
+    assert counts[1::2] == [0] * len(ROWS)
+    assert counts[-10::2] == [2] * 5
