@@ -159,11 +159,12 @@ fusible::OnStream<fusible::LinearActivation> linear_activation(int curve, bool g
 fusible::OnStream<fusible::LinearActivationBackward> linear_activation_backward(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
                                 int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch, Address b,
                                 int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales, int scales_type, Address pre,
-                                Address dpre, Address dscales, Address hidden, Address workspace, int variant) {
+                                Address dpre, Address dscales, Address hidden, Address dbias, int dbias_type, Address workspace, int variant) {
   const fusible::GroupedGemm gemm =
       gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group, b_addresses, sizes, wide, workspace, variant);
   return {{gemm, activation(curve, gated, alpha, limit, linear_offset, block), {pointer<void>(scales), static_cast<fusible::DType>(scales_type)},
-           pointer<void>(pre), reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden)},
+           pointer<void>(pre), reinterpret_cast<void*>(dpre), reinterpret_cast<void*>(dscales), reinterpret_cast<void*>(hidden),
+           reinterpret_cast<void*>(dbias), static_cast<fusible::DType>(dbias_type)},
           device, reinterpret_cast<cudaStream_t>(stream)};
 }
 
@@ -338,11 +339,12 @@ PYBIND11_MODULE(_C, module) {
              "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
   launches.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
              "device"_a, "stream"_a, "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a,
-             "b_addresses"_a, "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "workspace"_a, "variant"_a = -1,
+             "b_addresses"_a, "sizes"_a, "wide"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "dbias"_a, "dbias_type"_a, "workspace"_a,
+             "variant"_a = -1,
              "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a, "device"_a, "groups"_a, "tokens"_a,
              "n"_a, "k"_a, "affine"_a = false, "The configuration that linear_activation or its backward chooses, in words.");
-  module.def("backward_workspace_bytes", &fusible::backward_workspace_bytes, "groups"_a, "tokens"_a, "columns"_a, "dscales"_a,
+  module.def("backward_workspace_bytes", &fusible::backward_workspace_bytes, "groups"_a, "tokens"_a, "columns"_a, "dscales"_a, "bias_columns"_a,
              "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") = std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
   module.attr("BACKWARD_VARIANTS") = std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));

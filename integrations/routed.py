@@ -96,29 +96,27 @@ class Backward:
         self.routing = of_parts(parts, own)
         self.experts = Experts(up, down, up_bias, down_bias, spec, transposed)
         self.hidden: Tensor | None = None
+        self.dup_bias: Tensor | None = None
 
     def run(self, dy: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, the ids (none), the weights of the slots, and the parameters."""
         needs, e = self.needs, self.experts
         dweights, ddown_bias = self._through_activation(dy)
         dx = self._input_grad() if needs.x else None
-        dup_bias = dup = ddown = None
-        if needs.up_bias:
-            assert e.up_bias is not None
-            dup_bias = kernels.column_sums(self.pre, self.routing.split_sizes, e.up_bias.dtype)
+        dup = ddown = None
         if needs.up:
             dup = self._weight_grad(e.up, self.x, self.pre, leads=e.transposed)
         self.pre = None
         if needs.down:
             ddown = self._weight_grad(e.down, dy, self.hidden, leads=not e.transposed)
-        return dx, None, dweights, dup, ddown, dup_bias, ddown_bias
+        return dx, None, dweights, dup, ddown, self.dup_bias, ddown_bias
 
     def _through_activation(self, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Turns ``pre`` into its gradient, makes the hidden rows; the gradients of the weights and of down's bias."""
         needs, e, sizes = self.needs, self.experts, self.routing.split_sizes
         dweights = dbias = None
         rows = rows_of.spread(dy, self.routing, fill=False)
-        pre, dots, self.hidden = self._grads(rows)
+        pre, dots, self.hidden, self.dup_bias = self._grads(rows)
         self.pre = pre
         if needs.weights:
             if e.down_bias is not None:
@@ -128,13 +126,13 @@ class Backward:
             dbias = kernels.column_sums(rows, sizes, e.down_bias.dtype, self.scales)
         return dweights, dbias
 
-    def _grads(self, rows: Tensor) -> tuple[Any, Any, Tensor | None]:
-        """The gradient of the pre-activation, ``<u, a>`` by row, and the scaled hidden rows, if they are wanted."""
+    def _grads(self, rows: Tensor) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+        """Gradients of pre-activation and its bias, ``<u, a>`` by row, scaled hidden rows: those that are wanted."""
         e, needs = self.experts, self.needs
         if self.pre is None:
-            return None, None, None
+            return None, None, None, None
         if not needs.through:
-            return None, None, kernels.activate(self.pre, e.spec, self.scales)
+            return None, None, kernels.activate(self.pre, e.spec, self.scales), None
         return kernels.grouped_linear_activation_backward(
             rows,
             oriented(e.down, e.transposed),
@@ -144,6 +142,7 @@ class Backward:
             scales=self.scales,
             want_scales=needs.weights,
             want_hidden=needs.down,
+            bias_dtype=e.up_bias.dtype if needs.up_bias and e.up_bias is not None else None,
         )
 
     def _input_grad(self) -> Tensor:

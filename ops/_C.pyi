@@ -200,6 +200,8 @@ def linear_activation_backward(
     dpre: int,
     dscales: int,
     hidden: int,
+    dbias: int,
+    dbias_type: int,
     workspace: int,
     variant: int = -1,
 ) -> None: ...
@@ -215,7 +217,7 @@ def linear_activation_config(
     k: int,
     affine: bool = False,
 ) -> str: ...
-def backward_workspace_bytes(groups: int, tokens: int, columns: int, dscales: bool) -> int: ...
+def backward_workspace_bytes(groups: int, tokens: int, columns: int, dscales: bool, bias_columns: int) -> int: ...
 def zero_tail(
     device: int,
     stream: int,

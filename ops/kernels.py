@@ -145,15 +145,19 @@ def grouped_linear_activation_backward(
     scales: Tensor | None = None,
     want_scales: bool,
     want_hidden: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`.
 
-    The tail of the scales' gradient is zero; what only grouped products read has an unspecified one.
+    The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
+    ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
     """
     if type(dy) is not Tensor and trace.is_traced(dy):
-        how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden}
+        how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
         return traced.grouped_linear_activation_backward(dy, weight, pre, split_sizes, activation, **how)  # type: ignore[arg-type]
     out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
+    if bias_dtype is not None:
+        out = out._replace(bias=room.new_sums(pre, split_sizes, bias_dtype))
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     apart = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
@@ -162,6 +166,10 @@ def grouped_linear_activation_backward(
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         if out.scales is not None and backend is not hopper:
             _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
+        if out.bias is not None and backend is not hopper:
+            _row_kernels(out.pre, split_sizes, out.bias).column_sums(out.pre, split_sizes, out.bias, None)
+    elif out.bias is not None and not problem.rows:
+        out.bias.zero_()
     return out
 
 

@@ -111,21 +111,30 @@ def _fake_activation_grads(pre: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tens
     return _returned(room.new_grads(pre, ActivationSpec(*spec), scales, want_scales, want_hidden))
 
 
+def _fake_linear_activation_backward(
+    dy: Tensor, weight: list[Tensor], pre: Tensor, split_sizes: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *grads, bias_dtype, _ = how
+    bias = pre.new_empty(0) if bias_dtype is None else room.new_sums(pre, split_sizes, bias_dtype)
+    return *_fake_activation_grads(pre, *grads), bias
+
+
 @_register(
     f"grouped_linear_activation_backward(Tensor dy, Tensor[] weight, Tensor pre, Tensor split_sizes, {_SPEC}, "
-    "Tensor? scales, bool want_scales, bool want_hidden, str switches) -> (Tensor, Tensor, Tensor)",
-    lambda dy, weight, pre, split_sizes, *how: _fake_activation_grads(pre, *how[:-1]),
+    "Tensor? scales, bool want_scales, bool want_hidden, ScalarType? bias_dtype, str switches) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_linear_activation_backward,
 )
 def _linear_activation_backward(
     dy: Tensor, weight: list[Tensor], pre: Tensor, split_sizes: Tensor, *how: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *spec, scales, want_scales, want_hidden, switches = how
-    given = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden}
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *spec, scales, want_scales, want_hidden, bias_dtype, switches = how
+    given = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
     with using(_config(switches)):
         made = kernels.grouped_linear_activation_backward(
             dy, _right("NN", weight), pre, split_sizes, ActivationSpec(*spec), **given
         )
-    return _returned(made)
+    return *_returned(made), pre.new_empty(0) if made.bias is None else made.bias
 
 
 @_register(
@@ -226,5 +235,5 @@ def _epilogue(bias: list[Tensor] | None, bias_scale: Tensor | None, row_scale: T
 
 
 def _returned(grads: ActivationGrads) -> tuple[Tensor, Tensor, Tensor]:
-    pre, scales, hidden = (grads.pre.new_empty(0) if t is None else t for t in grads)
+    pre, scales, hidden = (grads.pre.new_empty(0) if t is None else t for t in grads[:3])
     return pre, scales, hidden

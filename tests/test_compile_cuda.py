@@ -114,7 +114,7 @@ def test_opcheck() -> None:
         (ops.grouped_linear_activation, (x, [weight], sizes, *spec, None, None, rows, True, False, "auto")),
         (
             ops.grouped_linear_activation_backward,
-            (x, [of(E, K, F)], wide, sizes, *spec, rows, True, True, "auto"),
+            (x, [of(E, K, F)], wide, sizes, *spec, rows, True, True, torch.float32, "auto"),
         ),
         (ops.activate, (wide, *spec, rows)),
         (ops.activate_backward, (of(100, F), wide, *spec, rows, True, True)),

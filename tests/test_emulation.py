@@ -199,7 +199,8 @@ def test_epilogues_with_weights_stored_transposed(gpu: Gpu, name: str) -> None:
 @pytest.mark.parametrize("want_hidden", [False, True])
 def test_gradients_that_are_wanted(gpu: Gpu, want_hidden: bool, want_scales: bool) -> None:
     case = gpu.fused.Case(gpu.fused.SPECS["silu glu"], RAGGED)
-    gpu.fused.check_backward(case, want_hidden=want_hidden, want_scales=want_scales)
+    for bias in (None, torch.bfloat16, torch.float16) if want_scales else (None,):
+        gpu.fused.check_backward(case, want_hidden=want_hidden, want_scales=want_scales, bias_dtype=bias)
 
 
 def test_epilogues_of_many_groups(gpu: Gpu) -> None:
@@ -210,6 +211,7 @@ def test_epilogues_and_the_edges(gpu: Gpu) -> None:
     check_fused(gpu, gated("silu", None, 1.0, 0.0, interleaved(128)), columns=384)  # blocks as wide as half a tile
     gpu.fused.test_nothing()
     gpu.fused.test_nan_of_a_group_stays_in_it()
+    gpu.fused.test_the_bias_changes_nothing_else("gpt-oss")
     gpu.fused.test_weights_and_biases_anywhere_in_memory()
 
 

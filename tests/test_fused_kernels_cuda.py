@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -107,9 +108,10 @@ def as_stored(t: Tensors, weights: Tensor, layout: Layout) -> tuple[Layout, Tens
     return Layout.NN if layout is Layout.NT else Layout.NT, weights.mT.contiguous()
 
 
-def poisoned(t: Tensors, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Room for a result inside a buffer of poison."""
-    return torch.full((t.tokens + 2 * GUARD, *shape), POISON, dtype=dtype, device="cuda")[GUARD:-GUARD]
+def poisoned(t: Tensors, *shape: int, dtype: torch.dtype, rows: int | None = None) -> Tensor:
+    """Room for a result inside a buffer of poison; as many rows as tokens if nothing else is said."""
+    rows = t.tokens if rows is None else rows
+    return torch.full((rows + 2 * GUARD, *shape), POISON, dtype=dtype, device="cuda")[GUARD:-GUARD]
 
 
 def assert_only_valid_rows_written(t: Tensors, *results: Tensor | None) -> None:
@@ -133,13 +135,20 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     return pre, hidden
 
 
-def backward(t: Tensors, pre: Tensor, want_scales: bool = True, want_hidden: bool = True) -> ActivationGrads:
-    case = t.case
+def backward(
+    t: Tensors,
+    pre: Tensor,
+    want_scales: bool = True,
+    want_hidden: bool = True,
+    bias_dtype: torch.dtype | None = torch.float32,
+) -> ActivationGrads:
+    case, experts = t.case, len(t.case.sizes)
     wanted = want_scales and t.scales is not None
     out = ActivationGrads(
         poisoned(t, case.width, dtype=case.dtype),
         torch.full_like(t.scales, POISON) if wanted else None,  # type: ignore[arg-type]
         poisoned(t, case.columns, dtype=case.dtype) if want_hidden else None,
+        None if bias_dtype is None else poisoned(t, case.width, dtype=bias_dtype, rows=experts),
     )
     layout, weights = as_stored(t, t.w2, Layout.NN)
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.pre)
@@ -170,7 +179,18 @@ def check_forward(case: Case) -> None:
     assert torch.equal(alone, hidden), "without the pre-activation the hidden rows differ"
 
 
-def check_backward(case: Case, **wants: bool) -> None:
+def assert_sums_of_groups(t: Tensors, rows: Tensor, sums: Tensor) -> None:
+    """``sums`` [E, C] are those of the rows of each group, in fp32 or a dtype to which that is rounded once."""
+    parts = torch.split(rows[: t.valid].double(), list(t.case.sizes))
+    expected = torch.stack([part.sum(0) for part in parts])
+    size = torch.stack([part.abs().sum(0) for part in parts])
+    step = STEP.get(sums.dtype, 0.0) * 1.02
+    assert ((sums.double() - expected).abs() <= expected.abs() * step + size * 1e-6).all()
+    assert sums._base is not None
+    assert torch.cat([sums._base[:GUARD], sums._base[-GUARD:]]).eq(POISON).all(), "wrote beside the sums"
+
+
+def check_backward(case: Case, **wants: Any) -> None:
     t, n = Tensors(case), sum(case.sizes)
     pre = t.rows(case.width)
     out = backward(t, pre, **wants)
@@ -180,7 +200,9 @@ def check_backward(case: Case, **wants: bool) -> None:
     hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes)  # what the unfused backward would start from
     assert_near(rounded[:n], dhidden, absolute=2e-4)
     scales = None if t.scales is None else t.scales[:n].double()
-    truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out))
+    if out.bias is not None:
+        assert_sums_of_groups(t, out.pre, out.bias)
+    truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out[:3]))
     pointwise.backward(rounded[:n].double(), pre[:n].double(), case.spec, scales, truth)
     assert_near(out.pre[:n], truth.pre, absolute=4e-5)
     if out.hidden is not None:
@@ -287,12 +309,26 @@ def test_bias_and_scales(name: str, scales: torch.dtype | None, bias: torch.dtyp
         check_forward(Case(SPECS[name], dtype=dtype, scales=scales, bias=bias, bias_scale=bias_scale))
 
 
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("want_scales", [False, True])
 @pytest.mark.parametrize("want_hidden", [False, True])
 @pytest.mark.parametrize("scales", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_gradients_that_are_wanted(scales: torch.dtype | None, want_hidden: bool, want_scales: bool) -> None:
+def test_gradients_that_are_wanted(
+    scales: torch.dtype | None, want_hidden: bool, want_scales: bool, bias: torch.dtype | None
+) -> None:
     for name in SOME:
-        check_backward(Case(SPECS[name], scales=scales), want_hidden=want_hidden, want_scales=want_scales)
+        for variant in BACKWARD:
+            case = Case(SPECS[name], scales=scales, variant=variant)
+            check_backward(case, want_hidden=want_hidden, want_scales=want_scales, bias_dtype=bias)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_bias_changes_nothing_else(name: str) -> None:
+    for variant in BACKWARD:
+        t = Tensors(Case(SPECS[name], columns=320, variant=variant))
+        pre = t.rows(t.case.width)
+        once, again = backward(t, pre, bias_dtype=None), backward(t, pre)
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(once[:3], again[:3], strict=True))
 
 
 def test_nothing() -> None:
@@ -309,8 +345,10 @@ def test_nan_of_a_group_stays_in_it() -> None:
     t.x[70:200], t.dy[70:200], t.w1[1], t.w2[1] = (math.nan,) * 4
     dirty, after = forward(t), backward(t, pre)
     others = [*range(70), *range(200, 260)]
-    for one, other in [*zip(clean, dirty, strict=True), *zip(grads, after, strict=True)]:
+    for one, other in [*zip(clean, dirty, strict=True), *zip(grads[:3], after[:3], strict=True)]:
         assert torch.equal(one[others], other[others])
+    assert torch.equal(grads.bias[[0, 2]], after.bias[[0, 2]])
+    assert after.bias[1].isnan().all()
     assert dirty[0][70:200].isnan().all()
     assert dirty[1][70:200].isnan().all()
 
@@ -324,7 +362,8 @@ def test_repeats_are_bitwise_equal(name: str) -> None:
         first = backward(t, pre)
         for _ in range(5):
             again = backward(t, pre)
-            assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, again, strict=True))
+            assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first[:3], again[:3], strict=True))
+            assert torch.equal(first.bias, again.bias)
     for variant in FORWARD:
         t = Tensors(replace(case, variant=variant))
         once = forward(t)
@@ -343,7 +382,8 @@ def test_graph_replay_with_other_sizes() -> None:
         t.sizes.copy_(torch.tensor(sizes))
         graph.replay()
         direct, n = (*forward(t), *backward(t, pre)), sum(sizes)
-        assert all(torch.equal(a[:n], b[:n]) for a, b in zip(replayed, direct, strict=True))
+        assert all(torch.equal(a[:n], b[:n]) for a, b in zip(replayed[:-1], direct[:-1], strict=True))
+        assert torch.equal(replayed[-1], direct[-1]), "the bias of every group, empty or not"
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -354,9 +394,12 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     pre, hidden = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, scales=scales, keep_pre=True)
     assert pre is not None
     grads = kernels.grouped_linear_activation_backward(
-        t.dy, t.w2, pre, t.sizes, spec, scales=scales, want_scales=True, want_hidden=True
+        t.dy, t.w2, pre, t.sizes, spec, scales=scales, want_scales=True, want_hidden=True, bias_dtype=torch.float32
     )
     assert grads.scales is not None
+    assert grads.bias is not None
+    apart = kernels.column_sums(grads.pre, t.sizes, torch.float32)
+    torch.testing.assert_close(grads.bias, apart, rtol=1e-6, atol=1e-4)
     assert hidden[n:].eq(0).all()
     assert grads.scales[n:].eq(0).all()
     two_pre, two_hidden = torch.empty_like(pre), torch.empty_like(hidden)
@@ -364,7 +407,7 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     separate.forward(hopper.run, problem, spec, scales, two_pre, two_hidden)
     assert_near(pre[:n], two_pre[:n].double(), steps=2)
     assert_near(hidden[:n], two_hidden[:n].double(), steps=2, absolute=1e-5)
-    two = ActivationGrads(*(torch.empty_like(g) for g in grads if g is not None))
+    two = ActivationGrads(*(torch.empty_like(g) for g in grads[:3] if g is not None))
     separate.backward(hopper.run, GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.pre), pre, spec, scales, two)
     assert two.hidden is not None
     assert grads.hidden is not None
@@ -388,7 +431,7 @@ def test_weights_and_biases_anywhere_in_memory() -> None:
         one = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, **how)
         many = kernels.grouped_linear_activation(t.x, w1, t.sizes, spec, bias=bias, **how)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, many, strict=True))
-        pre, wants = one[0], {"scales": t.scales, "want_scales": True, "want_hidden": True}
+        pre, wants = one[0], {"scales": t.scales, "want_scales": True, "want_hidden": True, "bias_dtype": torch.float32}
         first = kernels.grouped_linear_activation_backward(t.dy, t.w2, pre, t.sizes, spec, **wants)
         second = kernels.grouped_linear_activation_backward(t.dy, w2, pre, t.sizes, spec, **wants)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, second, strict=True))

@@ -25,6 +25,7 @@ from fusible import (
     config,
     interleaved,
 )
+from fusible.ops import kernels
 
 E, K, F, N, T = 3, 16, 32, 24, 80
 SIZES = [31, 0, 43]
@@ -166,6 +167,30 @@ def test_discrete_parameters_get_the_gradients_of_stacked_ones(frozen, fused):
 @pytest.mark.parametrize("place", PLACES)
 def test_scaled_biases(place, scaled):
     Case(place=place, scaled=scaled).check()
+
+
+@pytest.mark.parametrize(
+    ("case", "asked"),
+    [
+        ({}, torch.float64),
+        ({"single": False}, torch.float64),
+        ({"frozen": ["b1"]}, None),
+        ({"scaled": (True, False)}, None),
+    ],
+)
+def test_the_first_bias_comes_with_the_gradient_of_the_pre_activation(case, asked, monkeypatch):
+    """Where it is the plain sum of that, and wanted; the sums of rows that are left are then of the second linear."""
+    given, backward, summed, sums = [], kernels.grouped_linear_activation_backward, [], kernels.column_sums
+    monkeypatch.setattr(
+        kernels,
+        "grouped_linear_activation_backward",
+        lambda *args, bias_dtype, **how: given.append(bias_dtype) or backward(*args, bias_dtype=bias_dtype, **how),
+    )
+    monkeypatch.setattr(kernels, "column_sums", lambda rows, *how: summed.append(rows.shape[1]) or sums(rows, *how))
+    Case(**case).run()
+
+    assert given == [asked]
+    assert sorted(summed) == ([N, 2 * F] if "scaled" in case else [N])
 
 
 PARTS = ["x", "w1", "b1", "w2", "b2", "scales", "out", "s1", "s2"]

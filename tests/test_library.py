@@ -41,11 +41,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fc1 alone": (OPS.grouped_linear_activation, (X, [WEIGHT], SIZES, *SPEC, None, None, None, False, False, "auto")),
     "fc2 backward": (
         OPS.grouped_linear_activation_backward,
-        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, SCALES, True, True, "auto"),
+        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, SCALES, True, True, torch.float64, "auto"),
     ),
     "fc2 backward alone": (
         OPS.grouped_linear_activation_backward,
-        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, None, False, False, "auto"),
+        (X, [torch.randn(3, 8, 8)], WIDE, WHOLE, *SPEC, None, False, False, None, "auto"),
     ),
     "activate": (OPS.activate, (WIDE, *SPEC, SCALES)),
     "activate backward": (OPS.activate_backward, (X, WIDE, *SPEC, SCALES, True, True)),

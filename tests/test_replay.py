@@ -291,7 +291,7 @@ def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
 
 
 WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True),
+    "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True, 72),
     "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
 }
 OF_NO_REPLAY = {"route_workspace_bytes", "shaped_workspace_bytes"}  # for kernels that ops do not launch, or not kept

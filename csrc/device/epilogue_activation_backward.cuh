@@ -4,131 +4,132 @@
 
 namespace fusible {
 
-// The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, and each slab's share of
-// <product, activation> by row; the last two if wanted. Every lane stages its octets of pre in shared memory, kSlots - 1 steps ahead
-// of their use: as many registers are not to be had. Where nothing is gated, up is one, and neither loaded nor stored.
+// The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each slab's share of
+// <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if wanted. Where nothing is gated, up is
+// one, and neither loaded nor stored.
 //
-// kWarps share a deposit; a step of a warp is kTogether octets of each lane, which hide each other's latencies.
-template <int kWarps, int kTogether>
+// A warp has a slab of a consumer. A step is four rows of it, an octet of each lane; or eight rows, two octets, which hide each other's
+// latencies, where there are registers for them. Every lane stages its octets of pre in shared memory, a step ahead of their use.
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
-  static constexpr int kFinishers = kWarps, kRegisters = 136;
-  static constexpr int kSlots = 12 / (kConsumers * kWarps * kTogether), kStepRows = 4 * kTogether;
+  static constexpr int kFinishers = 3, kRegisters = 104;
   struct Staged {
-    uint4 gate[kTogether][32], up[kTogether][32];
+    uint4 gate[2][32], up[2][32];
   };
   struct Scratch {
-    Staged slots[kConsumers * kWarps][kSlots];
+    Staged staged[kConsumers * kFinishers];
   };
 
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
+    static_assert(K::Layout::kSlabs == kFinishers && K::Layout::kSlots == 1, "a warp for each slab of a tile");
+    Staged& staged = s.scratch.staged[consumer * kFinishers + warp];
     const int lane = threadIdx.x % 32;
-    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+      const RowScales scales(p.scales, rows.token, rows.rows, lane);
+      const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+      const int slab = tile.column * kFinishers + warp;  // in the row
+      const uint8_t* grads = slabs + warp * kSlabBytes;
       with_kind(p.activation, [&](auto kind) INLINE {
-        differentiate<K>(kind, p, tile.column, rows, slabs, s.scratch.slots[consumer * kWarps + warp], warp, lane, wait);
+        using T = typename K::T;
+        if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8) differentiate<T, true>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
+        else differentiate<T, false>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
       });
     });
   }
 
  private:
-  // Walks this lane's octets: down the rows of a slab, then on to the next slab. Offsets are in elements.
-  struct Cursor {
-    int column, row;
-    bool exists;  // the column
-    size_t pre;   // offset of the gate
-    DEVICE Cursor(const Params& p, int first_column, int first_row) : column(first_column), row(first_row) { place(p); }
-    DEVICE void place(const Params& p) {
-      exists = column < p.columns;
-      pre = p.activation.gated ? gate_column(column, p.block) : column;
-    }
-    DEVICE void next_slab(const Params& p, int first_row) {
-      column += 64, row = first_row;
-      place(p);
-    }
-  };
-
-  template <class K, class Kind, class Wait>
-  DEVICE static void differentiate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const uint8_t* slabs, Staged (&staged)[kSlots],
-                                   int warp, int lane, Wait wait) {
-    using T = typename K::T;
-    const int first_row = warp * kStepRows;
-    if (first_row >= rows.rows) return wait();
-    constexpr int kStride = kStepRows * kWarps;
-    const bool gated = p.activation.gated, narrow = gated && p.block < 8;
-    const int width = gated ? 2 * p.columns : p.columns, distance = up_distance(p.block), row_of_lane = lane / 8;
-    const int first_column = tile_column * K::kTileN + lane % 8 * 8, last_column = (tile_column + 1) * K::kTileN;
-    const size_t token = rows.token + first_row + row_of_lane, quad = static_cast<size_t>(4) * width;
-
-    Cursor loading(p, first_column, first_row);
-    loading.pre += token * width;
-    int load_slot = 0;
-    const auto load = [&]() INLINE {
+  // One slab. kPlain: gate and up are there, each in octets of its own.
+  template <class T, bool kPlain, class Kind, class Wait>
+  DEVICE static void differentiate(Kind kind, const Params& p, const DepositedRows& rows, int slab, int64_t block, const RowScales& scales, const uint8_t* grads,
+                                   Staged& staged, int lane, Wait wait) {
+    constexpr int kTogether = kPlain ? 2 : 1, kStepRows = 4 * kTogether;
+    const bool gated = kPlain || p.activation.gated, narrow = !kPlain && gated && p.block < 8;
+    const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = slab * 64 + lane % 8 * 8;
+    const int distance = gated ? up_distance(p.block) : 0, gate_at = gated ? gate_column(column, p.block) : column;
+    const bool exists = column < p.columns;
+    const int first_token = rows.token + row_of_lane;
+    const size_t quad = static_cast<size_t>(4) * width, hidden_quad = static_cast<size_t>(4) * p.columns;
+    const T* pre = static_cast<const T*>(p.pre) + static_cast<size_t>(first_token) * width + gate_at;
+    T* dpre = static_cast<T*>(p.dpre) + static_cast<size_t>(first_token) * width + gate_at;
+    T* hidden = static_cast<T*>(p.hidden) + static_cast<size_t>(first_token) * p.columns + column;
+    const auto valid = [&](int row, int i) INLINE { return exists && row + i * 4 + row_of_lane < rows.rows; };
+    const auto load = [&](int row) INLINE {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        if (loading.exists && loading.row + i * 4 + row_of_lane < rows.rows) {
-          const T* from = static_cast<const T*>(p.pre) + loading.pre + i * quad;
-          ptx::copy_async(&staged[load_slot].gate[i][lane], from);
-          if (gated) ptx::copy_async(&staged[load_slot].up[i][lane], from + distance);
+      for (int i = 0; i < kTogether; ++i, pre += quad) {
+        if (valid(row, i)) {
+          ptx::copy_async(&staged.gate[i][lane], pre);
+          if (gated) ptx::copy_async(&staged.up[i][lane], pre + distance);
         }
       }
       ptx::copy_async_commit();
-      load_slot = load_slot == kSlots - 1 ? 0 : load_slot + 1;
-      loading.row += kStride, loading.pre += kStride / 4 * quad;
-      if (loading.row >= rows.rows) {
-        loading.next_slab(p, first_row);
-        loading.pre += token * width;
-        if (loading.column >= last_column) loading.exists = false;
-      }
     };
-#pragma unroll 1
-    for (int i = 0; i < kSlots - 1; ++i) load();
-    const RowScales scales(p.scales, rows.token, rows.rows, lane);
-    float* shares = p.shares + static_cast<size_t>(tile_column) * (K::kTileN / 64) * p.shape.tokens + rows.token + row_of_lane;
-    int slot = 0;
+    load(0);
+    float4 sums{};
     wait();
 #pragma unroll 1
-    for (Cursor at(p, first_column, first_row); at.column < last_column; at.next_slab(p, first_row), slabs += kSlabBytes, shares += p.shape.tokens) {
-      T* dpre = static_cast<T*>(p.dpre) + token * width + at.pre;
-      T* hidden = static_cast<T*>(p.hidden) + token * p.columns + at.column;
-#pragma unroll 1
-      for (; at.row < rows.rows; at.row += kStride, dpre += kStride / 4 * quad, hidden += kStride * p.columns) {
-        uint4 grad[kTogether], gate[kTogether], up[kTogether];
-        float share[kTogether];
-        ptx::copy_async_wait<kSlots - 2>();
+    for (int row = 0; row < rows.rows; row += kStepRows) {
+      const int of_eight = kTogether == 2 ? 0 : row % 8;  // rows before, of the eight of a swizzle
+      uint4 grad[kTogether], gate[kTogether], up[kTogether];
+      float share[kTogether];
+      ptx::copy_async_wait<0>();
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          grad[i] = *reinterpret_cast<const uint4*>(slabs + in_slab(at.row + i * 4 + row_of_lane, lane % 8));
-          gate[i] = staged[slot].gate[i][lane], up[i] = gated ? staged[slot].up[i][lane] : ones<T>();
-          if (narrow) separate(gate[i], up[i], p.block);
+      for (int i = 0; i < kTogether; ++i) {
+        grad[i] = *reinterpret_cast<const uint4*>(grads + (row - of_eight) * 128 + in_slab(of_eight + i * 4 + row_of_lane, lane % 8));
+        gate[i] = staged.gate[i][lane], up[i] = gated ? staged.up[i][lane] : ones<T>();
+        if (narrow) separate(gate[i], up[i], p.block);
+      }
+      load(row + kStepRows);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i, dpre += quad, hidden += hidden_quad) {
+        if (narrow) join(gate[i], up[i], p.block);
+        if (valid(row, i)) {
+          *reinterpret_cast<uint4*>(dpre) = gate[i];
+          if (gated) *reinterpret_cast<uint4*>(dpre + distance) = up[i];
+          if (p.hidden) *reinterpret_cast<uint4*>(hidden) = grad[i];
         }
-        slot = slot == kSlots - 1 ? 0 : slot + 1;
-        load();
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(at.row + i * 4, lane));
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          if (narrow) join(gate[i], up[i], p.block);
-          if (at.exists && at.row + i * 4 + row_of_lane < rows.rows) {
-            *reinterpret_cast<uint4*>(dpre + i * quad) = gate[i];
-            if (gated) *reinterpret_cast<uint4*>(dpre + i * quad + distance) = up[i];
-            if (p.hidden) *reinterpret_cast<uint4*>(hidden + i * 4 * p.columns) = grad[i];
-          }
-        }
-        if (p.shares) {
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i) share[i] = at.exists ? share[i] : 0.f;
-#pragma unroll
-          for (int offset = 4; offset; offset /= 2)
-#pragma unroll
-            for (int i = 0; i < kTogether; ++i) share[i] += __shfl_xor_sync(~0u, share[i], offset);
-#pragma unroll
-          for (int i = 0; i < kTogether; ++i)
-            if (lane % 8 == 0 && at.row + i * 4 + row_of_lane < rows.rows) shares[at.row + i * 4] = share[i];
-        }
+      }
+      if (p.sums) {
+        constexpr int kLast = kTogether - 1;
+        const float4 more = sums_of_rows<T>(valid(row, 0), gate[0], up[0], kTogether == 2 && valid(row, 1), gate[kLast], up[kLast], lane);
+        sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
+      }
+      if (p.shares) {
+        float* to = p.shares + static_cast<size_t>(slab) * p.shape.tokens + rows.token;
+        store_shares(exists ? share[0] : 0.f, exists ? share[kTogether - 1] : 0.f, to, row, kTogether == 2 ? rows.rows : min(rows.rows, row + 4), lane);
       }
     }
     ptx::copy_async_wait<0>();
+    const bool of_up = lane & 16;
+    if (p.sums && exists && (gated || !of_up)) *reinterpret_cast<float4*>(p.sums + block * width + gate_at + of_up * distance + (lane & 8) / 2) = sums;
+  }
+
+  // Of the rows `row` + lane / 8 and four further, summed over the eight lanes of a row.
+  DEVICE static void store_shares(float first, float second, float* to, int row, int rows, int lane) {
+    const bool of_second = lane & 4;
+    float share = (of_second ? second : first) + __shfl_xor_sync(~0u, of_second ? first : second, 4);
+    share += __shfl_xor_sync(~0u, share, 2);
+    share += __shfl_xor_sync(~0u, share, 1);
+    const int at = row + of_second * 4 + lane / 8;
+    if (lane % 4 == 0 && at < rows) to[at] = share;
+  }
+  // A lane's sixteen columns of two rows, if they are valid, summed with those of the lanes that have the same columns in other rows. A lane
+  // gets four columns: the lower half of the warp those of the gate, and of a half the second quarter the last four.
+  template <class T>
+  DEVICE static float4 sums_of_rows(bool first_valid, const uint4& first_gate, const uint4& first_up, bool second_valid, const uint4& second_gate,
+                                    const uint4& second_up, int lane) {
+    const bool of_up = lane & 16, of_end = lane & 8;
+    float gate[8] = {}, up[8] = {};
+    if (first_valid) add<T>(first_gate, gate), add<T>(first_up, up);
+    if (second_valid) add<T>(second_gate, gate), add<T>(second_up, up);
+    float half[8], quarter[4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) half[i] = (of_up ? up[i] : gate[i]) + __shfl_xor_sync(~0u, of_up ? gate[i] : up[i], 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) quarter[i] = (of_end ? half[4 + i] : half[i]) + __shfl_xor_sync(~0u, of_end ? half[i] : half[4 + i], 8);
+    return {quarter[0], quarter[1], quarter[2], quarter[3]};
   }
 
   // Gate and up give way to their gradients, the gradient of the hidden columns to what these are themselves. Returns their part of
@@ -150,6 +151,13 @@ struct ActivationBackwardEpilogue {
     }
     gates = pack<T>(dgate), ups = pack<T>(dup), grads = pack<T>(hidden);
     return share;
+  }
+  template <class T>
+  DEVICE static void add(const uint4& octet, float (&sum)[8]) {
+    float x[8];
+    unpack<T>(octet, x);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] += x[i];
   }
   template <class T>
   DEVICE static void unpack(const uint4& from, float (&to)[8]) {

@@ -52,7 +52,7 @@ class RowScales {
  public:
   DEVICE RowScales(const RowScale& source, int token, int rows, int lane) : low_(at(source, token, rows, lane)), high_(at(source, token, rows, lane + 32)) {}
   // Of the row of this lane, of the four that begin at `first`; by the whole warp.
-  DEVICE float of(int first, int lane) const { return __shfl_sync(~0u, first < 32 ? low_ : high_, first % 32 + lane / 8); }
+  DEVICE float of(int first, int lane) const { return __shfl_sync(~0u, first < 32 ? low_ : high_, (first + lane / 8) % 32); }
 
  private:
   DEVICE static float at(const RowScale& source, int token, int rows, int i) {
@@ -60,6 +60,9 @@ class RowScales {
   }
   float low_, high_;
 };
+
+// The number of a group's block of 64 rows that begins at `row`: no other group's, as each may leave a rest.
+DEVICE int64_t block_of_rows(int group, int group_start, int row) { return group_start / 64 + group + row / 64; }
 
 // Which 64 rows a deposit holds.
 struct DepositedRows {

@@ -14,9 +14,12 @@ namespace {
 
 constexpr int64_t kWidest = 768;       // columns that every tile divides, so that no tile's slabs reach further
 
-bool few_rows(const GemmProblem& p) { return p.tokens / p.groups < 384 && p.k > 2048; }
 // In the workspace, after what every grouped GEMM keeps there.
 int64_t shares_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
+int64_t sums_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
+  const int64_t shares = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
+  return shares_offset(groups) + blocks_of(shares, 4) * 16;
+}
 
 template <int kCount>
 bool built_for(const int (&variants)[kCount], int variant) {
@@ -62,6 +65,20 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
   return params;
 }
 
+// The gradient of the bias, if it is wanted, from the sums of blocks.
+void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_t stream) {
+  const GemmProblem& p = call.gemm.problem;
+  const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
+  if (!call.dbias) return;
+  sum_blocks({.sums = sums,
+              .sizes = {call.gemm.groups.sizes, static_cast<int>(p.groups), call.gemm.groups.wide},
+              .tokens = static_cast<int>(p.tokens),
+              .columns = static_cast<int>(columns),
+              .out = call.dbias,
+              .type = call.dbias_type},
+             stream);
+}
+
 }  // namespace
 
 // As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows.
@@ -73,15 +90,16 @@ GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, i
   return choose_config(p, multiprocessors, variant);
 }
 
-// The epilogue takes longer than the product of a short depth; where that does not decide, large tiles suit long groups.
+// Six warps finish a tile of 192 columns; a pair of blocks that share B asks least of the L2 cache, which the epilogue needs as well.
 GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
-  if (variant < 0) variant = few_rows(p) ? 3 : p.k > 2048 && p.tokens / p.groups >= 2048 ? 1 : 4;
+  if (variant < 0) variant = kBackwardVariants[0];
   FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant, " is not built with the backward of an activation. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
-int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
-  return shares_offset(groups) + (dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens * int64_t{sizeof(float)} : 0);
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
+  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
+  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) + groups * bias_columns * int64_t{sizeof(float)};
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
@@ -113,21 +131,24 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   GroupedGemm gemm = settled(call.gemm);
   const GemmProblem& p = gemm.problem;
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.affine, "the backward of an activation needs the plain gradient of its rows. ", p);
-  FUSIBLE_CHECK(!call.dscales || gemm.workspace, "the gradient of the scales needs a workspace. ", p);
+  FUSIBLE_CHECK(!(call.dscales || call.dbias) || gemm.workspace, "the gradients of scales and bias need a workspace. ", p);
   gemm.out = {call.dpre, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, p.n);
-  if (p.tokens == 0) return;
   const DeviceGuard guard(device);
+  if (p.tokens == 0) return add_up(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
   params.pre = call.pre;
   params.dpre = call.dpre;
   params.hidden = call.hidden;
-  if (call.dscales) params.shares = reinterpret_cast<float*>(static_cast<char*>(gemm.workspace) + shares_offset(p.groups));
+  char* workspace = static_cast<char*>(gemm.workspace);
+  if (call.dscales) params.shares = reinterpret_cast<float*>(workspace + shares_offset(p.groups));
+  if (call.dbias) params.sums = reinterpret_cast<float*>(workspace + sums_offset(p.groups, p.tokens, p.n, call.dscales));
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
   const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
   if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type, stream);
+  add_up(call, params.sums, stream);
 }
 
 }  // namespace fusible

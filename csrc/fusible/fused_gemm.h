@@ -6,7 +6,7 @@
 namespace fusible {
 
 // Positions in kTileVariants of the tiles that these kernels are built for.
-inline constexpr int kActivationVariants[] = {0, 3}, kBackwardVariants[] = {1, 3, 4};
+inline constexpr int kActivationVariants[] = {0, 3}, kBackwardVariants[] = {5};
 
 // hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null. Rows of pre
 // and hidden are dense; n counts the columns of pre.
@@ -24,10 +24,13 @@ struct LinearActivationBackward {
   RowScale scales;
   const void* pre;
   void *dpre, *dscales, *hidden;  // dscales in the type of the scales
+  void* dbias;                    // [groups, columns of pre]: the sums of dpre over the rows of each group; zero for an empty one
+  DType dbias_type;
 };
 
-// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each slab's share of them.
-int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales);
+// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each slab's share of them; with dbias, whose rows have
+// `bias_columns` (0: none), the sums over blocks of 64 rows.
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns);
 
 // The tile variant and what else is chosen for it.
 GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors, int variant = -1);

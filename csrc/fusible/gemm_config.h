@@ -30,8 +30,9 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 192, 1, 1, 3, 4},
     {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},
+    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
 };
-inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
+inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]) - 1;  // that a plain product is built for
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
 constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.

@@ -184,7 +184,6 @@ void check(const GroupedGemm& call, int device) {
   FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
                 p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
   FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN), "only rows of groups with sizes have a tail. ", p);
   check_matrix("a", call.a, p);
@@ -217,6 +216,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
   const GroupedGemm call = settled(wanted);
   check(call, device);
   const GemmProblem& p = call.problem;
+  FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   const DeviceGuard guard(device);
   if (p.tokens == 0) {
     FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1), "no tokens: bias and beta need them. ", p);

@@ -8,8 +8,8 @@
 
 namespace fusible {
 
-// An epilogue says who finishes a deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole warps,
-// which need registers for it (epilogue_activation.cuh). More than one for a consumer are a warpgroup of their own.
+// An epilogue says who finishes a consumer's deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole
+// warps, which need registers for it (epilogue_activation.cuh). Three for each consumer are two beside the producer, and a warpgroup.
 struct StoreEpilogue {
   using Params = GemmParams;
   static constexpr int kFinishers = 0, kRegisters = 72;
@@ -53,6 +53,7 @@ struct GroupedGemmKernel {
   static constexpr int kDepositBytes = kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
+  static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
@@ -269,20 +270,18 @@ struct GroupedGemmKernel {
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_sync();
 
-    if (warp < 4) {
+    if (warp < 4 || (kApart && warp >= kConsumersEnd)) {
       ptx::registers_decrease<kProducerRegisters>();
       if (warp == 0) {
         Groups::template produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
         Groups::template fetch<GroupedGemmKernel>(s, p);
-      } else if (!kApart && (kWholeWarp || ptx::elect_one())) {
-        Epilogue::template finish<GroupedGemmKernel>(s, p, warp - 2, 0);
+      } else if (kWholeWarp || ptx::elect_one()) {
+        const int finisher = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
+        constexpr int kOfConsumer = kWholeWarp ? Epilogue::kFinishers : 1;
+        Epilogue::template finish<GroupedGemmKernel>(s, p, finisher / kOfConsumer, finisher % kOfConsumer);
       }
       __syncwarp();
-    } else if (kApart && warp >= 4 * (1 + kConsumers)) {
-      ptx::registers_decrease<kFinisherRegisters>();
-      const int finisher = warp - 4 * (1 + kConsumers);
-      Epilogue::template finish<GroupedGemmKernel>(s, p, finisher / max(1, Epilogue::kFinishers), finisher % max(1, Epilogue::kFinishers));
     } else {
       ptx::registers_increase<kConsumerRegisters>();
       consume(s, p, warp / 4 - 1);
@@ -291,9 +290,9 @@ struct GroupedGemmKernel {
   }
 
  private:
-  static constexpr int kProducerRegisters = kApart ? 72 : kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kFinisherRegisters = 104;  // of a warpgroup of their own
-  static constexpr int kConsumerRegisters = kApart ? 168 : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
+  static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
+  static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
+  static constexpr int kConsumerRegisters = kApart ? 256 - Epilogue::kRegisters : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
 };
 
 template <class K>

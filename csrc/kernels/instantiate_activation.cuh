@@ -33,11 +33,9 @@ KernelEntry activation_entry(bool halves, bool affine, int variant) {
   return affine ? activation_entry_of<kLayout, T, false, true>(variant, kAll) : activation_entry_of<kLayout, T, false, false>(variant, kAll);
 }
 
-// wgmma of 256 columns leaves no registers for a fourth warpgroup at the start of a kernel; the others do.
 template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
-  using Epilogue = std::conditional_t<kVariant.tile_n == 256, ActivationBackwardEpilogue<1, 2>, ActivationBackwardEpilogue<2, 1>>;
-  return entry_of<GroupedGemmKernel<T, TokenRows, typename Operands<kLayout, kVariant.tile_n>::B, T, false, kVariant, Epilogue>>();
+  return entry_of<GroupedGemmKernel<T, TokenRows, typename Operands<kLayout, kVariant.tile_n>::B, T, false, kVariant, ActivationBackwardEpilogue>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {

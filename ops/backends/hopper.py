@@ -94,10 +94,12 @@ def linear_activation_backward(
     """In one kernel where the backward fits into its epilogue, else the product, then the activation's backward."""
     if fused.backward_refusal(problem, pre, spec, scales, out) is None:
         fused.backward(problem, pre, spec, scales, out, place(problem.b))
-    else:
-        separate.backward(run, problem, pre, spec, scales, out)
-        if out.scales is not None:
-            rows.zero_tail(out.scales.unsqueeze(-1), problem.split_sizes)
+        return
+    separate.backward(run, problem, pre, spec, scales, out)
+    if out.scales is not None:
+        rows.zero_tail(out.scales.unsqueeze(-1), problem.split_sizes)
+    if out.bias is not None:
+        rows.column_sums(out.pre, problem.split_sizes, out.bias, None)
 
 
 def launch(

@@ -41,6 +41,8 @@ def backward_refusal(
         return f"has no loads for blocks of {spec.block} columns"
     if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
         return "takes no factors"
+    if out.bias is not None and out.bias.dtype not in TYPE_CODES:
+        return "needs biases of 16 or 32 bits"
     given = (pre, out.pre) if out.hidden is None else (pre, out.pre, out.hidden)
     return _scales_refusal(scales) or _rows_refusal(problem, given)
 
@@ -101,12 +103,13 @@ def backward(
 ) -> None:
     """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
     p, columns, library = problem, problem.mnk[1], compiled()
-    size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None)
+    bias_columns, bias_type = (0, 0) if out.bias is None else (out.bias.shape[1], TYPE_CODES[out.bias.dtype])
+    size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None, bias_columns)
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
         *_head(p, spec, columns, columns, weights),
         *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), address(out.scales), address(out.hidden)),
-        *(workspace.data_ptr(), variant),
+        *(address(out.bias), bias_type, workspace.data_ptr(), variant),
     )
 
 

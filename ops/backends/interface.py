@@ -39,7 +39,7 @@ class Backend(Protocol):
     ) -> None:
         """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for.
 
-        Our own zeroes the tail of the scales' gradient, too.
+        Our own gives that of the bias and zeroes the tail of that of the scales, too; after others, row kernels do.
         """
 
 

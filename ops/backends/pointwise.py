@@ -74,15 +74,19 @@ def _curve(spec: ActivationSpec) -> Curve:
 
 
 class ActivationGrads(NamedTuple):
-    """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again."""
+    """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
+
+    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
+    """
 
     pre: Tensor
     scales: Tensor | None
     hidden: Tensor | None
+    bias: Tensor | None = None
 
     def rows(self, rows: slice) -> ActivationGrads:
         """Views of some rows."""
-        return ActivationGrads(*(None if t is None else t[rows] for t in self))  # type: ignore[arg-type]
+        return ActivationGrads(*(None if t is None else t[rows] for t in self[:3]))  # type: ignore[arg-type]
 
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:

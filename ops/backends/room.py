@@ -33,7 +33,7 @@ def new_activated(pre: Tensor, activation: ActivationSpec) -> Tensor:
 def new_grads(
     pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
 ) -> ActivationGrads:
-    """Room for the gradients that are wanted."""
+    """Room for the gradients that are wanted; not of a bias, for which :func:`new_sums` makes room."""
     dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
     hidden = new_activated(pre, activation) if want_hidden else None
     return ActivationGrads(torch.empty_like(pre), dscales, hidden)

@@ -69,10 +69,13 @@ def grouped_linear_activation_backward(
     scales: Tensor | None = None,
     want_scales: bool,
     want_hidden: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
     given, wanted = (dy, _listed(weight), pre, split_sizes), (want_scales and scales is not None, want_hidden)
-    made = _ops.grouped_linear_activation_backward(*given, *astuple(activation), scales, *wanted, switches())
-    return _grads(made, *wanted)
+    how = *wanted, bias_dtype, switches()
+    *made, bias = _ops.grouped_linear_activation_backward(*given, *astuple(activation), scales, *how)
+    grads = _grads(made, *wanted)
+    return grads if bias_dtype is None else grads._replace(bias=bias)
 
 
 def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:

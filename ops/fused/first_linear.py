@@ -64,9 +64,19 @@ def forward(
     return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad))
 
 
-def backward(fc1: GroupedLinear, saved: GroupedLinear.Saved, dpre: Tensor, needs_grad: frozenset[str]) -> Grads:
-    """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``."""
-    return {name: g for name, g in fc1.bwd(saved, dpre, needs_grad=needs_grad).items() if name in needs_grad}
+def backward(
+    fc1: GroupedLinear,
+    saved: GroupedLinear.Saved,
+    dpre: Tensor,
+    needs_grad: frozenset[str],
+    dbias: Tensor | None = None,
+) -> Grads:
+    """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``.
+
+    ``dbias`` is that of the bias, where it has come with ``dpre``.
+    """
+    grads = {name: g for name, g in fc1.bwd(saved, dpre, needs_grad=needs_grad).items() if name in needs_grad}
+    return grads if dbias is None else grads | {"bias": dbias}
 
 
 def flat(column: Tensor | None) -> Tensor | None:

@@ -92,7 +92,7 @@ class GroupedMLP(FusedOp):
         grads: dict[str, Gradient] = filed(_FC2, fc2)
         needs = names_of(FC1, needs_grad)
         if needs:
-            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, activated.pre, needs))
+            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, activated.pre, needs, activated.bias))
         if activated.scales is not None:
             grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
@@ -117,7 +117,13 @@ class GroupedMLP(FusedOp):
             scales=total,
             want_scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
             want_hidden=_trains(needs_grad),
+            bias_dtype=self._bias_dtype(saved, needs_grad),
         )
+
+    def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:
+        """Of the gradient of the first bias where it is the plain sum of that of the pre-activation; else None."""
+        plain = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
+        return self.fc1.one_parameter("bias").dtype if plain else None
 
     def _fc2_grads(self, saved: Saved, dy: Tensor, hidden: Tensor | None, needs_grad: frozenset[str]) -> Grads:
         """Of the parameters and the bias scale of the second linear, by its names."""
