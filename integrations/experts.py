@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.facts import constant
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
 from .routed_layer import RoutedLayer
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-_CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -126,8 +125,6 @@ def container_of(experts: nn.Module) -> Sequential:
 
 def built_of(experts: Any) -> Built:
     """The container of the experts, and what else was built, for the parameters of now."""
-    if torch.compiler.is_dynamo_compiling():
-        _prepare(experts)
     parameters = Parameters.of(experts)
     key = _key(experts, parameters)
     built = experts.__dict__.get(_PLACE)
@@ -152,13 +149,6 @@ def existing_container(experts: nn.Module) -> Sequential | None:
     return container
 
 
-@constant
-def _prepare(experts: nn.Module) -> bool:
-    """Builds the container outside of the trace, which then finds it."""
-    container_of(experts)
-    return True
-
-
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
     """What the container depends on; everything else is looked up at every call."""
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
@@ -170,7 +160,7 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     own = experts.__dict__
     act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
     gate = getattr(type(experts), "_apply_gate", None)
-    return (*map(own.get, _FLAGS), *map(own.get, _CONSTANTS), gate, act)
+    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act)
 
 
 def known(experts: Any) -> Built | None:

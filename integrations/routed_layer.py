@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..fuser import Sequential, settings
 from ..fuser.fusion import registry
-from ..ops import routed_mlp
 from ..ops.activations import ActivationSpec
 from ..ops.routed_mlp import Experts
 from . import routed
@@ -37,10 +36,8 @@ class RoutedLayer:
         self._last: _Seen | None = None
 
     def takes(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
-        """Whether :meth:`run` does what the container would. Switches, autocast and compilers are the container's."""
-        if torch.compiler.is_compiling() or _switched():
-            return False
-        if x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
+        """Whether :meth:`run` does what the container would. Switches and autocast are the container's."""
+        if _switched() or x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
             return False
         if self._version != registry.version:
             self._last = _seen(x, top_k_index, top_k_weights)
@@ -55,14 +52,6 @@ class RoutedLayer:
         self._last = _seen(x, top_k_index, top_k_weights)
         y = routed.run(experts, x, top_k_index, top_k_weights)
         return y if y.dtype == given else y.to(given)
-
-    def traced(self, parameters: tuple[Any, ...], x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
-        """:meth:`run` in code that is being compiled; None where the steps have to be seen."""
-        if torch.is_grad_enabled() or _switched() or torch.is_autocast_enabled(x.device.type):
-            return None
-        up, down, up_bias, down_bias = parameters
-        experts = Experts(up, down, up_bias, down_bias, self._spec, self._transposed)
-        return routed_mlp.traced(experts, x.to(up.dtype), index, weights).to(x.dtype)
 
     def explain_last(self) -> None:
         """Lets the container explain the last call, which it has not seen."""

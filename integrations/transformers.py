@@ -20,6 +20,7 @@ from transformers.integrations import moe
 from ..fuser.model_explanation import add_finder
 from ..fuser.trace import named_range
 from ..ops.routing import route
+from . import compiled
 from .experts import Built, Forward, built_of, existing_container, known, refusal
 from .routing import combine, dispatch
 
@@ -41,25 +42,24 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    built = None if torch.compiler.is_compiling() else known(self)
+    traced = torch.compiler.is_compiling()
+    built = None if traced else known(self)
     if built is None:
         why = refusal(self)
         if why is not None:
             stock = _delegate(self, why, moe.grouped_mm_experts_forward)
             return stock(self, hidden_states, top_k_index, top_k_weights)
+        if traced:
+            return compiled.experts_forward(self, hidden_states, top_k_index, top_k_weights)
         built = built_of(self)
     routed = built.routed
-    if routed is not None and torch.compiler.is_compiling():
-        y = routed.traced(built.parameters, hidden_states, top_k_index, top_k_weights)
-        if y is not None:
-            return y
-    elif routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
+    if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
         return routed.run(built.parameters, hidden_states, top_k_index, top_k_weights)
     return _by_container(built, hidden_states, top_k_index, top_k_weights)
 
 
 def _by_container(built: Built, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Step by step, whatever the steps are: the model's own gates, autocast, other switches, compilers."""
+    """Step by step, whatever the steps are: the model's own gates, autocast, other switches."""
     container = built.container
     fc1: Any = container._modules["fc1"]
     x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)

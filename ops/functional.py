@@ -64,6 +64,10 @@ def grouped_gemm(
     Raises:
         ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
+    if torch.compiler.is_dynamo_compiling() and isinstance(a, Tensor) and isinstance(b, Tensor):
+        from .functional_in_graph import call
+
+        return call(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)  # type: ignore[no-any-return]
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
@@ -169,7 +173,7 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
         return GroupedTensor(tensor.contiguous())
     if sizes is None or sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
-    if sizes.device.type == "cpu" and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
+    if is_free_to_read(sizes) and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
         raise ArgumentError(
             f"grouped_gemm: split sizes {sizes.tolist()} do not fit into the {tensor.shape[0]} rows of {name}"
         )

@@ -1,0 +1,73 @@
+"""The routed experts of a layer in code that is being compiled.
+
+Everything is read off the module by value, and no container is built or asked, so that nothing in the code belongs to
+one layer: layers of one structure share it, compiled one by one or all at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import settings
+from ..fuser.compiled import plain, switches
+from ..ops import grouped_gemm
+from ..ops.activations import ActivationSpec
+from ..ops.checks import product_dtype
+from ..ops.library import config
+from ..ops.routed_mlp import Experts
+from . import routed
+from .experts import CONSTANTS, Parameters
+from .gates import spec_of
+from .routing import combine, dispatch, route
+
+
+def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
+    parameters, kind, given = Parameters.of(experts), x.device.type, dict(switches())
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    dtype = parameters.up.dtype if autocast is None else product_dtype(x.dtype, autocast)
+    parameters = parameters._replace(up=parameters.up.to(dtype), down=parameters.down.to(dtype))
+    arguments = x.to(dtype), top_k_index, top_k_weights, parameters
+    spec = None if "GroupedMLP" in given["disable_fusions"] else _spec(experts)
+    if spec is None or getattr(experts, "has_post_expert_norm", False):
+        return _in_steps(experts, *arguments).to(x.dtype)
+    obeyed = f"{given['backend']} strict" if given["strict"] else given["backend"]
+    return _in_graph(obeyed, spec, experts.is_transposed, *arguments[:3], *parameters).to(x.dtype)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: Any) -> Tensor:
+    """What Dynamo puts into its graph: AOTAutograd traces through it, down to the custom ops of the doors."""
+    x, index, weights, *parameters = tensors
+    experts = Experts(*parameters, ActivationSpec(*spec), transposed)
+    with settings.using(config(obeyed)):
+        return routed.run(experts, x, index, weights)
+
+
+def _spec(experts: Any) -> tuple[Any, ...] | None:
+    """What is between the linears, as plain values; None if that is the model's own code."""
+    held = [(name, plain(getattr(experts, name, None))) for name in CONSTANTS]
+    constants = tuple([(name, value) for name, value in held if value is not None])
+    act, how = getattr(experts, "act_fn", None), None
+    if isinstance(act, nn.Module):
+        how, act = getattr(act, "approximate", None), type(act)
+    kind = type(experts)
+    return spec_of(kind, getattr(kind, "_apply_gate", None), experts.has_gate, constants, act, how)
+
+
+def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, parameters: Parameters) -> Tensor:
+    """With the model's own code between and behind the linears."""
+    up, down, up_bias, down_bias = parameters
+    if experts.is_transposed:
+        up, down = up.mT, down.mT
+    routing = route(top_k_index, up.shape[0], x.dtype)
+    rows, scales = dispatch(x, top_k_weights, routing)
+    pre = grouped_gemm(rows, up, routing.split_sizes, bias=up_bias)
+    hidden = experts._apply_gate(pre) if experts.has_gate else experts.act_fn(pre)
+    y: Any = grouped_gemm(hidden, down, routing.split_sizes, bias=down_bias)
+    if getattr(experts, "has_post_expert_norm", False):
+        y = experts.post_expert_norm(y)
+    return combine((y * scales.unsqueeze(-1)).to(y.dtype), routing)
