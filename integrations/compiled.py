@@ -35,14 +35,15 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
     if spec is None or getattr(experts, "has_post_expert_norm", False):
         return _in_steps(experts, *arguments).to(x.dtype)
     obeyed = f"{given['backend']} strict" if given["strict"] else given["backend"]
-    return _in_graph(obeyed, spec, experts.is_transposed, *arguments[:3], *parameters).to(x.dtype)
+    y: Tensor = _in_graph(obeyed, spec, experts.is_transposed, *arguments[:3], *parameters)
+    return y.to(x.dtype)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: Any) -> Tensor:
     """What Dynamo puts into its graph: AOTAutograd traces through it, down to the custom ops of the doors."""
-    x, index, weights, *parameters = tensors
-    experts = Experts(*parameters, ActivationSpec(*spec), transposed)
+    x, index, weights, up, down, up_bias, down_bias = tensors
+    experts = Experts(up, down, up_bias, down_bias, ActivationSpec(*spec), transposed)
     with settings.using(config(obeyed)):
         return routed.run(experts, x, index, weights)
 

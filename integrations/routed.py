@@ -79,6 +79,7 @@ class Backward:
         if needs.x:
             dx = routed_input_grad(dpre, e.up, e.transposed, routing)
         if needs.up_bias:
+            assert e.up_bias is not None
             dup_bias = kernels.column_sums(dpre, routing.split_sizes, e.up_bias.dtype)
         if needs.up:
             dup = routed_weight_grad(e.up, self.x, dpre, e.transposed, routing)

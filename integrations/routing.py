@@ -34,6 +34,11 @@ def _parts(routing: Routing) -> tuple[Any, ...]:
     return routing[:4]
 
 
+def _kept(ctx: Any) -> Routing:
+    counts, order, place = ctx.saved_tensors
+    return Routing(counts, order, place, ctx.own)
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *parts: Any) -> Any:
@@ -46,7 +51,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor | None, dscales: Tensor | None) -> Any:
-        routing, dx, dweights = Routing(*ctx.saved_tensors, ctx.own), None, None
+        routing, dx, dweights = _kept(ctx), None, None
         if drows is not None and ctx.needs_input_grad[0]:
             dx = rows_of.add(drows, routing)
         if dscales is not None and ctx.needs_input_grad[1]:
@@ -64,4 +69,4 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return rows_of.spread(dy, Routing(*ctx.saved_tensors, ctx.own)), *[None] * 4
+        return rows_of.spread(dy, _kept(ctx)), *[None] * 4

@@ -15,7 +15,7 @@ from . import routed_backward as backward
 from . import routed_mlp as routed
 from . import routing
 from .activations import ActivationSpec
-from .backends import room
+from .kernels import room
 from .library import SPEC, config, register
 from .routed_backward import Needs
 from .routed_mlp import Experts
@@ -100,16 +100,16 @@ def _routed_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
     found, (scales, pre, down, down_bias, *spec, transposed, needs, dtype, switches) = how[:4], how[4:]
     experts = Experts(down, down, None, down_bias, ActivationSpec(*spec), transposed)
     with using(config(switches)):
-        made = backward.routed_activation_backward(
-            experts, Needs(*needs), dy, Routing(*found), scales, pre, dtype
-        )
+        made = backward.routed_activation_backward(experts, Needs(*needs), dy, Routing(*found), scales, pre, dtype)
     none = (dy.new_empty(0) for _ in made)
     return tuple([next(none) if t is None else t for t in made])
 
 
 @register(
     f"routed_input_grad(Tensor dpre, Tensor up, bool transposed, {_ROUTING}, str switches) -> Tensor",
-    lambda dpre, up, transposed, counts, order, place, *_: dpre.new_empty(place.shape[0], up.shape[1 if transposed else 2]),
+    lambda dpre, up, transposed, counts, order, place, *_: dpre.new_empty(
+        place.shape[0], up.shape[1 if transposed else 2]
+    ),
 )
 def _routed_input_grad(dpre: Tensor, up: Tensor, transposed: bool, *how: Any) -> Tensor:
     with using(config(how[-1])):

@@ -1,4 +1,4 @@
-"""The door to the way back through the routed experts of a layer, in parts, so that a caller lets go of what is done with.
+"""The door to the way back through the routed experts of a layer, in parts: a caller lets go of what is done with.
 
 A traced tensor takes another way, as at the kernel door: each part is then the custom op of its name.
 """
@@ -15,9 +15,8 @@ from ..fuser.trace import is_traced
 from . import kernels
 from . import routing as rows_of
 from .backends import traced_routed as traced
-from .backends.routed_mlp import Experts
 from .kernels import Layout
-from .routed_mlp import oriented, product
+from .routed_mlp import Experts, oriented, product
 from .routing import Routing
 
 SLICED_FROM = 64 << 20  # bytes of gathered rows that are not gathered whole for a weight's gradient

@@ -78,8 +78,9 @@ def routed_mlp_forward(experts: Experts, x: Tensor, index: Tensor, weights: Tens
     """Routing, rows to the experts, both linears and what is between them, the sum back."""
     if type(x) is not Tensor and is_traced(x):
         own = rows_of.refusal(index, experts.up.shape[0], x.dtype) is None
-        y, *found, scales, pre = traced.routed_mlp_forward(experts, x, index, weights, keep_pre, own)
-        return Forward(y, Routing(*found, own), scales, pre if keep_pre else None)
+        made = traced.routed_mlp_forward(experts, x, index, weights, keep_pre, own)
+        y, counts, order, place, scales, pre = made
+        return Forward(y, Routing(counts, order, place, own), scales, pre if keep_pre else None)
     return _in_steps(experts, x, index, weights, keep_pre)
 
 

@@ -64,8 +64,8 @@ def route(
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
         return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
     if kernels.refusal(top_k_index, num_experts, dtype) is None:
-        *found, scales = kernels.route(top_k_index, num_experts, weights)
-        return Routing(*found, own=True, scales=scales)
+        counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
+        return Routing(counts, order, place, True, scales)
     return by_torch(top_k_index, num_experts)
 
 
@@ -122,7 +122,8 @@ def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
 
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
-    return Routing(*torch.ops.fusible.route(top_k_index, num_experts), own=True)
+    counts, order, place = torch.ops.fusible.route(top_k_index, num_experts)
+    return Routing(counts, order, place, own=True)
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:

@@ -25,9 +25,7 @@ def routed_mlp(experts: Experts, x: Tensor, index: Tensor, weights: Tensor) -> T
 def routed_mlp_forward(
     experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool, own: bool
 ) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = _ops.routed_mlp_forward(
-        x, index, weights, *_listed(experts), keep_pre, own, switches()
-    )
+    made: tuple[Tensor, ...] = _ops.routed_mlp_forward(x, index, weights, *_listed(experts), keep_pre, own, switches())
     return made
 
 
@@ -52,9 +50,7 @@ def routed_input_grad(dpre: Tensor, up: Tensor, transposed: bool, routing: tuple
     return dx
 
 
-def routed_weight_grad(
-    weight: Tensor, tokens: Tensor, rows: Tensor, leads: bool, routing: tuple[Any, ...]
-) -> Tensor:
+def routed_weight_grad(weight: Tensor, tokens: Tensor, rows: Tensor, leads: bool, routing: tuple[Any, ...]) -> Tensor:
     grad: Tensor = _ops.routed_weight_grad(weight, tokens, rows, leads, *routing, switches())
     return grad
 
