@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..fuser import settings
 from ..fuser.compiled import plain, switches
@@ -21,21 +21,22 @@ from ..ops.routed_mlp import Experts
 from . import routed
 from .experts import CONSTANTS, Parameters
 from .gates import spec_of
+from .routed_layer import DEFAULT
 from .routing import combine, dispatch, route
 
 
 def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
-    parameters, kind, given = Parameters.of(experts), x.device.type, dict(switches())
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    dtype = parameters.up.dtype if autocast is None else product_dtype(x.dtype, autocast)
+    parameters, kind = Parameters.of(experts), x.device.type
+    dtype = parameters.up.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = product_dtype(x.dtype, torch.get_autocast_dtype(kind))
     parameters = parameters._replace(up=parameters.up.to(dtype), down=parameters.down.to(dtype))
-    arguments = x.to(dtype), top_k_index, top_k_weights, parameters
-    spec = None if "GroupedMLP" in given["disable_fusions"] else _spec(experts)
-    if spec is None or getattr(experts, "has_post_expert_norm", False):
-        return _in_steps(experts, *arguments).to(x.dtype)
-    obeyed = f"{given['backend']} strict" if given["strict"] else given["backend"]
-    y: Tensor = _in_graph(obeyed, spec, experts.is_transposed, *arguments[:3], *parameters)
+    obeyed, arguments = _obeyed(), (x.to(dtype), top_k_index, top_k_weights)
+    spec = None if obeyed is None else _spec(experts)
+    if spec is None:
+        return _in_steps(experts, *arguments, parameters).to(x.dtype)
+    y: Tensor = _in_graph(obeyed, spec, experts.is_transposed, *arguments, *parameters)
     return y.to(x.dtype)
 
 
@@ -48,15 +49,29 @@ def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: An
         return routed.run(experts, x, index, weights)
 
 
+def _obeyed() -> str | None:
+    """The switches in force that kernels obey; None: the experts shall not run as one."""
+    if settings.in_force.config is DEFAULT:  # one guard
+        return "auto"
+    given = dict(switches())
+    if "GroupedMLP" in given["disable_fusions"]:
+        return None
+    return f"{given['backend']} strict" if given["strict"] else str(given["backend"])
+
+
 def _spec(experts: Any) -> tuple[Any, ...] | None:
-    """What is between the linears, as plain values; None if that is the model's own code."""
-    held = [(name, plain(getattr(experts, name, None))) for name in CONSTANTS]
-    constants = tuple([(name, value) for name, value in held if value is not None])
-    act, how = getattr(experts, "act_fn", None), None
-    if isinstance(act, nn.Module):
-        how, act = getattr(act, "approximate", None), type(act)
+    """What is between the linears, as plain values; None if that, or what is behind them, is the model's own code."""
+    own = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
+    if own.get("has_post_expert_norm"):
+        return None
+    held = [(name, plain(own.get(name))) for name in CONSTANTS]
+    act, how = own["_modules"].get("act_fn"), None
+    if act is None:
+        act = own.get("act_fn")
+    else:
+        how, act = act.__dict__.get("approximate"), type(act)
     kind = type(experts)
-    return spec_of(kind, getattr(kind, "_apply_gate", None), experts.has_gate, constants, act, how)
+    return spec_of(kind, getattr(kind, "_apply_gate", None), own["has_gate"], tuple(held), act, how)
 
 
 def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, parameters: Parameters) -> Tensor:
@@ -69,6 +84,6 @@ def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tenso
     pre = grouped_gemm(rows, up, routing.split_sizes, bias=up_bias)
     hidden = experts._apply_gate(pre) if experts.has_gate else experts.act_fn(pre)
     y: Any = grouped_gemm(hidden, down, routing.split_sizes, bias=down_bias)
-    if getattr(experts, "has_post_expert_norm", False):
+    if experts.__dict__.get("has_post_expert_norm"):
         y = experts.post_expert_norm(y)
     return combine((y * scales.unsqueeze(-1)).to(y.dtype), routing)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
+from ..fuser.facts import constant
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
@@ -104,15 +105,23 @@ _PLACE = "_fusible_built"  # among the attributes of the module, where neither i
 
 def refusal(experts: Any) -> str | None:
     """Why the parameters cannot be read as they are; None: they can."""
-    for name in filter(None, Names.of(experts)):
-        tensor = getattr(experts, name, None)
-        if not isinstance(tensor, Tensor):
-            return f"{name} is {'missing' if tensor is None else 'a ' + type(tensor).__name__}"
-        if not is_plain(tensor):
-            return f"{name} is a {type(tensor).__name__}, a tensor subclass with operations of its own"
-        if tensor.dtype not in _DTYPES:
-            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+    for name in Names.of(experts):
+        if name is not None:
+            tensor = getattr(experts, name, None)
+            why = _unreadable(type(tensor), getattr(tensor, "dtype", None))
+            if why is not None:
+                return f"{name} is {why}"
     return None
+
+
+@constant
+def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
+    """Why no parameter of a class and dtype can be read; None: it can. Compiled code guards on these two."""
+    if not issubclass(kind, Tensor):
+        return "missing" if kind is type(None) else f"a {kind.__name__}"
+    if not is_plain(kind):
+        return f"a {kind.__name__}, a tensor subclass with operations of its own"
+    return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
 def container_of(experts: nn.Module) -> Sequential:

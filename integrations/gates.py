@@ -68,19 +68,26 @@ def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
 
 @constant
 def spec_of(
-    kind: type[nn.Module], gate: Any, has_gate: bool, constants: tuple[tuple[str, float], ...], act: Any, how: Any
+    kind: type[nn.Module],
+    gate: Any,
+    has_gate: bool,
+    constants: tuple[tuple[str, float | None], ...],
+    act: Any,
+    how: Any,
 ) -> tuple[Any, ...] | None:
     """The op that :func:`activation_of` finds for experts with these values, as those of its spec; None: it finds none.
 
     Args:
-        kind, gate, has_gate, constants: the class of the experts, its ``_apply_gate``, and attributes by name.
+        kind, gate: the class of the experts, and its ``_apply_gate``.
+        has_gate, constants: their attributes; None: there is none.
         act: their activation: a function, the class of a module, or None.
         how: the ``approximate`` of a module.
     """
     like: Any = object.__new__(kind)
     nn.Module.__init__(like)
     for name, value in (("has_gate", has_gate), *constants):
-        setattr(like, name, value)
+        if value is not None:
+            setattr(like, name, value)
     if isinstance(act, type):
         if not act.__module__.startswith(("torch.nn.", "transformers.")) or act.__name__ not in {*_ACTIVATIONS, "GELU"}:
             return None

@@ -13,7 +13,7 @@ from ..ops.activations import ActivationSpec
 from ..ops.routed_mlp import Experts
 from . import routed
 
-_DEFAULT = settings.config_of(**vars(settings.Config()))
+DEFAULT = settings.config_of(**vars(settings.Config()))
 
 
 class _Seen(NamedTuple):
@@ -75,4 +75,4 @@ def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
 
 
 def _switched() -> bool:
-    return settings.in_force.config is not _DEFAULT
+    return settings.in_force.config is not DEFAULT

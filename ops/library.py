@@ -7,18 +7,20 @@ several; a factor as a number or as a tensor; what is not wanted is returned as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..fuser.settings import Config, config_of, using
+from ..fuser.settings import Config, config_of, current, using
 from . import kernels
 from .activations import ActivationSpec
 from .kernels import ActivationGrads, Layout, Matrices, room
 
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
+_AS_IT_IS = nullcontext()
 SPEC = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
 _EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale"
 
@@ -64,7 +66,7 @@ def _gemm(
     *epilogue: Any,
 ) -> Any:
     how = {"out_dtype": dtype, "alpha": alpha if alphas is None else alphas, **_epilogue(*epilogue[:-1])}
-    with using(config(epilogue[-1])):
+    with obeying(epilogue[-1]):
         return kernels.grouped_gemm(Layout[layout], a, _right(layout, b), split_sizes, **how)
 
 
@@ -77,7 +79,7 @@ def _gemm_out(layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, out:
     alpha, alphas, beta, betas, *epilogue, switches = how
     factors = {"alpha": alpha if alphas is None else alphas, "beta": beta if betas is None else betas}
     into = _matrices(out, 3 if layout == "TN" else 2)
-    with using(config(switches)):
+    with obeying(switches):
         kernels.grouped_gemm(
             Layout[layout], a, _right(layout, b), split_sizes, out=into, **factors, **_epilogue(*epilogue)
         )
@@ -97,7 +99,7 @@ def _fake_linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor
 def _linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     *spec, bias, bias_scale, scales, keep_pre, interior, switches = how
     given = {"bias": _matrices(bias, 2), "bias_scale": bias_scale, "scales": scales}
-    with using(config(switches)):
+    with obeying(switches):
         pre, hidden = kernels.grouped_linear_activation(
             x, _right("NT", weight), split_sizes, ActivationSpec(*spec), keep_pre=keep_pre, interior=interior, **given
         )
@@ -120,7 +122,7 @@ def _linear_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     *spec, scales, want_scales, want_hidden, switches = how
     given = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden}
-    with using(config(switches)):
+    with obeying(switches):
         made = kernels.grouped_linear_activation_backward(
             dy, _right("NN", weight), pre, split_sizes, ActivationSpec(*spec), **given
         )
@@ -160,6 +162,12 @@ def _column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale:
 )
 def _row_dots(tokens: Tensor, vectors: list[Tensor], split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     return kernels.row_dots(tokens, _matrices(vectors, 2), split_sizes, dtype)
+
+
+def obeying(switches: str) -> AbstractContextManager[Any]:
+    """Puts the switches of compiled code in force, unless they are."""
+    wanted = config(switches)
+    return _AS_IT_IS if current() is wanted else using(wanted)
 
 
 @cache

@@ -5,18 +5,18 @@ A routing is its ``counts`` [E + 1], ``order`` [S] and ``place`` [T, k], and whe
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..fuser.settings import using
 from . import routed_backward as backward
 from . import routed_mlp as routed
 from . import routing
 from .activations import ActivationSpec
 from .kernels import room
-from .library import SPEC, config, register
+from .library import SPEC, obeying, register
 from .routed_backward import Needs
 from .routed_mlp import Experts
 from .routing import Routing
@@ -54,7 +54,7 @@ def _sum_rows(rows: Tensor, place: Tensor, counts: Tensor) -> Tensor:
 @register(f"routed_mlp({_TOKENS}, {_EXPERTS}, str switches) -> Tensor", lambda x, *_: x.new_empty(x.shape))
 def _routed_mlp(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> Tensor:
     *experts, switches = how
-    with using(config(switches)):
+    with obeying(switches):
         return routed.routed_mlp(_experts(experts), x, index, weights)
 
 
@@ -75,19 +75,20 @@ def _fake_forward(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> tuple
 )
 def _routed_mlp_forward(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> tuple[Tensor, ...]:
     *experts, keep_pre, _, switches = how
-    with using(config(switches)):
+    with obeying(switches):
         y, found, scales, pre = routed.routed_mlp_forward(_experts(experts), x, index, weights, keep_pre)
     return y, *found[:3], scales, x.new_empty(0) if pre is None else pre
 
 
 def _fake_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
     _, _, place, _, scales, pre, _, down_bias, *spec, _, needs, dtype, _ = how
-    wants, none = Needs(*needs), dy.new_empty(0)
-    dweights = torch.empty_like(place, dtype=dtype) if wants.weights else none
-    dbias = torch.empty_like(down_bias, memory_format=torch.contiguous_format) if wants.down_bias else none
-    made = (none, none) if pre is None else room.new_grads(pre, ActivationSpec(*spec), scales, False, wants.down)[::2]
-    dpre = made[0] if wants.through else none
-    return dpre, none if made[1] is None else made[1], dweights, dbias
+    wants, dpre, hidden = Needs(*needs), None, None
+    if pre is not None:
+        dpre, _, hidden = room.new_grads(pre, _spec(*spec), scales, False, wants.down)
+    dweights = torch.empty_like(place, dtype=dtype)
+    dbias = None if down_bias is None else torch.empty_like(down_bias, memory_format=torch.contiguous_format)
+    made = (wants.through, dpre), (wants.down, hidden), (wants.weights, dweights), (wants.down_bias, dbias)
+    return _all(dy, *[tensor if wanted else None for wanted, tensor in made])
 
 
 @register(
@@ -98,11 +99,10 @@ def _fake_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
 )
 def _routed_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
     found, (scales, pre, down, down_bias, *spec, transposed, needs, dtype, switches) = how[:4], how[4:]
-    experts = Experts(down, down, None, down_bias, ActivationSpec(*spec), transposed)
-    with using(config(switches)):
+    experts = Experts(down, down, None, down_bias, _spec(*spec), transposed)
+    with obeying(switches):
         made = backward.routed_activation_backward(experts, Needs(*needs), dy, Routing(*found), scales, pre, dtype)
-    none = (dy.new_empty(0) for _ in made)
-    return tuple([next(none) if t is None else t for t in made])
+    return _all(dy, *made)
 
 
 @register(
@@ -112,7 +112,7 @@ def _routed_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
     ),
 )
 def _routed_input_grad(dpre: Tensor, up: Tensor, transposed: bool, *how: Any) -> Tensor:
-    with using(config(how[-1])):
+    with obeying(how[-1]):
         return backward.routed_input_grad(dpre, up, transposed, Routing(*how[:4]))
 
 
@@ -121,8 +121,13 @@ def _routed_input_grad(dpre: Tensor, up: Tensor, transposed: bool, *how: Any) ->
     lambda weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
 )
 def _routed_weight_grad(weight: Tensor, tokens: Tensor, rows: Tensor, leads: bool, *how: Any) -> Tensor:
-    with using(config(how[-1])):
+    with obeying(how[-1]):
         return backward.routed_weight_grad(weight, tokens, rows, leads, Routing(*how[:4]))
+
+
+def _all(like: Tensor, *made: Tensor | None) -> tuple[Tensor, ...]:
+    """An empty tensor for each that is not there."""
+    return tuple([like.new_empty(0) if tensor is None else tensor for tensor in made])
 
 
 def _fake_routing(index: Tensor, num_experts: int, own: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,4 +138,7 @@ def _fake_routing(index: Tensor, num_experts: int, own: bool) -> tuple[Tensor, T
 
 def _experts(listed: list[Any]) -> Experts:
     up, down, up_bias, down_bias, *spec, transposed = listed
-    return Experts(up, down, up_bias, down_bias, ActivationSpec(*spec), transposed)
+    return Experts(up, down, up_bias, down_bias, _spec(*spec), transposed)
+
+
+_spec = cache(ActivationSpec)
