@@ -7,10 +7,10 @@ One layer of the real configuration with random weights, or ``--layers`` of them
 Times are medians of interleaved rounds in one run. Forward and step are timed as one of many, behind another, so that
 the host is ahead; decode is a forward without gradients, timed by itself. Compiled is all of it by ``torch.compile``,
 and with graphs also captured (``mode="reduce-overhead"``), for decode. Memory is what a step takes above weights and
-input: at its peak, which leaves all gradients; at its peak above gradients that are there already, as from
-an earlier part of a batch, and are added to; and between forward and backward. The error is the largest, over output and
-gradients of the experts, of the relative error against the eager implementation in float32 on the same rounded weights,
-with the same choice of experts.
+input: at its peak, which leaves all gradients; at its peak above gradients that are there already, as from an earlier
+part of a batch, and are added to; and between forward and backward. The error is the largest, over output and gradients
+of the experts, of the relative error against the eager implementation in float32 on the same rounded weights, with the
+same choice of experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,29 +100,35 @@ class Block:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         self.hidden, self.device, self.dtype = self.config.hidden_size, device, dtype
         first: Any = self.stack.blocks[0]
+        self._used, self._runs = "", dict[str, Callable[[Tensor], Tensor]]()
         self.top_k, self.experts = self.config.num_experts_per_tok, first.experts
 
-    @cached_property
-    def runs(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What runs all blocks, by implementation."""
-        compiled = {name: torch.compile(self.stack, mode=mode) for name, mode in COMPILED.items()}
-        return {name: compiled.get(name, self.stack) for name in IMPLEMENTATIONS}
+    def use(self, implementation: str) -> None:
+        """Switches."""
+        name = implementation.split()[0]
+        if name != self._used:  # a configuration takes tens of microseconds to be told
+            self._used = self.config._experts_implementation = name
+
+    def run(self, implementation: str, x: Tensor) -> Tensor:
+        """All blocks."""
+        self.use(implementation)
+        if implementation not in self._runs:
+            compiles = implementation in COMPILED
+            self._runs[implementation] = (
+                torch.compile(self.stack, mode=COMPILED[implementation]) if compiles else self.stack
+            )
+        return self._runs[implementation](x)
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:
         """Hidden states of unit variance."""
         return torch.randn(1, tokens, self.hidden, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
-    def use(self, implementation: str) -> None:
-        """Switches."""
-        self.config._experts_implementation = implementation.split()[0]
-
     def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The block's forward without gradients, as a function."""
 
         def run() -> Tensor:
-            self.use(implementation)
             with torch.no_grad():
-                return self.runs[implementation](x)
+                return self.run(implementation, x)
 
         return run
 
@@ -132,8 +137,7 @@ class Block:
         dy, leaves = torch.randn_like(x), [x, *self.stack.parameters()]
 
         def run() -> tuple[Tensor, ...]:
-            self.use(implementation)
-            return torch.autograd.grad(self.runs[implementation](x), leaves, dy)
+            return torch.autograd.grad(self.run(implementation, x), leaves, dy)
 
         return run
 
@@ -144,8 +148,7 @@ class Block:
             leaf.grad = torch.zeros_like(leaf)
 
         def run() -> None:
-            self.use(implementation)
-            self.runs[implementation](x).backward(dy)
+            torch.autograd.backward(self.run(implementation, x), dy)
 
         return run
 
@@ -153,8 +156,7 @@ class Block:
         """The forward of a step, whose result keeps what the backward needs."""
 
         def run() -> Tensor:
-            self.use(implementation)
-            return self.runs[implementation](x)
+            return self.run(implementation, x)
 
         return run
 
