@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..fuser import Op
 from ..fuser.facts import constant
@@ -93,7 +94,10 @@ def spec_of(
             return None
         act = act() if how is None else act(approximate=how)
     like.act_fn = act
-    op: Any = activation_of(like)[0] if getattr(kind, "_apply_gate", None) is gate else None
+    if getattr(kind, "_apply_gate", None) is not gate:
+        return None
+    with _disable_current_modes():  # such as one that exports, in which numbers have no values
+        op: Any = activation_of(like)[0]
     return None if op is None else astuple(op.spec)
 
 

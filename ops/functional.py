@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
 from ..fuser.buffers import overlap
+from ..fuser.trace import has_no_data
 from . import kernels
 from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
@@ -64,10 +65,10 @@ def grouped_gemm(
     Raises:
         ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
-    if torch.compiler.is_dynamo_compiling() and isinstance(a, Tensor) and isinstance(b, Tensor):
-        from .functional_in_graph import call
+    if torch.compiler.is_dynamo_compiling():
+        from .functional_in_graph import traced
 
-        return call(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)  # type: ignore[no-any-return]
+        return traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)  # type: ignore[no-any-return]
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
@@ -220,7 +221,7 @@ def _check_output(
             f"got shape {list(data.shape)} on {data.device}"
         )
     for name, tensor in tensors.items():
-        if overlap(data, tensor):
+        if not has_no_data(data) and overlap(data, tensor):
             raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
 
 

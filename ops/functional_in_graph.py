@@ -1,4 +1,4 @@
-"""``grouped_gemm`` of plain tensors in code that is being compiled. Importing this imports the compiler."""
+"""``grouped_gemm`` in code that is being compiled. Importing this imports the compiler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from torch import Tensor
 from . import functional
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def call(a: Tensor, b: Tensor, split_sizes: Any, offsets: Any, layout: str, out: Any, *how: Any) -> Any:
-    """What Dynamo puts into its graph: AOTAutograd traces through it, down to the kernel door."""
+def traced(a: Any, b: Any, *how: Any) -> Any:
+    """What Dynamo traces: of plain tensors a part of the graph. Other groups end the graph."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _in_graph(a, b, *how)
+    torch._dynamo.graph_break(msg="grouped_gemm: a GroupedTensor cannot be part of a graph")
+    return _eagerly(a, b, *how)
+
+
+def _call(a: Any, b: Any, split_sizes: Any, offsets: Any, layout: str, out: Any, *how: Any) -> Any:
     accumulate, alpha, beta, bias, out_elements = how
     return functional.grouped_gemm(
         *(a, b, split_sizes),
@@ -25,3 +31,7 @@ def call(a: Tensor, b: Tensor, split_sizes: Any, offsets: Any, layout: str, out:
         bias=bias,
         out_elements=out_elements,
     )
+
+
+_in_graph: Any = torch.compiler.allow_in_graph(_call)  # type: ignore[no-untyped-call]
+_eagerly: Any = torch.compiler.disable(lambda *given: _call(*given))  # type: ignore[no-untyped-call]
