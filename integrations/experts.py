@@ -70,6 +70,7 @@ class Built:
     Attributes:
         routed: what runs all of the layer as one function; None where a step is the model's own.
         parameters: those of the last call.
+        routing: whose kernels routed the last call that was explained.
     """
 
     def __init__(self, container: Sequential, key: tuple[Any, ...], transposed: bool) -> None:
@@ -77,6 +78,7 @@ class Built:
         known = isinstance(gate, (GLU, Activation)) and len(container) == 4
         self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
         self.parameters = Parameters(*[torch.empty(0)] * 4)
+        self.routing = ""
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
 
@@ -147,15 +149,12 @@ def built_of(experts: Any) -> Built:
     return found
 
 
-def existing_container(experts: nn.Module) -> Sequential | None:
-    """The container that has run the experts; None if there was no call yet."""
-    built = experts.__dict__.get(_PLACE)
-    if built is None:
-        return None
-    if built.routed is not None:
-        built.routed.explain_last()
-    container: Sequential = built.container
-    return container
+def existing(experts: nn.Module) -> Built | None:
+    """What has run the experts, ready to explain the last call; None if there was no call yet."""
+    built: Built | None = experts.__dict__.get(_PLACE)
+    if built is not None and built.routed is not None:
+        built.routing = built.routed.explain_last() or built.routing
+    return built
 
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:

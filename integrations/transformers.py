@@ -17,11 +17,11 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.model_explanation import add_finder
+from ..fuser.model_explanation import Found, add_finder
 from ..fuser.trace import named_range
-from ..ops.routing import route
+from ..ops.routing import route, routed_by
 from . import compiled
-from .experts import Built, Forward, built_of, existing_container, known, refusal
+from .experts import Built, Forward, built_of, existing, known, refusal
 from .routing import combine, dispatch
 
 NAME = "fusible"
@@ -66,6 +66,7 @@ def _by_container(built: Built, hidden_states: Tensor, top_k_index: Tensor, top_
     with named_range("fusible::dispatch"):
         routing = route(top_k_index, fc1.num_groups, x.dtype)
         rows, scales = dispatch(x, top_k_weights, routing)
+    built.routing = routed_by(top_k_index.dtype, x.device, fc1.num_groups, top_k_index.numel(), x.dtype)
     y = container(rows, split_sizes=routing.split_sizes, scales=scales)
     with named_range("fusible::combine"):
         return combine(y, routing).to(hidden_states.dtype)
@@ -123,9 +124,9 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
-    container, why = existing_container(module), refusal(module)
-    if container is not None:  # also between the calls of a sharded model, when its parameters are DTensors
-        return container
+    built, why = existing(module), refusal(module)
+    if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
+        return Found(built.container, built.routing)
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 

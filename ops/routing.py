@@ -51,6 +51,12 @@ def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | 
     return kernels.refusal(top_k_index, num_experts, dtype)
 
 
+def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
+    """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
+    why = kernels.refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
+    return kernels.NAME if why is None else f"torch: {why}"
+
+
 def route(
     top_k_index: Tensor, num_experts: int, dtype: torch.dtype = torch.bfloat16, weights: Tensor | None = None
 ) -> Routing:

@@ -72,12 +72,12 @@ def test_wrong_arguments_are_refused_while_compiling() -> None:
 
 
 def test_groups_of_any_shapes_break_the_graph() -> None:
-    def multiply(x: Tensor, weight: Tensor) -> Any:
-        product: Any = grouped_gemm(GroupedTensor(x, SIZES), GroupedTensor(weight))
+    def multiply(a: Any, b: Any) -> Any:
+        product: Any = grouped_gemm(a, b)
         return product.data
 
-    x, weight = torch.randn(9, 4), torch.randn(3, 6, 4)
-    assert torch.equal(torch.compile(multiply, backend="eager")(x, weight), multiply(x, weight))
+    operands = GroupedTensor(torch.randn(9, 4), SIZES), GroupedTensor(torch.randn(3, 6, 4))
+    assert torch.equal(torch.compile(multiply, backend="eager")(*operands), multiply(*operands))
     torch._dynamo.reset()
     with pytest.raises(Unsupported, match="a GroupedTensor cannot be part of a graph"):
-        torch.compile(multiply, fullgraph=True, backend="eager")(x, weight)
+        torch.compile(multiply, fullgraph=True, backend="eager")(*operands)
