@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,10 +114,8 @@ class Block:
         """All blocks."""
         self.use(implementation)
         if implementation not in self._runs:
-            compiles = implementation in COMPILED
-            self._runs[implementation] = (
-                torch.compile(self.stack, mode=COMPILED[implementation]) if compiles else self.stack
-            )
+            mode = COMPILED.get(implementation, "")
+            self._runs[implementation] = self.stack if mode == "" else torch.compile(self.stack, mode=mode)
         return self._runs[implementation](x)
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:
@@ -155,10 +154,7 @@ class Block:
     def recorded(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The forward of a step, whose result keeps what the backward needs."""
 
-        def run() -> Tensor:
-            return self.run(implementation, x)
-
-        return run
+        return partial(self.run, implementation, x)
 
 
 def error(block: Block, implementation: str) -> float:

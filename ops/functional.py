@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,9 +66,7 @@ def grouped_gemm(
         ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
     if torch.compiler.is_dynamo_compiling():
-        from .functional_in_graph import traced
-
-        return traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)  # type: ignore[no-any-return]
+        return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
@@ -81,6 +79,13 @@ def grouped_gemm(
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
     return data if plain else output(how, data)
+
+
+def _traced(*given: Any) -> Tensor | GroupedTensor:
+    from .functional_in_graph import traced
+
+    product: Tensor | GroupedTensor = traced(*given)
+    return product
 
 
 class _GroupedGemm(Op):

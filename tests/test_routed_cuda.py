@@ -177,10 +177,10 @@ def test_sliced_gradients_are_the_same(name: str, monkeypatch: pytest.MonkeyPatc
     problem = Problem(CASES[name])
     whole = problem.results()
     monkeypatch.setattr(routed_backward, "SLICED_FROM", 1)
-    monkeypatch.setattr(routed, "_SLICE_UNIT", 8)
+    monkeypatch.setattr(routed_backward, "_SLICE_UNIT", 8)
     sliced = problem.results()
 
-    assert len(list(routed._slices(problem.x, 3))) == 4
+    assert len(list(routed_backward._slices(problem.x, 3))) == 4
     assert all(torch.equal(*pair) for pair in zip(whole, sliced, strict=True))
 
 
