@@ -71,14 +71,13 @@ def grouped_gemm(
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
     _check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
-    plain = isinstance(a, Tensor) and isinstance(b, Tensor)
     if out is not None:
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
         return out
     how = how._replace(shape=room_for(how, out_elements))
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
-    return data if plain else output(how, data)
+    return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
 
 
 def _traced(*given: Any) -> Tensor | GroupedTensor:
