@@ -87,6 +87,7 @@ def test_frozen_parts_and_ids_of_no_expert(name: str) -> None:
     for trained in range(len(leaves)):
         for place, leaf in enumerate(leaves):
             leaf.requires_grad_(place == trained)
+        torch._dynamo.reset()  # torch 2.11 does not look at the parameters of a module again
         found = []
         for run in (compiled, experts):
             y = run(x, index, weights)
