@@ -4,10 +4,13 @@
     python -m fusible bench hf --model gpt-oss --shrink 16 --tokens 64    small, on a CPU
 
 One layer of the real configuration with random weights, or ``--layers`` of them, each added to what it was given.
-Times are medians of interleaved rounds in one run; decode is a forward without gradients. Memory is what a step takes
-above weights and input: at its peak, and between forward and backward. The error is the largest, over output and
-gradients of the experts, of the relative error against the eager implementation in float32 on the same rounded weights,
-with the same choice of experts.
+Times are medians of interleaved rounds in one run. Forward and step are timed as one of many, behind another, so that
+the host is ahead; decode is a forward without gradients, timed by itself. Compiled is all of it by ``torch.compile``,
+and with graphs also captured (``mode="reduce-overhead"``), for decode. Memory is what a step takes above weights and
+input: at its peak, which leaves all gradients; at its peak above gradients that are there already, as from an earlier
+part of a batch, and are added to; and between forward and backward. The error is the largest, over output and gradients
+of the experts, of the relative error against the eager implementation in float32 on the same rounded weights, with the
+same choice of experts.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +33,9 @@ from .timing import interleaved, kept_bytes, markdown, peak_bytes
 DECODE = (1, 16, 64)
 ROWS_CHECKED, FEW_ROWS_CHECKED = 256, 16
 STOCK = ("eager", "grouped_mm", "batched_mm")
-COMPILED = "fusible compiled"  # by torch.compile: the whole block, router included
-IMPLEMENTATIONS = (*STOCK, "fusible", COMPILED)
-PREFILL_TOO_LARGE = ("batched_mm",)  # copies the weights of an expert for every row
+COMPILED = {"fusible compiled": None, "fusible compiled, graphs": "reduce-overhead"}  # by torch.compile in which mode
+IMPLEMENTATIONS = (*STOCK, "fusible", *COMPILED)
+DECODE_ONLY = ("batched_mm", "fusible compiled, graphs")  # the first copies the weights of an expert for every row
 
 
 class Model(NamedTuple):
@@ -66,6 +69,21 @@ MODELS = {
 }
 
 
+class Stack(nn.Module):
+    """Blocks in a row, each added to what it was given; one alone is only itself."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y = block(x)
+            output: Tensor = (y[0] if isinstance(y, tuple) else y).view_as(x)
+            x = output if len(self.blocks) == 1 else x + output
+        return x
+
+
 class Block:
     """Blocks whose experts implementation can be switched, and their inputs."""
 
@@ -78,69 +96,73 @@ class Block:
         torch.manual_seed(0)
         with torch.device(device):
             make = getattr(classes, model.block)
-            self.blocks = nn.ModuleList([make(self.config).to(dtype) for _ in range(layers)])
-        for parameter in self.blocks.parameters():
+            self.stack = Stack([make(self.config).to(dtype) for _ in range(layers)])
+        for parameter in self.stack.parameters():
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         self.hidden, self.device, self.dtype = self.config.hidden_size, device, dtype
-        first: Any = self.blocks[0]
+        first: Any = self.stack.blocks[0]
+        self._used, self._runs = "", dict[str, Callable[[Tensor], Tensor]]()
         self.top_k, self.experts = self.config.num_experts_per_tok, first.experts
 
-    @cached_property
-    def compiled(self) -> list[Any]:
-        """The blocks under ``torch.compile``."""
-        return [torch.compile(block) for block in self.blocks]
+    def use(self, implementation: str) -> None:
+        """Switches."""
+        name = implementation.split()[0]
+        if name != self._used:  # a configuration takes tens of microseconds to be told
+            self._used = self.config._experts_implementation = name
+
+    def run(self, implementation: str, x: Tensor) -> Tensor:
+        """All blocks."""
+        self.use(implementation)
+        if implementation not in self._runs:
+            mode = COMPILED.get(implementation, "")
+            self._runs[implementation] = self.stack if mode == "" else torch.compile(self.stack, mode=mode)
+        return self._runs[implementation](x)
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:
         """Hidden states of unit variance."""
         return torch.randn(1, tokens, self.hidden, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
-    def use(self, implementation: str) -> None:
-        """Switches."""
-        self.config._experts_implementation = implementation.split()[0]
-
     def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The block's forward without gradients, as a function."""
 
         def run() -> Tensor:
-            self.use(implementation)
             with torch.no_grad():
-                return self._output(implementation, x)
+                return self.run(implementation, x)
 
         return run
 
     def step(self, implementation: str, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward."""
-        dy, leaves = torch.randn_like(x), [x, *self.blocks.parameters()]
+        dy, leaves = torch.randn_like(x), [x, *self.stack.parameters()]
 
         def run() -> tuple[Tensor, ...]:
-            self.use(implementation)
-            return torch.autograd.grad(self._output(implementation, x), leaves, dy)
+            return torch.autograd.grad(self.run(implementation, x), leaves, dy)
+
+        return run
+
+    def added(self, implementation: str, x: Tensor) -> Callable[[], None]:
+        """Forward and backward, added to gradients that are there."""
+        dy = torch.randn_like(x)
+        for leaf in (x, *self.stack.parameters()):
+            leaf.grad = torch.zeros_like(leaf)
+
+        def run() -> None:
+            torch.autograd.backward(self.run(implementation, x), dy)
 
         return run
 
     def recorded(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The forward of a step, whose result keeps what the backward needs."""
 
-        def run() -> Tensor:
-            self.use(implementation)
-            return self._output(implementation, x)
-
-        return run
-
-    def _output(self, implementation: str, x: Tensor) -> Tensor:
-        for block in self.compiled if implementation == COMPILED else self.blocks:
-            y = block(x)
-            output: Tensor = (y[0] if isinstance(y, tuple) else y).view_as(x)
-            x = output if len(self.blocks) == 1 else x + output
-        return x
+        return partial(self.run, implementation, x)
 
 
 def error(block: Block, implementation: str) -> float:
     """The largest relative error of the experts' output and gradients; see above."""
-    if implementation == COMPILED:  # what is compiled is the block: against the one that is not
+    if implementation in COMPILED:  # what is compiled is the block: against the one that is not
         x = block.rows(FEW_ROWS_CHECKED)
-        return _distance(block.forward(COMPILED, x)(), block.forward("fusible", x)().double())
-    rows = FEW_ROWS_CHECKED if implementation in PREFILL_TOO_LARGE else ROWS_CHECKED
+        return _distance(block.forward(implementation, x)(), block.forward("fusible", x)().double())
+    rows = FEW_ROWS_CHECKED if implementation in DECODE_ONLY else ROWS_CHECKED
     truth, found = (_results(block, n, d, rows) for n, d in (("eager", torch.float32), (implementation, block.dtype)))
     return max(_distance(a, b) for a, b in zip(found, truth, strict=True))
 
@@ -181,6 +203,7 @@ class Measured(NamedTuple):
     forward: float | None
     step: float | None
     peak: int | None
+    peak_added: int | None
     kept: int | None
     decode: dict[int, float]
     error: float
@@ -189,31 +212,35 @@ class Measured(NamedTuple):
 def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, Measured]:
     """Checks, then times."""
     errors, device = check(block, implementations), block.device
-    large = [name for name in implementations if name not in PREFILL_TOO_LARGE]
+    large = [name for name in implementations if name not in DECODE_ONLY]
     x = block.rows(tokens, grad=True)
-    forward = interleaved({name: block.forward(name, x) for name in large}, rounds, device)
-    step = interleaved({name: block.step(name, x) for name in large}, rounds, device)
+    forward = interleaved({name: block.forward(name, x) for name in large}, rounds, device, steady=True)
+    step = interleaved({name: block.step(name, x) for name in large}, rounds, device, steady=True)
     peaks = {name: peak_bytes(block.step(name, x), device) for name in large}
     kept = {name: kept_bytes(block.recorded(name, x), device) for name in large}
+    added = {name: peak_bytes(block.added(name, x), device) for name in large}
+    for leaf in (x, *block.stack.parameters()):
+        leaf.grad = None
     decode: dict[str, dict[int, float]] = {name: {} for name in implementations}
     for count in DECODE:
         few = block.rows(count)
         times = interleaved({name: block.forward(name, few) for name in implementations}, 5 * rounds, device)
         for name, seconds in times.items():
             decode[name][count] = seconds
-    found = {n: (forward.get(n), step.get(n), peaks.get(n), kept.get(n)) for n in implementations}
+    found = {n: (forward.get(n), step.get(n), peaks.get(n), added.get(n), kept.get(n)) for n in implementations}
     return {n: Measured(*found[n], decode[n], errors[n]) for n in implementations}
 
 
 def table(measured: Mapping[str, Measured], tokens: int) -> str:
     """The measurements as Markdown."""
     decode = [f"decode {count}, ms" for count in DECODE]
-    times = (f"forward, {tokens} tokens, ms", "forward + backward, ms", "time / grouped_mm", "peak, MB", "kept, MB")
+    memories = ("peak, MB", "peak above gradients, MB", "kept, MB")
+    times = (f"forward, {tokens} tokens, ms", "forward + backward, ms", "time / grouped_mm", *memories)
     base = measured["grouped_mm"].step if "grouped_mm" in measured else None
     rows = []
     for name, m in measured.items():
         ratio = f"{m.step / base:.2f}" if m.step and base else ""
-        memory = ["" if size is None else f"{size / 1e6:.0f}" for size in (m.peak, m.kept)]
+        memory = ["" if size is None else f"{size / 1e6:.0f}" for size in (m.peak, m.peak_added, m.kept)]
         few = [_milliseconds(m.decode[count]) for count in DECODE]
         rows.append((name, _milliseconds(m.forward), _milliseconds(m.step), ratio, *memory, *few, f"{m.error:.1e}"))
     return markdown(("", *times, *decode, "error"), rows)
@@ -244,7 +271,8 @@ def _describe(name: str, block: Block) -> str:
     sizes = f"E={block.experts.num_experts}, K={block.hidden}, F={width}, top {block.top_k}"
     where = torch.cuda.get_device_name() if block.device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    layers = f"{len(block.blocks)} layers, " if len(block.blocks) > 1 else ""
+    count = len(block.stack.blocks)
+    layers = f"{count} layers, " if count > 1 else ""
     return f"{name}: {layers}{sizes}, {str(block.dtype).removeprefix('torch.')}, {where}, {versions}"
 
 

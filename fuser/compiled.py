@@ -90,16 +90,17 @@ def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _find(root: Any, facts: Mapping[str, Facts], values: Values, call: Any) -> Program:
     likes = tuple([_like(value) for value in values.all])
     names = tuple([(label, own.names) for label, own in facts.items()])
-    constants = (_plain(fusion.registry.version), *[own.constants for own in facts.values()])
-    program: Program = root._program(call, likes, names, _switches(), constants)
+    constants = (plain(fusion.registry.version), *[own.constants for own in facts.values()])
+    program: Program = root._program(call, likes, names, switches(), constants)
     if program.error is not None:
         raise ArgumentError(program.error)
     return program
 
 
-def _switches() -> tuple[tuple[str, Any], ...]:
+def switches() -> tuple[tuple[str, Any], ...]:
+    """Those in force, by name."""
     config = settings.in_force.config
-    return tuple([(name, _plain(getattr(config, name))) for name in field_names(settings.Config)])
+    return tuple([(name, plain(getattr(config, name))) for name in field_names(settings.Config)])
 
 
 def _run(program: Program, modules: Modules, facts: Mapping[str, Facts], given: list[Any]) -> Any:
@@ -141,7 +142,7 @@ def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -
         if isinstance(key, nn.Module):
             where: Any = ("module", type(key), tuple([label for label, module in modules if module is key]))
         else:
-            where = ("key", _plain(key))
+            where = ("key", plain(key))
         if not isinstance(keywords, Mapping):
             raise ArgumentError(f"op_kwargs: {where[1]} got a {type(keywords).__name__}; give a mapping of keywords")
         found.append((where, values.slots(keywords)))
@@ -152,14 +153,14 @@ def _like(value: Any) -> Any:
     """What a plan may depend on: of a tensor all but shape and contents, else the value."""
     if isinstance(value, Tensor):
         return ("tensor", value.dtype, value.device, value.requires_grad)
-    return ("value", _plain(value))
+    return ("value", plain(value))
 
 
 def _facts(root: Op, module: nn.Module, path: str) -> Facts:
     """Of an op or, along a dotted path, of a module inside it."""
     known = root._attributes(path)
     names, tensors = [path + name for name in known.tensors], [getattr(module, name) for name in known.tensors]
-    constants: list[Any] = [(name, _plain(getattr(module, name))) for name in known.plain]
+    constants: list[Any] = [(name, plain(getattr(module, name))) for name in known.plain]
     if known.opaque:
         constants.append(id(module))
     for name, child in module._modules.items():
@@ -171,20 +172,20 @@ def _facts(root: Op, module: nn.Module, path: str) -> Facts:
     return Facts(tuple(names), tensors, tuple(constants))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """A value, read to the end: Dynamo then guards on all of it, and makes no number in it dynamic."""
     if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)):
         return value
     if isinstance(value, (int, float)):
         return guard_scalar(value)
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, tuple):
-        return tuple([_plain(v) for v in value])
+        return tuple([plain(v) for v in value])
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, Mapping):
-        return tuple([(_plain(key), _plain(v)) for key, v in value.items()])
+        return tuple([(plain(key), plain(v)) for key, v in value.items()])
     if is_record(type(value)):
-        return tuple([_plain(getattr(value, name)) for name in field_names(type(value))])
+        return tuple([plain(getattr(value, name)) for name in field_names(type(value))])
     raise ArgumentError(f"torch.compile: expected a tensor or a plain value, got a {type(value).__name__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,8 +14,16 @@ from .explanation import Explanation
 from .op import Op
 from .sequential import Sequential
 
-Finder = Callable[[nn.Module], Sequential | str | None]
-"""Says which container runs a module of somebody else's; or why none does; or None, if it is no such module."""
+
+class Found(NamedTuple):
+    """A container that runs a module of somebody else's, and what brings rows to its groups and back."""
+
+    container: Sequential
+    routing: str = ""
+
+
+Finder = Callable[[nn.Module], Found | str | None]
+"""Says what runs a module of somebody else's; or why we do not; or None, if it is no such module."""
 
 _finders: list[Finder] = []
 
@@ -28,22 +36,26 @@ def add_finder(finder: Finder) -> None:
 
 @dataclass(frozen=True)
 class ExplainedLayer:
-    """One container of a model: where it stands, the class there, and its last call, or why there is none."""
+    """One container of a model: where it stands, the class there, and its last call, or why there is none.
+
+    ``routing`` says what brought rows to its groups and back, where that is ours to do.
+    """
 
     path: str
     kind: str
     explanation: Explanation | None
     reason: str
+    routing: str = ""
 
     def row(self) -> tuple[str, ...]:
         """The layer in one line."""
         found = self.explanation
         if found is None:
-            return (self.path, self.kind, "-", "-", "-", "-", "-", self.reason)
+            return (self.path, self.kind, *["-"] * 6, self.reason)
         names = " + ".join(step.name for step in found.steps)
         kernels = " + ".join(dict.fromkeys(step.kernel for step in found.steps))
         sizes = f"{found.rows}", f"{found.flops / 1e9:.3f}", f"{found.saved_bytes_per_row:.0f}"
-        return (self.path, self.kind, names, kernels, *sizes, self.reason)
+        return (self.path, self.kind, names, kernels, self.routing or "-", *sizes, self.reason)
 
 
 @dataclass(frozen=True)
@@ -55,7 +67,7 @@ class ModelExplanation:
     def __str__(self) -> str:
         if not self.layers:
             return "no layer runs through fusible"
-        heading = ("layer", "module", "runs", "kernel", "rows", "GFLOP", "saved B/row", "reason")
+        heading = ("layer", "module", "runs", "kernel", "routing", "rows", "GFLOP", "saved B/row", "reason")
         return "\n".join(draw.table([heading, *(layer.row() for layer in self.layers)]))
 
 
@@ -93,9 +105,9 @@ def _layers(module: nn.Module, path: str) -> Iterator[ExplainedLayer]:
         yield from _layers(child, f"{path}.{name}" if path else name)
 
 
-def _found(module: nn.Module) -> Sequential | str | None:
+def _found(module: nn.Module) -> Found | str | None:
     if isinstance(module, Sequential):
-        return module
+        return Found(module)
     for finder in _finders:
         found = finder(module)
         if found is not None:
@@ -103,14 +115,15 @@ def _found(module: nn.Module) -> Sequential | str | None:
     return None
 
 
-def _layer(module: nn.Module, path: str, found: Sequential | str) -> ExplainedLayer:
+def _layer(module: nn.Module, path: str, found: Found | str) -> ExplainedLayer:
     kind = type(module).__name__
     if isinstance(found, str):
         return ExplainedLayer(path, kind, None, found)
-    if not found.was_called:
+    if not found.container.was_called:
         return ExplainedLayer(path, kind, None, "no call yet")
-    explanation = found.explain()
+    explanation = found.container.explain()
     refused = [f"{fusion.name}: {fusion.reason}" for fusion in explanation.fusions if not fusion.taken]
     shadowed = len(explanation.steps) == 1  # everything is one step: what else would have fitted is of no interest
     reasons = [step.reason for step in explanation.steps] + ([] if shadowed else refused)
-    return ExplainedLayer(path, kind, explanation, "; ".join(filter(None, dict.fromkeys(reasons))))
+    reason = "; ".join(filter(None, dict.fromkeys(reasons)))
+    return ExplainedLayer(path, kind, explanation, reason, found.routing)

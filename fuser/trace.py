@@ -39,9 +39,12 @@ def active() -> bool:
     return _trace.get() is not None
 
 
+WITHOUT_DATA = (FakeTensor, FunctionalTensor)
+
+
 def has_no_data(tensor: Tensor) -> bool:
     """Whether a tensor only stands for one: of a compiler's trace, or of :func:`recording`'s."""
-    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+    return isinstance(tensor, WITHOUT_DATA)
 
 
 def is_traced(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from .gates import activation_of
 from .routed_layer import RoutedLayer
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-_CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -70,6 +70,7 @@ class Built:
     Attributes:
         routed: what runs all of the layer as one function; None where a step is the model's own.
         parameters: those of the last call.
+        routing: whose kernels routed the last call that was explained.
     """
 
     def __init__(self, container: Sequential, key: tuple[Any, ...], transposed: bool) -> None:
@@ -77,6 +78,7 @@ class Built:
         known = isinstance(gate, (GLU, Activation)) and len(container) == 4
         self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
         self.parameters = Parameters(*[torch.empty(0)] * 4)
+        self.routing = ""
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
 
@@ -105,15 +107,23 @@ _PLACE = "_fusible_built"  # among the attributes of the module, where neither i
 
 def refusal(experts: Any) -> str | None:
     """Why the parameters cannot be read as they are; None: they can."""
-    for name in filter(None, Names.of(experts)):
-        tensor = getattr(experts, name, None)
-        if not isinstance(tensor, Tensor):
-            return f"{name} is {'missing' if tensor is None else 'a ' + type(tensor).__name__}"
-        if not is_plain(tensor):
-            return f"{name} is a {type(tensor).__name__}, a tensor subclass with operations of its own"
-        if tensor.dtype not in _DTYPES:
-            return f"{name} is {str(tensor.dtype).removeprefix('torch.')}"
+    for name in Names.of(experts):
+        if name is not None:
+            tensor = getattr(experts, name, None)
+            why = _unreadable(type(tensor), getattr(tensor, "dtype", None))
+            if why is not None:
+                return f"{name} is {why}"
     return None
+
+
+@constant
+def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
+    """Why no parameter of a class and dtype can be read; None: it can. Compiled code guards on these two."""
+    if not issubclass(kind, Tensor):
+        return "missing" if kind is type(None) else f"a {kind.__name__}"
+    if not is_plain(kind):
+        return f"a {kind.__name__}, a tensor subclass with operations of its own"
+    return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
 def container_of(experts: nn.Module) -> Sequential:
@@ -126,8 +136,6 @@ def container_of(experts: nn.Module) -> Sequential:
 
 def built_of(experts: Any) -> Built:
     """The container of the experts, and what else was built, for the parameters of now."""
-    if torch.compiler.is_dynamo_compiling():
-        _prepare(experts)
     parameters = Parameters.of(experts)
     key = _key(experts, parameters)
     built = experts.__dict__.get(_PLACE)
@@ -141,22 +149,12 @@ def built_of(experts: Any) -> Built:
     return found
 
 
-def existing_container(experts: nn.Module) -> Sequential | None:
-    """The container that has run the experts; None if there was no call yet."""
-    built = experts.__dict__.get(_PLACE)
-    if built is None:
-        return None
-    if built.routed is not None:
-        built.routed.explain_last()
-    container: Sequential = built.container
-    return container
-
-
-@constant
-def _prepare(experts: nn.Module) -> bool:
-    """Builds the container outside of the trace, which then finds it."""
-    container_of(experts)
-    return True
+def existing(experts: nn.Module) -> Built | None:
+    """What has run the experts, ready to explain the last call; None if there was no call yet."""
+    built: Built | None = experts.__dict__.get(_PLACE)
+    if built is not None and built.routed is not None:
+        built.routing = built.routed.explain_last() or built.routing
+    return built
 
 
 def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
@@ -170,7 +168,7 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     own = experts.__dict__
     act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
     gate = getattr(type(experts), "_apply_gate", None)
-    return (*map(own.get, _FLAGS), *map(own.get, _CONSTANTS), gate, act)
+    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act)
 
 
 def known(experts: Any) -> Built | None:

@@ -7,12 +7,15 @@ numbers. What is not known, or has changed, runs as it is, between two grouped l
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..fuser import Op
+from ..fuser.facts import constant
 from ..ops import GLU, Activation, interleaved
 
 _ACTIVATIONS: dict[str, str] = {
@@ -62,6 +65,40 @@ def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
         name = activation_name(experts.act_fn)
         return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (GLU(name), "")
     return _own_gate(experts)
+
+
+@constant
+def spec_of(
+    kind: type[nn.Module],
+    gate: Any,
+    has_gate: bool,
+    constants: tuple[tuple[str, float | None], ...],
+    act: Any,
+    how: Any,
+) -> tuple[Any, ...] | None:
+    """The op that :func:`activation_of` finds for experts with these values, as those of its spec; None: it finds none.
+
+    Args:
+        kind, gate: the class of the experts, and its ``_apply_gate``.
+        has_gate, constants: their attributes; None: there is none.
+        act: their activation: a function, the class of a module, or None.
+        how: the ``approximate`` of a module.
+    """
+    like: Any = object.__new__(kind)
+    nn.Module.__init__(like)
+    for name, value in (("has_gate", has_gate), *constants):
+        if value is not None:
+            setattr(like, name, value)
+    if isinstance(act, type):
+        if not act.__module__.startswith(("torch.nn.", "transformers.")) or act.__name__ not in {*_ACTIVATIONS, "GELU"}:
+            return None
+        act = act() if how is None else act(approximate=how)
+    like.act_fn = act
+    if getattr(kind, "_apply_gate", None) is not gate:
+        return None
+    with _disable_current_modes():  # such as one that exports, in which numbers have no values
+        op: Any = activation_of(like)[0]
+    return None if op is None else astuple(op.spec)
 
 
 def activation_name(function: Any) -> str | None:

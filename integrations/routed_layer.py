@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..fuser import Sequential, settings
 from ..fuser.fusion import registry
-from ..ops import routed_mlp
 from ..ops.activations import ActivationSpec
 from ..ops.routed_mlp import Experts
+from ..ops.routing import routed_by
 from . import routed
 
-_DEFAULT = settings.config_of(**vars(settings.Config()))
+DEFAULT = settings.config_of(**vars(settings.Config()))
 
 
 class _Seen(NamedTuple):
     """What :meth:`Sequential.explain` needs to know of a call."""
 
     x: torch.Size
-    slots: int
+    ids: tuple[torch.Size, torch.dtype]
     dtypes: tuple[torch.dtype, torch.dtype]
     device: torch.device
     grads: tuple[bool, bool, bool]  # of x, of the weights; whether they are recorded
@@ -37,10 +37,8 @@ class RoutedLayer:
         self._last: _Seen | None = None
 
     def takes(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> bool:
-        """Whether :meth:`run` does what the container would. Switches, autocast and compilers are the container's."""
-        if torch.compiler.is_compiling() or _switched():
-            return False
-        if x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
+        """Whether :meth:`run` does what the container would. Switches and autocast are the container's."""
+        if _switched() or x.is_meta or type(top_k_index) is not Tensor or torch.is_autocast_enabled(x.device.type):
             return False
         if self._version != registry.version:
             self._last = _seen(x, top_k_index, top_k_weights)
@@ -56,34 +54,27 @@ class RoutedLayer:
         y = routed.run(experts, x, top_k_index, top_k_weights)
         return y if y.dtype == given else y.to(given)
 
-    def traced(self, parameters: tuple[Any, ...], x: Tensor, index: Tensor, weights: Tensor) -> Tensor | None:
-        """:meth:`run` in code that is being compiled; None where the steps have to be seen."""
-        if torch.is_grad_enabled() or _switched() or torch.is_autocast_enabled(x.device.type):
-            return None
-        up, down, up_bias, down_bias = parameters
-        experts = Experts(up, down, up_bias, down_bias, self._spec, self._transposed)
-        return routed_mlp.traced(experts, x.to(up.dtype), index, weights).to(x.dtype)
-
-    def explain_last(self) -> None:
-        """Lets the container explain the last call, which it has not seen."""
+    def explain_last(self) -> str | None:
+        """Lets the container explain the last call, which it has not seen. Returns what routed it; None: no call."""
         seen, self._last = self._last, None
         if seen is None:
-            return
-        tokens, features = seen.x
+            return None
+        (shape, ids), features = seen.ids, seen.x[1]
         first: Any = self._container[0]
-        count = tokens * seen.slots
+        count = shape.numel()
         rows = torch.empty(min(count, 1), features, dtype=seen.dtypes[0], device=seen.device).expand(count, features)
         scales = torch.empty(count, dtype=seen.dtypes[1], device=seen.device)
         sizes = torch.zeros(first.num_groups, dtype=torch.int32, device=seen.device)
         with torch.set_grad_enabled(seen.grads[2]):
             rows, scales = rows.requires_grad_(seen.grads[0]), scales.requires_grad_(seen.grads[1])
             self._container.note(rows, split_sizes=sizes, scales=scales)
+        return routed_by(ids, seen.device, first.num_groups, count, rows.dtype)
 
 
 def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
     grads = x.requires_grad, weights.requires_grad, torch.is_grad_enabled()
-    return _Seen(x.shape, index.shape[-1], (x.dtype, weights.dtype), x.device, grads)
+    return _Seen(x.shape, (index.shape, index.dtype), (x.dtype, weights.dtype), x.device, grads)
 
 
 def _switched() -> bool:
-    return settings.in_force.config is not _DEFAULT
+    return settings.in_force.config is not DEFAULT

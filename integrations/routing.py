@@ -6,7 +6,6 @@ that is spread over k experts gets its gradient as a sum over those k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from ..ops import routing as rows_of
 from ..ops.routing import Routing, route
 
-__all__ = ["Routing", "combine", "dispatch", "of_parts", "route"]
+__all__ = ["Routing", "combine", "dispatch", "route"]
 
 
 def dispatch(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -32,42 +31,42 @@ def combine(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _parts(routing: Routing) -> tuple[Any, ...]:
-    return *routing[:4], routing.own
+    return routing[:4]
 
 
-def of_parts(parts: Sequence[Tensor], own: bool) -> Routing:
-    """A routing without the weights of the rows, from what a function of autograd has kept of it."""
-    return Routing._make((*parts, None, own))
+def _kept(ctx: Any) -> Routing:
+    counts, order, place = ctx.saved_tensors
+    return Routing(counts, order, place, ctx.own)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *parts: Any) -> Any:
-        ctx.save_for_backward(*parts[:4])
-        ctx.own, ctx.dtype = parts[4], weights.dtype
+        ctx.save_for_backward(*parts[:3])
+        ctx.own, ctx.dtype = parts[3], weights.dtype
         ctx.set_materialize_grads(False)
-        routing = of_parts(parts[:4], parts[4])
+        routing = Routing(*parts)
         return rows_of.spread(x, routing), rows_of.by_row(weights, routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor | None, dscales: Tensor | None) -> Any:
-        routing, dx, dweights = of_parts(ctx.saved_tensors, ctx.own), None, None
+        routing, dx, dweights = _kept(ctx), None, None
         if drows is not None and ctx.needs_input_grad[0]:
             dx = rows_of.add(drows, routing)
         if dscales is not None and ctx.needs_input_grad[1]:
             dweights = rows_of.by_slot(dscales, routing, ctx.dtype)
-        return dx, dweights, *[None] * 5
+        return dx, dweights, *[None] * 4
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *parts: Any) -> Tensor:
-        ctx.save_for_backward(*parts[:4])
-        ctx.own = parts[4]
-        return rows_of.add(rows, of_parts(parts[:4], parts[4]))
+        ctx.save_for_backward(*parts[:3])
+        ctx.own = parts[3]
+        return rows_of.add(rows, Routing(*parts))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return rows_of.spread(dy, of_parts(ctx.saved_tensors, ctx.own)), *[None] * 5
+        return rows_of.spread(dy, _kept(ctx)), *[None] * 4

@@ -17,10 +17,11 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.model_explanation import add_finder
+from ..fuser.model_explanation import Found, add_finder
 from ..fuser.trace import named_range
-from ..ops.routing import route
-from .experts import Built, Forward, built_of, existing_container, known, refusal
+from ..ops.routing import route, routed_by
+from . import compiled
+from .experts import Built, Forward, built_of, existing, known, refusal
 from .routing import combine, dispatch
 
 NAME = "fusible"
@@ -41,31 +42,31 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    built = None if torch.compiler.is_compiling() else known(self)
+    traced = torch.compiler.is_compiling()
+    built = None if traced else known(self)
     if built is None:
         why = refusal(self)
         if why is not None:
             stock = _delegate(self, why, moe.grouped_mm_experts_forward)
             return stock(self, hidden_states, top_k_index, top_k_weights)
+        if traced:
+            return compiled.experts_forward(self, hidden_states, top_k_index, top_k_weights)
         built = built_of(self)
     routed = built.routed
-    if routed is not None and torch.compiler.is_compiling():
-        y = routed.traced(built.parameters, hidden_states, top_k_index, top_k_weights)
-        if y is not None:
-            return y
-    elif routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
+    if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
         return routed.run(built.parameters, hidden_states, top_k_index, top_k_weights)
     return _by_container(built, hidden_states, top_k_index, top_k_weights)
 
 
 def _by_container(built: Built, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Step by step, whatever the steps are: the model's own gates, autocast, other switches, compilers."""
+    """Step by step, whatever the steps are: the model's own gates, autocast, other switches."""
     container = built.container
     fc1: Any = container._modules["fc1"]
     x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
     with named_range("fusible::dispatch"):
         routing = route(top_k_index, fc1.num_groups, x.dtype)
         rows, scales = dispatch(x, top_k_weights, routing)
+    built.routing = routed_by(top_k_index.dtype, x.device, fc1.num_groups, top_k_index.numel(), x.dtype)
     y = container(rows, split_sizes=routing.split_sizes, scales=scales)
     with named_range("fusible::combine"):
         return combine(y, routing).to(hidden_states.dtype)
@@ -123,9 +124,9 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
-    container, why = existing_container(module), refusal(module)
-    if container is not None:  # also between the calls of a sharded model, when its parameters are DTensors
-        return container
+    built, why = existing(module), refusal(module)
+    if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
+        return Found(built.container, built.routing)
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 

@@ -1,6 +1,7 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from . import library as _library  # noqa: F401  # registers the custom ops
+from . import library as _library  # noqa: F401  # register the custom ops
+from . import library_routed as _library_routed  # noqa: F401
 from .activation import Activation
 from .activations import interleaved
 from .bias import Bias

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Spec
 from ..fuser.settings import current
-from ..fuser.trace import has_no_data
+from ..fuser.trace import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _PLAIN = (Tensor, nn.Parameter)
@@ -71,7 +71,7 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
     if len(x.shape) < 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
-    if not is_plain(weight):
+    if not is_plain(type(weight)):
         raise ArgumentError(_subclass(weight))
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
@@ -85,10 +85,9 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
     return x.dtype
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is its values: no subclass that says itself what operations do."""
-    kind = type(tensor)
-    if kind in _PLAIN or has_no_data(tensor):
+def is_plain(kind: type[Tensor]) -> bool:
+    """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
+    if kind in _PLAIN or issubclass(kind, WITHOUT_DATA):
         return True
     function: Any = kind.__torch_function__
     default = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl

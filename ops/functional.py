@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
 from ..fuser.buffers import overlap
+from ..fuser.trace import has_no_data
 from . import kernels
 from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
@@ -64,18 +65,26 @@ def grouped_gemm(
     Raises:
         ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
     _check_factors(how, bias, beta)
     _check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
-    plain = isinstance(a, Tensor) and isinstance(b, Tensor)
     if out is not None:
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
         return out
     how = how._replace(shape=room_for(how, out_elements))
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
-    return data if plain else output(how, data)
+    return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
+
+
+def _traced(*given: Any) -> Tensor | GroupedTensor:
+    from .functional_in_graph import traced
+
+    product: Tensor | GroupedTensor = traced(*given)
+    return product
 
 
 class _GroupedGemm(Op):
@@ -169,7 +178,7 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
         return GroupedTensor(tensor.contiguous())
     if sizes is None or sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
-    if sizes.device.type == "cpu" and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
+    if is_free_to_read(sizes) and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
         raise ArgumentError(
             f"grouped_gemm: split sizes {sizes.tolist()} do not fit into the {tensor.shape[0]} rows of {name}"
         )
@@ -216,7 +225,7 @@ def _check_output(
             f"got shape {list(data.shape)} on {data.device}"
         )
     for name, tensor in tensors.items():
-        if overlap(data, tensor):
+        if not has_no_data(data) and overlap(data, tensor):
             raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
 
 

@@ -7,27 +7,28 @@ several; a factor as a number or as a tensor; what is not wanted is returned as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..fuser.settings import Config, config_of, using
-from . import kernels, routing
-from . import routed_mlp as routed
+from ..fuser.settings import Config, config_of, current, using
+from . import kernels
 from .activations import ActivationSpec
 from .kernels import ActivationGrads, Layout, Matrices, room
 
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
-_SPEC = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
+_AS_IT_IS = nullcontext()
+SPEC = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
 _EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale"
 
 
-def _register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function under the schema; ``fake`` takes the same, of tensors without data."""
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*arguments)
@@ -40,7 +41,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
         torch.library.register_fake(f"fusible::{name}", fake, lib=_library)
         return function
 
-    return register
+    return registered
 
 
 def _fake_gemm(
@@ -49,7 +50,7 @@ def _fake_gemm(
     return room.new_output(Layout[layout], a, _right(layout, b), split_sizes, dtype)
 
 
-@_register(
+@register(
     "grouped_gemm(str layout, Tensor a, Tensor[] b, Tensor split_sizes, ScalarType? out_dtype, "
     f"float? alpha, Tensor? alphas, {_EPILOGUE}, str switches) -> Tensor",
     _fake_gemm,
@@ -65,11 +66,11 @@ def _gemm(
     *epilogue: Any,
 ) -> Any:
     how = {"out_dtype": dtype, "alpha": alpha if alphas is None else alphas, **_epilogue(*epilogue[:-1])}
-    with using(_config(epilogue[-1])):
+    with obeying(epilogue[-1]):
         return kernels.grouped_gemm(Layout[layout], a, _right(layout, b), split_sizes, **how)
 
 
-@_register(
+@register(
     "grouped_gemm_out(str layout, Tensor a, Tensor[] b, Tensor split_sizes, Tensor(a!)[] out, "
     f"float? alpha, Tensor? alphas, float? beta, Tensor? betas, {_EPILOGUE}, str switches) -> ()",
     lambda *_: None,
@@ -78,7 +79,7 @@ def _gemm_out(layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, out:
     alpha, alphas, beta, betas, *epilogue, switches = how
     factors = {"alpha": alpha if alphas is None else alphas, "beta": beta if betas is None else betas}
     into = _matrices(out, 3 if layout == "TN" else 2)
-    with using(_config(switches)):
+    with obeying(switches):
         kernels.grouped_gemm(
             Layout[layout], a, _right(layout, b), split_sizes, out=into, **factors, **_epilogue(*epilogue)
         )
@@ -89,8 +90,8 @@ def _fake_linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor
     return x.new_empty(0) if pre is None else pre, hidden
 
 
-@_register(
-    f"grouped_linear_activation(Tensor x, Tensor[] weight, Tensor split_sizes, {_SPEC}, "
+@register(
+    f"grouped_linear_activation(Tensor x, Tensor[] weight, Tensor split_sizes, {SPEC}, "
     "Tensor[]? bias, Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches) "
     "-> (Tensor, Tensor)",
     _fake_linear_activation,
@@ -98,7 +99,7 @@ def _fake_linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor
 def _linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     *spec, bias, bias_scale, scales, keep_pre, interior, switches = how
     given = {"bias": _matrices(bias, 2), "bias_scale": bias_scale, "scales": scales}
-    with using(_config(switches)):
+    with obeying(switches):
         pre, hidden = kernels.grouped_linear_activation(
             x, _right("NT", weight), split_sizes, ActivationSpec(*spec), keep_pre=keep_pre, interior=interior, **given
         )
@@ -119,8 +120,8 @@ def _fake_linear_activation_backward(
     return *_fake_activation_grads(pre, *grads), bias
 
 
-@_register(
-    f"grouped_linear_activation_backward(Tensor dy, Tensor[] weight, Tensor pre, Tensor split_sizes, {_SPEC}, "
+@register(
+    f"grouped_linear_activation_backward(Tensor dy, Tensor[] weight, Tensor pre, Tensor split_sizes, {SPEC}, "
     "Tensor? scales, bool want_scales, bool want_hidden, ScalarType? bias_dtype, str switches) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_linear_activation_backward,
@@ -130,23 +131,23 @@ def _linear_activation_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *spec, scales, want_scales, want_hidden, bias_dtype, switches = how
     given = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
-    with using(_config(switches)):
+    with obeying(switches):
         made = kernels.grouped_linear_activation_backward(
             dy, _right("NN", weight), pre, split_sizes, ActivationSpec(*spec), **given
         )
     return *_returned(made), pre.new_empty(0) if made.bias is None else made.bias
 
 
-@_register(
-    f"activate(Tensor pre, {_SPEC}, Tensor? scales) -> Tensor",
+@register(
+    f"activate(Tensor pre, {SPEC}, Tensor? scales) -> Tensor",
     lambda pre, *how: room.new_activated(pre, ActivationSpec(*how[:-1])),
 )
 def _activate(pre: Tensor, *how: Any) -> Tensor:
     return kernels.activate(pre, ActivationSpec(*how[:-1]), how[-1])
 
 
-@_register(
-    f"activate_backward(Tensor dhidden, Tensor pre, {_SPEC}, Tensor? scales, bool want_scales, bool want_hidden) "
+@register(
+    f"activate_backward(Tensor dhidden, Tensor pre, {SPEC}, Tensor? scales, bool want_scales, bool want_hidden) "
     "-> (Tensor, Tensor, Tensor)",
     lambda dhidden, pre, *how: _fake_activation_grads(pre, *how),
 )
@@ -156,7 +157,7 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, *how: Any) -> tuple[Tensor,
     return _returned(kernels.activate_backward(dhidden, pre, ActivationSpec(*spec), scales, **wanted))
 
 
-@_register(
+@register(
     "column_sums(Tensor tokens, Tensor split_sizes, ScalarType dtype, Tensor? scale) -> Tensor",
     lambda tokens, split_sizes, dtype, scale: room.new_sums(tokens, split_sizes, dtype),
 )
@@ -164,7 +165,7 @@ def _column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale:
     return kernels.column_sums(tokens, split_sizes, dtype, scale)
 
 
-@_register(
+@register(
     "row_dots(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
     lambda tokens, vectors, split_sizes, dtype: tokens.new_empty((tokens.shape[0],), dtype=dtype),
 )
@@ -172,49 +173,14 @@ def _row_dots(tokens: Tensor, vectors: list[Tensor], split_sizes: Tensor, dtype:
     return kernels.row_dots(tokens, _matrices(vectors, 2), split_sizes, dtype)
 
 
-@_register(
-    "route(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
-    lambda index, num_experts: (
-        index.new_empty(num_experts + 1, dtype=torch.int32),
-        index.new_empty(index.numel(), dtype=torch.int32),
-        torch.empty_like(index, dtype=torch.int32, memory_format=torch.contiguous_format),
-    ),
-)
-def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    found = routing.route(index, num_experts, torch.float32)
-    sizes = torch.cat((found.split_sizes, found.every)).int()
-    return sizes, found.order.int().clone(), found.place.int().clone()
-
-
-@_register(
-    "spread_rows(Tensor x, Tensor place, Tensor every) -> Tensor",
-    lambda x, place, every: x.new_empty(place.numel(), x.shape[1]),
-)
-def _spread_rows(x: Tensor, place: Tensor, every: Tensor) -> Tensor:
-    return routing.spread(x, routing.of_places(place, every, x.dtype))
-
-
-@_register(
-    "sum_rows(Tensor rows, Tensor place, Tensor every) -> Tensor",
-    lambda rows, place, every: rows.new_empty(place.shape[0], rows.shape[1]),
-)
-def _sum_rows(rows: Tensor, place: Tensor, every: Tensor) -> Tensor:
-    return routing.add(rows, routing.of_places(place, every, rows.dtype))
-
-
-@_register(
-    "routed_mlp(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
-    f"Tensor? down_bias, {_SPEC}, bool transposed) -> Tensor",
-    lambda x, *_: x.new_empty(x.shape),
-)
-def _routed_mlp(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> Tensor:
-    *parameters, name, gated, limit, alpha, offset, block, transposed = how
-    spec = ActivationSpec(name, gated, limit, alpha, offset, block)
-    return routed.routed_mlp(routed.Experts._make((*parameters, spec, transposed)), x, index, weights)
+def obeying(switches: str) -> AbstractContextManager[Any]:
+    """Puts the switches of compiled code in force, unless they are."""
+    wanted = config(switches)
+    return _AS_IT_IS if current() is wanted else using(wanted)
 
 
 @cache
-def _config(switches: str) -> Config:
+def config(switches: str) -> Config:
     """The inverse of :func:`backends.traced.switches`."""
     backend, *strict = switches.split()
     return config_of(**{**vars(Config()), "backend": backend, "strict": bool(strict)})

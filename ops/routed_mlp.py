@@ -1,28 +1,28 @@
-"""The door to the routed experts of a layer as a whole: in steps, or without gradients as one call.
+"""The door to the routed experts of a layer as a whole: without gradients as one call, or in steps that keep some.
 
-``routed_mlp`` below is the call, also of compiled code, where it is the custom op of that name.
+A traced tensor takes another way, as at the kernel door: each function is then the custom op of its name.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-from ..fuser.trace import named_range
+from ..fuser import settings
+from ..fuser.trace import is_traced, named_range
 from . import kernels
 from . import routing as rows_of
 from .activations import ActivationSpec
 from .backends import routed_mlp as backend
+from .backends import traced_routed as traced
 from .backends.extension import address
 from .backends.routed_mlp import Experts, RoutedMlp
 from .kernels import Layout
 from .routing import Routing
 
-__all__ = ["Experts", "Forward", "RoutedMlp", "compiled", "in_steps", "oriented", "product", "routed_mlp", "traced"]
+__all__ = ["Experts", "Forward", "RoutedMlp", "compiled", "oriented", "product", "routed_mlp", "routed_mlp_forward"]
 
 
 class _Made(NamedTuple):
@@ -33,6 +33,7 @@ class _Made(NamedTuple):
     spec: ActivationSpec
 
 
+_OUR_BACKENDS = ("auto", "hopper")  # switches that let our own kernels run
 _calls: dict[tuple[int, ...], _Made] = {}
 _MOST_CALLS = 4096  # layers, or places of their weights
 
@@ -62,25 +63,28 @@ def compiled(experts: Experts) -> RoutedMlp | None:
 
 def routed_mlp(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """[T, H]: the weighted sums over the experts of each token, without gradients."""
-    call = compiled(experts) if x.is_cuda else None
+    if type(x) is not Tensor and is_traced(x):
+        return traced.routed_mlp(experts, x, top_k_index, top_k_weights)
+    call = compiled(experts) if x.is_cuda and settings.current().backend in _OUR_BACKENDS else None
     if call is None:
-        return in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
+        return _in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
     if not torch._C._autograd._profiler_enabled():
         return call(x, top_k_index, top_k_weights)
     with named_range("fusible::RoutedMLP"):
         return call(x, top_k_index, top_k_weights)
 
 
-def traced(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """:func:`routed_mlp` in code that is being compiled."""
-    *tensors, spec, transposed = experts
-    how = [guard_scalar(value) if type(value) in (int, float) else value for value in astuple(spec)]  # constants
-    y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *how, transposed)
-    return y
-
-
-def in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool) -> Forward:
+def routed_mlp_forward(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool) -> Forward:
     """Routing, rows to the experts, both linears and what is between them, the sum back."""
+    if type(x) is not Tensor and is_traced(x):
+        own = rows_of.refusal(index, experts.up.shape[0], x.dtype) is None
+        made = traced.routed_mlp_forward(experts, x, index, weights, keep_pre, own)
+        y, counts, order, place, scales, pre = made
+        return Forward(y, Routing(counts, order, place, own), scales, pre if keep_pre else None)
+    return _in_steps(experts, x, index, weights, keep_pre)
+
+
+def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool) -> Forward:
     e = experts
     with named_range("fusible::dispatch"):
         routing = rows_of.route(index, e.up.shape[0], x.dtype, weights.contiguous())

@@ -22,25 +22,39 @@ class Routing(NamedTuple):
     """Which of the S rows of the experts belongs to which of the k slots of a token.
 
     Attributes:
-        split_sizes: int32 [E]: how many rows each expert has.
-        every: int32 [1]: how many all have together.
+        counts: int32 [E + 1]: how many rows each expert has, and how many all have together.
         order: [S]: the slot, token * k + j, of each row.
         place: [T, k]: the row of each slot.
-        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's way.
         own: whether by our own kernels.
+        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's way.
     """
 
-    split_sizes: Tensor
-    every: Tensor
+    counts: Tensor
     order: Tensor
     place: Tensor
-    scales: Tensor | None
     own: bool
+    scales: Tensor | None = None
+
+    @property
+    def split_sizes(self) -> Tensor:
+        """int32 [E]: how many rows each expert has."""
+        return self.counts[:-1]
+
+    @property
+    def every(self) -> Tensor:
+        """int32 [1]: how many rows all experts have together."""
+        return self.counts[-1:]
 
 
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
     return kernels.refusal(top_k_index, num_experts, dtype)
+
+
+def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
+    """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
+    why = kernels.refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
+    return kernels.NAME if why is None else f"torch: {why}"
 
 
 def route(
@@ -56,7 +70,8 @@ def route(
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
         return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
     if kernels.refusal(top_k_index, num_experts, dtype) is None:
-        return Routing(*kernels.route(top_k_index, num_experts, weights), own=True)
+        counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
+        return Routing(counts, order, place, True, scales)
     return by_torch(top_k_index, num_experts)
 
 
@@ -70,11 +85,11 @@ def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
         slots = routing.place.shape[1]
         return x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
     if torch.compiler.is_compiling():
-        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.every)
+        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.counts)
         return rows
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(routing.order.shape[0], x.shape[1])
-    kernels.spread(x, routing.place, routing.every, out, fill)
+    kernels.spread(x, routing.place, routing.counts, out, fill)
     return out
 
 
@@ -83,11 +98,11 @@ def add(rows: Tensor, routing: Routing) -> Tensor:
     if not routing.own:
         return _add(rows, routing.place)
     if torch.compiler.is_compiling():
-        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.every)
+        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.counts)
         return sums
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = rows.new_empty(routing.place.shape[0], rows.shape[1])
-    kernels.add(rows, routing.place, routing.every, out)
+    kernels.add(rows, routing.place, routing.counts, out)
     return out
 
 
@@ -100,22 +115,21 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
     if routing.own and numbers.dtype == torch.float32 and not torch.compiler.is_compiling():
         out = torch.empty_like(routing.place, dtype=dtype)
-        kernels.of_slots(numbers, routing.place, routing.every, out)
+        kernels.of_slots(numbers, routing.place, routing.counts, out)
         return out
     found = numbers.index_select(0, routing.place.view(-1)).view_as(routing.place)
     return torch.where(routing.place < routing.every, found, 0).to(dtype)
 
 
-def of_places(place: Tensor, every: Tensor, dtype: torch.dtype) -> Routing:
+def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
     """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
     own = kernels.refusal(place, 1, dtype) is None
-    order = place.view(-1) if own else place.view(-1).argsort()
-    return Routing(every, every, order, place, None, own)
+    return Routing(counts, place.view(-1) if own else place.view(-1).argsort(), place, own)
 
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
-    sizes, order, place = torch.ops.fusible.route(top_k_index, num_experts)
-    return Routing(sizes[:-1], sizes[-1:], order, place, None, own=True)
+    counts, order, place = torch.ops.fusible.route(top_k_index, num_experts)
+    return Routing(counts, order, place, own=True)
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -124,9 +138,10 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     starts = torch.searchsorted(ids, experts, out_int32=True)
+    counts = torch.cat((starts[1:] - starts[:-1], starts[-1:]))
     rows = torch.arange(order.shape[0], device=ids.device)
     place = torch.empty_like(order).scatter_(0, order, rows)
-    return Routing(starts[1:] - starts[:-1], starts[-1:], order, place.view(-1, slots), None, own=False)
+    return Routing(counts, order, place.view(-1, slots), own=False)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("kernels.py", "routing.py", "routed_mlp.py")  # to products and activations; to routing; to whole layers
+DOORS = ("kernels.py", "routing.py", "routed_mlp.py", "routed_backward.py")  # to products, routing, whole layers
 VALUES = "problem"  # the statement of a grouped GEMM: a value that ops may share with the backends
 
 

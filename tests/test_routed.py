@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
 from fusible.integrations import routed
+from fusible.ops import routed_backward
 from fusible.ops.activations import ActivationSpec
 from fusible.ops.routed_mlp import Experts
 
@@ -47,7 +48,7 @@ def test_keeps_the_pre_activation_and_not_the_rows(layer: Any) -> None:
 
 def test_slices_of_rows_live_one_at_a_time(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peak is at the second weights' gradient: all gradients, the output and that of it, hidden rows, a slice."""
-    monkeypatch.setattr(routed, "SLICED_FROM", 1)
+    monkeypatch.setattr(routed_backward, "SLICED_FROM", 1)
     step(layer)
     experts, x, *_ = layer
     weights = sum(p.nbytes for p in experts[:2])

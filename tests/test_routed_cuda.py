@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible.integrations import routed
-from fusible.ops import routed_mlp
+from fusible.ops import routed_backward, routed_mlp
 from fusible.ops.activations import ActivationSpec, activation, gated, interleaved
 from fusible.ops.backends import hopper, pointwise
 from fusible.ops.routed_mlp import Experts
@@ -176,11 +176,11 @@ def test_called_gives_the_bits_of_the_trained(name: str) -> None:
 def test_sliced_gradients_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(CASES[name])
     whole = problem.results()
-    monkeypatch.setattr(routed, "SLICED_FROM", 1)
-    monkeypatch.setattr(routed, "_SLICE_UNIT", 8)
+    monkeypatch.setattr(routed_backward, "SLICED_FROM", 1)
+    monkeypatch.setattr(routed_backward, "_SLICE_UNIT", 8)
     sliced = problem.results()
 
-    assert len(list(routed._slices(problem.x, 3))) == 4
+    assert len(list(routed_backward._slices(problem.x, 3))) == 4
     assert all(torch.equal(*pair) for pair in zip(whole, sliced, strict=True))
 
 

@@ -465,6 +465,22 @@ def test_explain_says_what_runs_the_experts() -> None:
     assert "no call yet" in str(fusible.explain(model))
 
 
+@pytest.mark.parametrize("gate", ["known", "unknown"])
+def test_explain_says_what_routes(gate: str) -> None:
+    model = make("mixtral")
+    model.set_experts_implementation("fusible")
+    if gate == "unknown":
+        for experts in experts_of(model):
+            experts.act_fn = nn.Softsign()
+    step(model, "fusible")
+    layers = fusible.explain(model).layers
+
+    assert {layer.routing for layer in layers} == {"torch: needs a CUDA device, got cpu"}
+    assert all(
+        layer.routing in row for layer, row in zip(layers, str(fusible.explain(model)).splitlines()[2:], strict=True)
+    )
+
+
 @pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
 def test_profile_names_the_steps() -> None:
     experts = module("mixtral")

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 
 if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 from hugging_face import experts_of, make
+from reference import assert_same
 
-import fusible.integrations.transformers  # noqa: F401
+import fusible
+import fusible.integrations.transformers
+from fusible.benchmarks.hf import MODELS, Block
+from fusible.benchmarks.timing import kept_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -34,6 +42,12 @@ def results(run: Any, experts: Any, tokens: int) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, weights, *experts.parameters()])]
 
 
+def _note_our_ops(seen: list[str], graph: Any, _: Any) -> Any:
+    """As the compiler of a graph: notes the custom ops in it."""
+    seen.extend(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("fusible."))
+    return make_boxed_func(graph.forward)
+
+
 @pytest.mark.parametrize(("name", "gate"), [("mixtral", "known"), ("gpt-oss", "known"), ("nemotron-h", "unknown")])
 def test_experts_compile_before_any_call(name: str, gate: str) -> None:
     experts = experts_of(make(name))[0]
@@ -51,15 +65,7 @@ def test_without_gradients_the_layer_is_one_op(name: str) -> None:
     experts = experts_of(make(name))[0]
     experts.config._experts_implementation = "fusible"
     seen: list[str] = []
-
-    def backend(graph: Any, _: Any) -> Any:
-        seen.extend(
-            str(node.target)
-            for node in graph.graph.nodes
-            if node.op == "call_function" and "fusible" in str(node.target)
-        )
-        return graph
-
+    backend = aot_autograd(fw_compiler=partial(_note_our_ops, seen))
     compiled = torch.compile(experts, fullgraph=True, backend=backend, dynamic=True)
     with torch.no_grad():
         for tokens in (9, 17):
@@ -67,7 +73,123 @@ def test_without_gradients_the_layer_is_one_op(name: str) -> None:
             weights = torch.rand(tokens, 2)
             torch.testing.assert_close(compiled(x, index, weights), experts(x, index, weights))
 
-    assert seen == ["fusible.routed_mlp"]
+    assert seen == ["fusible.routed_mlp.default"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_frozen_parts_and_ids_of_no_expert(name: str) -> None:
+    experts = experts_of(make(name))[0]
+    experts.config._experts_implementation = "fusible"
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)
+    x, index, weights = torch.randn(9, 32), torch.rand(9, 4).argsort(-1)[:, :2], torch.rand(9, 2)
+    index[::2, 0] = experts.num_experts
+    leaves = [x, weights, *experts.parameters()]
+    for trained in range(len(leaves)):
+        for place, leaf in enumerate(leaves):
+            leaf.requires_grad_(place == trained)
+        torch._dynamo.reset()  # torch 2.11 does not look at the parameters of a module again
+        found = []
+        for run in (compiled, experts):
+            y = run(x, index, weights)
+            found.append((y.detach(), *torch.autograd.grad(y.square().sum(), leaves[trained])))
+        assert_same(*found)
+
+
+def test_autocast_and_no_tokens() -> None:
+    experts = experts_of(make("gpt-oss"))[0]
+    experts.config._experts_implementation = "fusible"
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    for tokens in (9, 0):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = (results(run, experts, tokens) for run in (compiled, experts))
+        assert found[0].dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    with torch.no_grad():
+        assert compiled(torch.randn(0, 32), torch.zeros(0, 2, dtype=torch.long), torch.rand(0, 2)).shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    "switches", [{"backend": "loop"}, {"disable_fusions": {"GroupedMLP"}}, {"backend": "loop", "strict": True}], ids=str
+)
+def test_switches_are_seen(switches: dict[str, Any]) -> None:
+    experts = experts_of(make("gpt-oss"))[0]
+    experts.config._experts_implementation = "fusible"
+    seen: list[str] = []
+    backend = aot_autograd(fw_compiler=partial(_note_our_ops, seen))
+    compiled = torch.compile(experts, fullgraph=True, backend=backend)
+    expected = results(experts, experts, 9)
+    torch.testing.assert_close(results(compiled, experts, 9), expected)
+    before = list(seen)
+    with fusible.config(**switches):
+        torch.testing.assert_close(results(compiled, experts, 9), expected, rtol=1e-3, atol=1e-3)
+
+    assert len(seen) > len(before)  # compiled anew
+    assert ("fusible.routed_mlp_forward.default" in seen[len(before) :]) == ("disable_fusions" not in switches)
+
+
+def test_changed_gates_compile_anew() -> None:
+    experts, other = (experts_of(make(name))[0] for name in ("gpt-oss", "mixtral"))
+    for module in (experts, other):
+        module.config._experts_implementation = "fusible"
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(results(compiled, module, 9), results(module, module, 9))
+        module.limit, module.act_fn = 0.5, nn.GELU(approximate="tanh")
+        torch.testing.assert_close(results(compiled, module, 9), results(module, module, 9))
+
+
+def run_of(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    for block in blocks:
+        y = block(x)
+        x = x + (y[0] if isinstance(y, tuple) else y).view_as(x)
+    return x
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_many_blocks_share_their_code(name: str) -> None:
+    """One by one and all at once; more of them than torch keeps compilations of one function."""
+    stack = Block(MODELS[name], 64, "cpu", torch.float32, layers=10)
+    stack.use("fusible")
+    blocks, counter = stack.stack.blocks, CompileCounterWithBackend("aot_eager")
+    alone = nn.ModuleList([torch.compile(block, fullgraph=True, backend=counter) for block in blocks])
+    for tokens in (5, 12, 7):
+        x, dy = stack.rows(tokens, grad=True), stack.rows(tokens)
+        found = [torch.autograd.grad(run_of(by, x), [x, *blocks.parameters()], dy) for by in (alone, blocks)]
+        assert_same(*found)
+    assert counter.frame_count <= 3  # the first block's tokens are a leaf, the others' are not
+
+    counter = CompileCounterWithBackend("aot_eager")
+    whole = torch.compile(run_of, fullgraph=True, backend=counter)
+    for tokens in (5, 12, 7):
+        x = stack.rows(tokens)
+        assert torch.equal(whole(blocks, x), run_of(blocks, x))
+    assert counter.frame_count == 2
+
+
+def test_keeps_for_the_backward_what_eager_keeps() -> None:
+    stack = Block(MODELS["qwen3-moe"], 16, "cpu", torch.float32)
+    stack.use("fusible")
+    (block,), x = stack.stack.blocks, stack.rows(64, grad=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager_decomp_partition")
+    kept = []
+    for run in (block, compiled):
+        torch.autograd.grad(run(x).sum(), x)
+        kept.append(kept_bytes(lambda run=run: run(x)))
+    rows = 64 * 8 * x.shape[-1] * x.element_size()
+
+    assert abs(kept[1] - kept[0]) < rows // 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_layer_is_one_op(strict: bool) -> None:
+    experts = experts_of(make("gpt-oss"))[0]
+    experts.config._experts_implementation = "fusible"
+    given = torch.randn(9, 32), torch.rand(9, 4).argsort(-1)[:, :2], torch.rand(9, 2)
+    with torch.no_grad():
+        program = torch.export.export(experts, given, strict=strict)
+        ours = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("fusible.")]
+        assert torch.equal(program.module()(*given), experts(*given))
+
+    assert ours == ["fusible.routed_mlp.default"]
 
 
 def test_model_compiles_without_a_break() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusible
 
@@ -17,9 +18,17 @@ if find_spec("transformers") is None:
 from hugging_face import experts_of, make
 
 import fusible.integrations.transformers
+from fusible.benchmarks.hf import MODELS as SIZES
+from fusible.benchmarks.hf import Block
+from fusible.benchmarks.timing import kept_bytes, peak_bytes
 
 pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore")]
 MODELS = ["mixtral", "qwen3", "gpt-oss", "nemotron-h", "gemma-4"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
 
 
 def module(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -75,6 +84,7 @@ def test_runs_on_our_kernels(name: str) -> None:
     products = [part for part in str(layer.explanation.steps[0].kernel).split(" + ") if part != "activation"]
     assert products != []
     assert all(product.startswith("hopper") for product in products)
+    assert layer.routing == "fusible"
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
@@ -127,6 +137,64 @@ def test_ids_of_no_expert_add_nothing() -> None:
     assert float(found["weights"][::2].abs().sum()) == 0
     assert float(found["x"][::2].abs().sum()) == 0
     assert all(bool(t.isfinite().all()) for t in found.values())
+
+
+def of_blocks(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        y = block(x)
+        x = x + (y[0] if isinstance(y, tuple) else y).view_as(x)
+    return x
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+def test_compiled_trains_as_eager_does(name: str) -> None:
+    """Blocks one by one, which share their code, and all at once; what is ours keeps its bits, the router may not."""
+    stack = Block(SIZES[name], 16, "cuda", torch.bfloat16, layers=3)
+    stack.use("fusible")
+    blocks, counter = stack.stack.blocks, CompileCounterWithBackend("inductor")
+    alone = [torch.compile(block, fullgraph=True, backend=counter) for block in blocks]
+    whole = torch.compile(of_blocks, fullgraph=True)
+    for tokens in (200, 64, 300):
+        x, dy = stack.rows(tokens, grad=True), stack.rows(tokens)
+        leaves = [x, *(block.experts.down_proj for block in blocks)]
+        truth = torch.autograd.grad(of_blocks(blocks, x), leaves, dy)
+        for y in (of_blocks(alone, x), whole(blocks, x)):
+            grads = torch.autograd.grad(y, leaves, dy)
+            assert max(relative(g, t) for g, t in zip(grads, truth, strict=True)) < 0.05
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_compiled_experts_have_the_bits_of_eager(name: str) -> None:
+    experts = module(name)
+    compiled = torch.compile(experts, fullgraph=True)
+    for tokens in (64, 300):
+        x, index, weights = inputs(experts, tokens)
+        leaves, found = [x, weights, *experts.parameters()], []
+        for run in (experts, compiled):
+            y = run(x, index, weights)
+            found.append((y.detach(), *torch.autograd.grad(y.float().square().sum(), leaves)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        with torch.no_grad():
+            assert torch.equal(compiled(x, index, weights), experts(x, index, weights))
+
+
+def test_compiled_keeps_what_eager_keeps() -> None:
+    stack = Block(SIZES["qwen3-moe"], 8, "cuda", torch.bfloat16)
+    x, found = stack.rows(4096, grad=True), {}
+    for name in ("fusible", "fusible compiled"):
+        stack.step(name, x)()
+        found[name] = kept_bytes(stack.recorded(name, x), "cuda"), peak_bytes(stack.step(name, x), "cuda")
+    for eager, compiled in zip(*found.values(), strict=True):
+        assert compiled < 1.05 * eager + 2**20
+
+
+def test_compiled_decode_in_graphs_of_inductor() -> None:
+    stack = Block(SIZES["gpt-oss"], 16, "cuda", torch.bfloat16, layers=2)
+    for tokens in (1, 16, 1, 16, 1, 16):
+        x = stack.rows(tokens)
+        y = stack.forward("fusible compiled, graphs", x)().clone()
+        assert relative(y, stack.forward("fusible", x)()) < 0.02
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])

@@ -30,35 +30,33 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def route(
-    ids: Tensor, num_experts: int, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Of ids [T, k]: sizes [E], their sum [1], order [S], place [T, k], and the weights [T, k] by row, fp32 [S]."""
+def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of ids [T, k]: sizes and their sum [E + 1], order [S], place [T, k], and the weights [T, k] by row, fp32 [S]."""
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
-    parts = [num_experts, 1, slots, slots, _workspace(slots, num_experts)]
-    sizes, every, order, place, counts = torch.split(ids.new_empty(sum(parts), dtype=torch.int32), parts)
+    shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
+    counts, order, place, workspace = (ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
-    made = [t.data_ptr() for t in (sizes, order, place)]
     compiled().route(
         *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts),
-        *(*scale_arguments(weights), *made, address(scales), counts.data_ptr()),
+        *(*scale_arguments(weights), counts.data_ptr(), order.data_ptr(), place.data_ptr()),
+        *(address(scales), workspace.data_ptr()),
     )
-    return sizes, every, order, place.view(ids.shape), scales
+    return counts, order, place, scales
 
 
-def spread(x: Tensor, place: Tensor, every: Tensor, out: Tensor, fill: bool) -> None:
-    """``out[place[t, j]] = x[t]``; rows from ``every`` [1] on become zero with ``fill``, else they stay as they are."""
-    compiled().spread_rows(*_rows(x, out, place, every), fill)
+def spread(x: Tensor, place: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
+    """``out[place[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``, else they stay."""
+    compiled().spread_rows(*_rows(x, out, place, counts), fill)
 
 
-def add(rows: Tensor, place: Tensor, every: Tensor, out: Tensor) -> None:
-    """``out[t]`` = the sum over j of ``rows[place[t, j]]``, of those before ``every`` [1]."""
-    compiled().sum_rows(*_rows(rows, out, place, every))
+def add(rows: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
+    """``out[t]`` = the sum over j of ``rows[place[t, j]]``, of those before the last of ``counts``."""
+    compiled().sum_rows(*_rows(rows, out, place, counts))
 
 
-def of_slots(numbers: Tensor, place: Tensor, every: Tensor, out: Tensor) -> None:
-    """``out[t, j] = numbers[place[t, j]]`` in float32, 0 for those from ``every`` [1] on."""
-    device, places = place.get_device(), (numbers.data_ptr(), place.data_ptr(), every.data_ptr())
+def of_slots(numbers: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
+    """``out[t, j] = numbers[place[t, j]]`` in float32, 0 for those from the last of ``counts`` on."""
+    device, places = place.get_device(), (numbers.data_ptr(), place.data_ptr(), _last(counts))
     compiled().numbers_of_slots(device, stream(device), *places, place.numel(), out.data_ptr(), TYPE_CODES[out.dtype])
 
 
@@ -67,7 +65,12 @@ def _workspace(slots: int, num_experts: int) -> int:
     return int(compiled().route_workspace_bytes(slots, num_experts)) // 4
 
 
-def _rows(source: Tensor, out: Tensor, place: Tensor, every: Tensor) -> tuple[int, ...]:
+def _last(counts: Tensor) -> int:
+    """The address of the last of 32-bit numbers."""
+    return counts.data_ptr() + 4 * (counts.shape[0] - 1)
+
+
+def _rows(source: Tensor, out: Tensor, place: Tensor, counts: Tensor) -> tuple[int, ...]:
     device, (tokens, slots) = source.get_device(), place.shape
-    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, place.data_ptr(), every.data_ptr()
+    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, place.data_ptr(), _last(counts)
     return device, stream(device), *numbers, source.data_ptr(), source.stride(0), out.data_ptr(), out.stride(0)

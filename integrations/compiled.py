@@ -1,0 +1,89 @@
+"""The routed experts of a layer in code that is being compiled.
+
+Everything is read off the module by value, and no container is built or asked, so that nothing in the code belongs to
+one layer: layers of one structure share it, compiled one by one or all at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fuser import settings
+from ..fuser.compiled import plain, switches
+from ..ops import grouped_gemm
+from ..ops.activations import ActivationSpec
+from ..ops.checks import product_dtype
+from ..ops.library import config
+from ..ops.routed_mlp import Experts
+from . import routed
+from .experts import CONSTANTS, Parameters
+from .gates import spec_of
+from .routed_layer import DEFAULT
+from .routing import combine, dispatch, route
+
+
+def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
+    parameters, kind = Parameters.of(experts), x.device.type
+    dtype = parameters.up.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = product_dtype(x.dtype, torch.get_autocast_dtype(kind))
+    parameters = parameters._replace(up=parameters.up.to(dtype), down=parameters.down.to(dtype))
+    obeyed, arguments = _obeyed(), (x.to(dtype), top_k_index, top_k_weights)
+    spec = None if obeyed is None else _spec(experts)
+    if spec is None:
+        return _in_steps(experts, *arguments, parameters).to(x.dtype)
+    y: Tensor = _in_graph(obeyed, spec, experts.is_transposed, *arguments, *parameters)
+    return y.to(x.dtype)
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: Any) -> Tensor:
+    """What Dynamo puts into its graph: AOTAutograd traces through it, down to the custom ops of the doors."""
+    x, index, weights, up, down, up_bias, down_bias = tensors
+    experts = Experts(up, down, up_bias, down_bias, ActivationSpec(*spec), transposed)
+    with settings.using(config(obeyed)):
+        return routed.run(experts, x, index, weights)
+
+
+def _obeyed() -> str | None:
+    """The switches in force that kernels obey; None: the experts shall not run as one."""
+    if settings.in_force.config is DEFAULT:  # one guard
+        return "auto"
+    given = dict(switches())
+    if "GroupedMLP" in given["disable_fusions"]:
+        return None
+    return f"{given['backend']} strict" if given["strict"] else str(given["backend"])
+
+
+def _spec(experts: Any) -> tuple[Any, ...] | None:
+    """What is between the linears, as plain values; None if that, or what is behind them, is the model's own code."""
+    own = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
+    if own.get("has_post_expert_norm"):
+        return None
+    held = [(name, plain(own.get(name))) for name in CONSTANTS]
+    act, how = own["_modules"].get("act_fn"), None
+    if act is None:
+        act = own.get("act_fn")
+    else:
+        how, act = act.__dict__.get("approximate"), type(act)
+    kind = type(experts)
+    return spec_of(kind, getattr(kind, "_apply_gate", None), own["has_gate"], tuple(held), act, how)
+
+
+def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, parameters: Parameters) -> Tensor:
+    """With the model's own code between and behind the linears."""
+    up, down, up_bias, down_bias = parameters
+    if experts.is_transposed:
+        up, down = up.mT, down.mT
+    routing = route(top_k_index, up.shape[0], x.dtype)
+    rows, scales = dispatch(x, top_k_weights, routing)
+    pre = grouped_gemm(rows, up, routing.split_sizes, bias=up_bias)
+    hidden = experts._apply_gate(pre) if experts.has_gate else experts.act_fn(pre)
+    y: Any = grouped_gemm(hidden, down, routing.split_sizes, bias=down_bias)
+    if experts.__dict__.get("has_post_expert_norm"):
+        y = experts.post_expert_norm(y)
+    return combine((y * scales.unsqueeze(-1)).to(y.dtype), routing)

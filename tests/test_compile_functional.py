@@ -1,0 +1,83 @@
+"""``grouped_gemm`` under ``torch.compile(fullgraph=True)``: plain tensors in one graph, the bits of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from reference import assert_same
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from fusible import GroupedTensor, grouped_gemm
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+SIZES = torch.tensor([3, 0, 4])  # and a tail
+SHAPES = {"NT": ((9, 4), (3, 6, 4)), "NN": ((9, 4), (3, 4, 6)), "TN": ((9, 4), (9, 6))}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def results(function: Any, *operands: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    y = function(*operands, SIZES, **how)
+    return y.detach(), *torch.autograd.grad(y.square().sum(), operands)
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_gives_the_bits_of_eager(layout: str) -> None:
+    a, b = (torch.randn(shape, requires_grad=True) for shape in SHAPES[layout])
+    compiled = torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager")
+
+    assert_same(
+        results(compiled, a, b, layout=layout, alpha=2.0), results(grouped_gemm, a, b, layout=layout, alpha=2.0)
+    )
+
+
+def test_any_number_of_rows_is_two_compilations() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    weight, bias = torch.randn(3, 4, 6), torch.randn(3, 6)
+    compiled = torch.compile(grouped_gemm, fullgraph=True, backend=counter)
+    for rows in (9, 12, 30):
+        x = torch.randn(rows, 4)
+        given = {"offsets": SIZES.cumsum(0), "bias": bias}
+        assert torch.equal(compiled(x, weight.mT, **given), grouped_gemm(x, weight.mT, **given))
+
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_writes_where_it_is_told(backend: str) -> None:
+    x, weight = torch.randn(9, 4), torch.randn(3, 6, 4)
+    made = []
+    for function in (grouped_gemm, torch.compile(grouped_gemm, fullgraph=True, backend=backend)):
+        out = torch.ones(9, 6)
+        made.append((function(x, weight, SIZES, out=out, accumulate=True), out))
+
+    assert_same(made[1], made[0])
+
+
+def test_wrong_arguments_are_refused_while_compiling() -> None:
+    compiled = torch.compile(grouped_gemm, fullgraph=True, backend="aot_eager")
+
+    with pytest.raises(TorchDynamoException, match="NT contracts 5 of a with 4 of b"):
+        compiled(torch.randn(9, 5), torch.randn(3, 6, 4), SIZES)
+
+
+def test_groups_of_any_shapes_break_the_graph() -> None:
+    def multiply(a: Any, b: Any) -> Any:
+        product: Any = grouped_gemm(a, b)
+        return product.data
+
+    operands = GroupedTensor(torch.randn(9, 4), SIZES), GroupedTensor(torch.randn(3, 6, 4))
+    assert torch.equal(torch.compile(multiply, backend="eager")(*operands), multiply(*operands))
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="a GroupedTensor cannot be part of a graph"):
+        torch.compile(multiply, fullgraph=True, backend="eager")(*operands)
