@@ -32,11 +32,14 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 192, 1, 1, 4, 8},
     {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
 };
-inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]) - 1;  // that a plain product is built for
+inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
 constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
-constexpr bool is_built(Layout layout, const TileVariant& tile) { return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128; }
+constexpr bool is_built(Layout layout, const TileVariant& tile) {
+  if (tile.tile_n == 192 && tile.cluster() > 1) return false;  // for an epilogue alone
+  return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
+}
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
 struct GemmProblem {
