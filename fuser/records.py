@@ -21,9 +21,7 @@ Patch = tuple[int, int, int, int, int]
 how much farther for each row; of a number the place is -1."""
 
 _ALIGNMENT = 256  # of pieces of scratch memory, as torch's own allocations are
-_ROW_BLOCK = (
-    128  # rows that pieces of scratch memory grow by, so that they stay aligned; that of csrc/fusible/launches.h
-)
+_ROW_BLOCK = 128  # rows that pieces of scratch memory grow by, so that they stay aligned; as csrc/fusible/launches.h
 _LARGE = 2**20  # bytes of rooms that stay apart: an allocator finds those of the calls before
 
 

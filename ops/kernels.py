@@ -164,10 +164,8 @@ def grouped_linear_activation_backward(
     backend = _ready(problem, pre, *out[1:], apart=apart)
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
-        if out.scales is not None and backend is not hopper:
-            _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
-        if out.bias is not None and backend is not hopper:
-            _row_kernels(out.pre, split_sizes, out.bias).column_sums(out.pre, split_sizes, out.bias, None)
+        if backend is not hopper:  # which has done both
+            _finish_by_rows(out, split_sizes, backend)
     elif out.bias is not None and not problem.rows:
         out.bias.zero_()
     return out
@@ -227,6 +225,14 @@ def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels
     if rows.takes_groups(tokens, split_sizes, out):
         return rows
     return grouped_mm if tokens.is_cuda else loop
+
+
+def _finish_by_rows(out: ActivationGrads, split_sizes: Tensor, backend: Backend) -> None:
+    """What of a backward through an activation knows groups: the tail of the scales' gradient, the bias's gradient."""
+    if out.scales is not None:
+        _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
+    if out.bias is not None:
+        _row_kernels(out.pre, split_sizes, out.bias).column_sums(out.pre, split_sizes, out.bias, None)
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor, backend: Backend) -> None:
