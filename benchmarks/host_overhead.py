@@ -28,24 +28,23 @@ EXPERTS, FEATURES, HIDDEN, ROWS = 2, 8, 8, 4
 MANY_FEATURES, MANY_ROWS = 64, 4
 
 
-def look_up_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, float]:
-    """Median seconds of bind and plan look-up of a four-op model, for each way to give the arguments."""
+def look_ups(problem: Problem) -> dict[str, Callable[[], None]]:
+    """Bind and plan look-up of a four-op model, for each way to give the arguments."""
     model, sizes, scales = experts(problem), problem.split_sizes, problem.scales
     fc1, _, scale, fc2 = model
     by_op = {fc1: {"split_sizes": sizes}, scale: {"scales": scales}, fc2: {"split_sizes": sizes}}
-    ways = {
+    ways: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "shared keywords": ((), None, {"split_sizes": sizes, "scales": scales}),
         "op_kwargs by module": ((), by_op, {}),
         "op_kwargs by index": ((), {0: by_op[fc1], 2: by_op[scale], 3: by_op[fc2]}, {}),
         "positional": ((sizes, scales, sizes), None, {}),
     }
 
-    def look_up(extra: tuple[object, ...], op_kwargs: object, shared: dict[str, object]) -> None:
+    def look_up(extra: tuple[Any, ...], op_kwargs: Any, shared: dict[str, Any]) -> None:
         layout, runtime = model._layout(), Runtime.of(problem.x)
-        model._plan(layout, bind(layout, problem.x, extra, op_kwargs, shared), runtime)  # type: ignore[arg-type]
+        model._plan(layout, bind(layout, problem.x, extra, op_kwargs, shared), runtime)
 
-    functions = {name: (lambda way=way: look_up(*way)) for name, way in ways.items()}
-    return interleaved(functions, rounds, calls=calls)
+    return {name: partial(look_up, *way) for name, way in ways.items()}
 
 
 def call_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, tuple[float, float]]:
@@ -179,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     sizes = split_sizes("balanced", EXPERTS, ROWS)
     problem = Problem.make(EXPERTS, FEATURES, HIDDEN, sizes, "cpu", torch.float32)
-    looked_up = look_up_seconds(problem, args.rounds, args.calls)
+    looked_up = interleaved(look_ups(problem), args.rounds, calls=args.calls)
     print(markdown(("bind + plan look-up", "µs"), [(n, f"{s * 1e6:.1f}") for n, s in looked_up.items()]))
     names = {"infer": "forward, no grad", "forward": "forward", "step": "forward + backward"}
     rows = []

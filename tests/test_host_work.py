@@ -12,6 +12,8 @@ import torch
 from emulation import harness
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible.benchmarks import host_overhead
+from fusible.benchmarks.problem import Problem
 from fusible.fuser import plan, ready
 
 K = F = 8
@@ -82,6 +84,14 @@ class Calls:
         outputs = []
         forward = calls_of(lambda: outputs.append(self.model(self.x, split_sizes=self.sizes, scales=self.scales)))
         return forward, calls_of(lambda: outputs[0].backward(self.dy))
+
+
+@pytest.mark.parametrize("way", ["shared keywords", "op_kwargs by module", "op_kwargs by index", "positional"])
+def test_calls_of_a_look_up(way):
+    look_up = host_overhead.look_ups(Problem.make(2, K, F, torch.tensor([2, 2]), "cpu", torch.float32))[way]
+    look_up()
+
+    assert calls_of(look_up) <= 70
 
 
 @pytest.mark.parametrize(
