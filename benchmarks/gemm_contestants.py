@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from fusible.fuser import trace
 from fusible.ops import kernels
 from fusible.ops.backends import grouped_mm as grouped_mm_backend
+from fusible.ops.backends import hopper
+from fusible.ops.backends.extension import compiled
 from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
 
 from .problem import Problem
@@ -49,6 +52,19 @@ def ours(p: GroupedGemm) -> Function:
         return stacked(p.out)
 
     return run
+
+
+def tiles(p: GroupedGemm) -> dict[str, Function]:
+    """Each tile that our kernels are built with for this product, by name; none where they cannot compute it."""
+    if hopper.refusal(p) is not None:
+        return {}
+
+    def run(variant: int) -> Tensor:
+        hopper.launch(p.layout, p.a, p.b, p.out, p.split_sizes, accumulate=p.beta is not None, variant=variant)
+        return stacked(p.out)
+
+    built = compiled().TILE_VARIANTS[hopper.LAYOUTS[p.layout]]
+    return {f"tile {variant}": partial(run, variant) for variant in built}
 
 
 def dense(p: GroupedGemm) -> Function:

@@ -2,6 +2,7 @@
 
     python -m fusible bench grouped_gemm                                         small on a CPU, all presets on a GPU
     python -m fusible bench grouped_gemm --preset mixtral --tokens 8192 32768    some of them
+    python -m fusible bench grouped_gemm --sustain 0.2 --tiles                   every tile, each alone for a while
 
 Times are medians of rounds in one run, in which the contestants take their turns in random order. ``dense`` is one
 product of as many operations, as if one expert had all rows: a yardstick, not a peer. A contestant whose result is
@@ -22,7 +23,7 @@ import fusible
 from fusible.fuser.settings import BACKENDS
 from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
 
-from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal
+from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles
 from .problem import (
     DISTRIBUTIONS,
     Asked,
@@ -31,7 +32,7 @@ from .problem import (
     asked,
 )
 from .report import Report, describe
-from .timing import interleaved, markdown
+from .timing import interleaved, markdown, sustained
 
 YARDSTICK = "dense"  # computes something else: it has no error
 SAMPLED_GROUPS, SAMPLED_ROWS = 6, 64
@@ -93,10 +94,15 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     return errors
 
 
-def measure(p: GroupedGemm, functions: Mapping[str, Function], rounds: int) -> dict[str, Measured]:
-    """Checks, then times every contestant."""
+def measure(
+    p: GroupedGemm, functions: Mapping[str, Function], rounds: int, sustain: float | None = None
+) -> dict[str, Measured]:
+    """Checks, then times every contestant, in turn or (``sustain``) each for so many seconds."""
     errors = check(p, functions)
-    seconds = interleaved(functions, rounds, p.a.device, calls=2, steady=True)
+    if sustain is None:
+        seconds = interleaved(functions, rounds, p.a.device, calls=2, steady=True)
+    else:
+        seconds = sustained(functions, rounds, p.a.device, sustain)
     return {name: Measured(seconds[name], errors.get(name)) for name in functions}
 
 
@@ -155,10 +161,11 @@ def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
     for name, p in products(case.problem, args.main_grad):
         refusals = {who: refusal(who, p) for who in args.contestants}
         functions = {who: CONTESTANTS[who](p) for who, why in refusals.items() if why is None}
+        functions |= tiles(p) if args.tiles else {}
         left_out += [f"{who} {why}" for who, why in refusals.items() if why]
         print(f"{case}: {name} …", file=sys.stderr, flush=True)
-        findings.append(finding(name, p, measure(p, functions, args.rounds)))
-    present = [who for who in args.contestants if any(who in f["tflops"] for f in findings)]
+        findings.append(finding(name, p, measure(p, functions, args.rounds, args.sustain)))
+    present = list(dict.fromkeys(who for f in findings for who in f["tflops"]))
     notes = [f"\nLeft out: {'; '.join(dict.fromkeys(left_out))}."] if left_out else []
     section = "\n".join([f"### {case}: {describe(case.problem)}\n", table(findings, present), *notes])
     splits = case.problem.split_sizes.tolist()
@@ -182,6 +189,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_asked_arguments(parser, [8192, 32768], CONTESTANTS, rounds=10)
     parser.set_defaults(distribution=list(DISTRIBUTIONS) if cuda else ["random"])
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
+    parser.add_argument("--tiles", action="store_true", help="also each tile that our kernels are built with")
+    parser.add_argument(
+        "--sustain", type=float, metavar="SECONDS", help="each alone for so long, timed in its second half"
+    )
     return parser.parse_args(argv)
 
 

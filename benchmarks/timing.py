@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -38,19 +38,44 @@ def interleaved(
             the same function goes before it instead, as in a run of many.
         given: what makes the one argument of each function; anew for every call, and not timed.
     """
-    clock = _CudaClock(flush=not steady) if torch.device(device).type == "cuda" else _host_seconds
-    order, shuffler = list(functions), random.Random(0)
+    clock = _clock(device, flush=not steady)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(rounds + 1):
+    for name in _turns(functions, rounds + 1):
+        make = given[name] if given else None
+        if steady:
+            _prepared(functions[name], make)()
+        seconds[name].append(clock([_prepared(functions[name], make) for _ in range(calls)]))
+    return {name: median(times[1:]) for name, times in seconds.items()}
+
+
+def sustained(
+    functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu", seconds: float = 0.2
+) -> dict[str, float]:
+    """Median seconds of one call of each function, which is called again and again, alone, for so many seconds.
+
+    A GPU lowers its clock under such load, as in training. Only the second half is timed. The turns are those of
+    :func:`interleaved`.
+    """
+    clock = _clock(device, flush=False)
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for name in _turns(functions, rounds):
+        functions[name]()
+        half = [functions[name]] * max(1, round(seconds / 2 / clock([functions[name]])))
+        clock(half)
+        found[name].append(clock(half))
+    return {name: median(times) for name, times in found.items()}
+
+
+def _turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once a round, in a new random order."""
+    order, shuffler = list(names), random.Random(0)
+    for _ in range(rounds):
         shuffler.shuffle(order)
-        for name in order:
-            make = given[name] if given else None
-            if steady:
-                _prepared(functions[name], make)()
-            measured = clock([_prepared(functions[name], make) for _ in range(calls)])
-            if turn:
-                seconds[name].append(measured)
-    return {name: median(times) for name, times in seconds.items()}
+        yield from order
+
+
+def _clock(device: torch.device | str, flush: bool) -> Callable[[Sequence[Function]], float]:
+    return _CudaClock(flush) if torch.device(device).type == "cuda" else _host_seconds
 
 
 def _prepared(function: Function, make: Function | None) -> Function:

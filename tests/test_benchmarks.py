@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import replace
@@ -233,7 +234,7 @@ def test_bench_of_grouped_gemm_prints_and_writes(capsys: pytest.CaptureFixture[s
 
 
 def test_bench_of_grouped_gemm_runs_without_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    grouped_gemm.main([*SMALL, "--device", "cpu", "--contestants", "loop", "dense"])
+    grouped_gemm.main([*SMALL, "--device", "cpu", "--contestants", "loop", "dense", "--sustain", "0.001", "--tiles"])
 
     assert "| TFLOP/s " in capsys.readouterr().out
 
@@ -310,9 +311,11 @@ def test_roofline_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.cuda
 def test_bench_of_grouped_gemm_runs_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--preset", "small", *SMALL[:-2], "--dtype", "bf16", "--device", "cuda"]
-    grouped_gemm.main([*sizes, "--distribution", "random", "one", "--main-grad"])
+    grouped_gemm.main([*sizes, "--distribution", "random", "one", "--main-grad", "--tiles", "--sustain", "0.001"])
 
-    assert "ours / grouped_mm" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ours / grouped_mm" in printed
+    assert "ours / tile 1" in printed
 
 
 @pytest.mark.cuda
@@ -373,6 +376,19 @@ def test_interleaved_times_every_function() -> None:
 
     assert calls == {"a": 8, "b": 8}  # one round of warm-up
     assert min(seconds.values()) > 0
+
+
+def test_sustained_calls_for_as_long_as_asked() -> None:
+    calls = {"a": 0, "b": 0}
+
+    def call(name: str) -> None:
+        calls[name] += 1
+        time.sleep(0.001)
+
+    seconds = timing.sustained({name: (lambda name=name: call(name)) for name in calls}, rounds=1, seconds=0.02)
+
+    assert min(seconds.values()) >= 0.001
+    assert all(2 < count <= 2 + 2 * 10 and count % 2 == 0 for count in calls.values())  # two to begin with, two halves
 
 
 def test_turns_are_taken_in_random_order() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from emulation import build, harness
 
+from fusible.benchmarks import gemm_contestants, grouped_gemm
+from fusible.benchmarks.problem import Problem
 from fusible.ops.activations import ActivationSpec, gated, interleaved
 from fusible.ops.backends import hopper
 from fusible.ops.backends.problem import Layout
@@ -60,6 +62,14 @@ def test_tiles(gpu: Gpu, layout: Layout, variant: int) -> None:
     """Depth and width that no tile divides; odd rows of tiles, more of them than the depth of the queue."""
     check(gpu, layout, k=136, n=264, variant=variant)
     check(gpu, layout, (300, 0, 129), k=72, n=520, tail=0, variant=variant)
+
+
+def test_tiles_of_the_benchmark(gpu: Gpu) -> None:
+    problem = Problem.make(3, 136, 72, torch.tensor([70, 0, 9]), "cpu", torch.bfloat16)
+    for _, p in gemm_contestants.products(problem, main_grad=True):
+        tiles = gemm_contestants.tiles(p)
+        assert list(tiles) == [f"tile {variant}" for variant in VARIANTS[p.layout]]
+        assert grouped_gemm.check(p, tiles).keys() == tiles.keys()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
