@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a forward leaves; ``lent`` are buffers for the backward."""
+    """What a forward leaves: ``kept`` for its backward, each once; ``lent`` are buffers for that."""
 
     outputs: tuple[Tensor, ...]
     kept: Sequence[Tensor]
@@ -65,7 +65,8 @@ class Fresh(NamedTuple):
     def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
         kept, lent, rest = pack(saved)
-        return Ran(outputs, kept, lent, Call(self.op, self.names, wanted, rest, settings.current()))
+        once, order = _each_once(kept)
+        return Ran(outputs, once, lent, Call(self.op, self.names, wanted, rest, settings.current(), order))
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
@@ -79,17 +80,13 @@ class Fresh(NamedTuple):
         record = recorder.record(rows, ran.outputs, (*ran.kept, *ran.lent) if wanted else ())
         if record is None or (replay := replay_of([record])) is None:
             return ran, None
-        kept = replay.kept[: len(ran.kept)]
-        once = list(dict.fromkeys(kept))  # the split sizes, say, that two ops keep
-        order = tuple([once.index(place) for place in kept])
-        ops = tuple([op for op in self.op.modules() if isinstance(op, Op)])
-        call = ran.call._replace(order=order, ops=ops)
+        call = ran.call._replace(ops=tuple([op for op in self.op.modules() if isinstance(op, Op)]))
         call = next((known for known in calls if known._replace(forms=None) == call), call)
         if call.forms is None:
             call = call._replace(forms=Forms())
             calls.append(call)
-        again = Again(replay, tuple(once), replay.kept[len(ran.kept) :], call, record)
-        return ran._replace(kept=[ran.kept[order.index(i)] for i in range(len(once))], call=call), again
+        count = len(ran.kept)
+        return ran._replace(call=call), Again(replay, replay.kept[:count], replay.kept[count:], call, record)
 
 
 class Again(NamedTuple):
@@ -206,6 +203,19 @@ def _gradients(
                 f"which it does not read; it returned {sorted(grads)}"
             )
     return [evaluate(grads[name]) if name in call.wanted else None for name in call.names]
+
+
+def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:
+    """The tensors without repetitions, such as split sizes that two ops keep, and the order that brings them back.
+
+    A call keeps as many tensors each time, replayed or not: activation checkpointing counts them.
+    """
+    ids = list(map(id, kept))
+    once = dict(zip(ids, kept, strict=True))
+    if [*once] == ids:
+        return kept, None
+    places = dict(zip(once, range(len(once)), strict=True))
+    return [*once.values()], tuple(map(places.__getitem__, ids))
 
 
 def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

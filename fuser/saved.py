@@ -39,9 +39,10 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor]) -> li
     """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
     rest: list[Any] = []
     for item in saved:
-        if type(item) in _PLAIN:
+        kind = type(item)
+        if kind in _PLAIN:
             rest.append(item)
-        elif isinstance(item, Tensor):
+        elif kind is Tensor or isinstance(item, Tensor):
             tensors.append(item)
             rest.append(_HOLE)
         elif isinstance(item, tuple):

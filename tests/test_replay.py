@@ -15,6 +15,7 @@ import torch
 from emulation import build, harness
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, records, replay
@@ -699,3 +700,15 @@ def test_hooks_on_saved_tensors_run(runs: Runs) -> None:
         assert same(experts.step(), expected)
     assert packed
     assert same(experts.step(), expected)
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_checkpointed_forward_may_be_replayed_or_not(runs: Runs, how: dict[str, Any]) -> None:
+    """A forward and its recomputation are two calls, of which the second knows more; they must keep the same."""
+    experts = Experts(**how)
+    expected, forward = experts.anew(), experts.forward
+    experts.forward = lambda: checkpoint(forward, use_reentrant=False)  # type: ignore[method-assign]
+
+    for _ in range(4):
+        assert same(experts.step(), expected)
+    assert runs.of(experts.step) == (0, 3)
