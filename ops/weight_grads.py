@@ -100,13 +100,14 @@ class WeightGrads(ExpertParameters):
 
         Raises:
             RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; or an ``x`` or a gradient of
-                ``y`` that was modified in place meanwhile.
+                ``y`` that was modified in place meanwhile. What could not be computed stays delayed.
         """
         if not self._delayed:
             return
         with torch.no_grad():
             while self._delayed:
-                self._delayed.popleft()()
+                self._delayed[0]()
+                self._delayed.popleft()  # once it is done: what raises can be mended, and is not lost
         for hook in self._hooks:
             hook()
 

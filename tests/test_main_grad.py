@@ -341,11 +341,17 @@ def test_delayed_into_main_grad(single):
 
 
 def test_delayed_without_main_grad_is_an_error_in_backward_dw():
-    model = mlp(delay_wgrad_compute=True, accumulate_into_main_grad=True)
-    step(model, unit(T, K))
+    """Which loses nothing: once there is one, the next ``backward_dw()`` adds what waited."""
+    model, x = mlp(delay_wgrad_compute=True, accumulate_into_main_grad=True), unit(T, K)
+    step(model, x)
 
     with pytest.raises(RuntimeError, match=r"weight.main_grad, which is not set"):
         model[0].backward_dw()
+    assert model[0].need_backward_dw()
+    with_main_grad(model)
+    model[0].backward_dw()
+    torch.testing.assert_close(model[0].weight.main_grad, expected_grads(model, x)["0.weight"] + FIRST)
+    assert not model[0].need_backward_dw()
 
 
 @pytest.mark.parametrize("fused", FUSED)
