@@ -166,7 +166,7 @@ class Op(nn.Module, ABC):
         """What fusions may read of the parameters; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
-        return tuple([(name, type(p), p.dtype, p.device, p.requires_grad) for name, p in self._named()])
+        return tuple([(name, type(p), p.dtype, p.device, p.requires_grad, p.shape) for name, p in self._named()])
 
     def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
         if self._modules:
@@ -217,7 +217,8 @@ class Op(nn.Module, ABC):
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
-    return any(hooks_of(module)) or "forward" in module.__dict__
+    after, before = module._forward_hooks or module._backward_hooks, module._forward_pre_hooks
+    return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Grads, Op, Spec
-from .checks import check_features
+from .checks import check_features, check_shape
 
 
 class Bias(Op):
@@ -34,6 +34,7 @@ class Bias(Op):
 
     def check(self, x: Spec) -> Spec:
         check_features(x, self.features)
+        check_shape("bias", self.bias, (self.features,))
         return x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, None]:

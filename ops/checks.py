@@ -49,8 +49,8 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def check_rows(name: str, column: Any, x: Spec) -> None:
-    """A floating-point number for every row of ``x``."""
-    if not isinstance(column, Tensor) or not column.is_floating_point():
+    """A floating-point number, of more than 8 bits, for every row of ``x``."""
+    if not isinstance(column, Tensor) or not column.is_floating_point() or column.itemsize == 1:
         raise ArgumentError(
             f"{name}: expected a floating-point tensor of shape {list(x.shape[:-1])}, got {_kind(column)}"
         )
@@ -64,6 +64,15 @@ def check_features(x: Spec, features: int) -> None:
     """``x`` has that many columns."""
     if not x.shape or x.shape[-1] != features:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
+
+
+def check_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+    """Of a parameter, which anybody may have replaced."""
+    if parameter.shape != shape:
+        raise ArgumentError(
+            f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
+            "to change sizes, build another op"
+        )
 
 
 def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:

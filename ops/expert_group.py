@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -51,6 +52,13 @@ class ExpertGroup:
         self.tensors = tensors
         self._values: _Values | None = None
         self._whole: _Whole | None = None
+
+    @cached_property
+    def is_uniform(self) -> bool:
+        """Whether they are of one shape, dtype and device indeed."""
+        first = self.tensors[0]
+        kind = first.shape, first.dtype, first.device
+        return all([(t.shape, t.dtype, t.device) == kind for t in self.tensors])
 
     def holds(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the group's."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Op
+from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
+from .checks import check_shape
 from .expert_group import ExpertGroup, as_one
 
 
@@ -51,7 +52,25 @@ class ExpertParameters(Op):
         """The parameter, or the first group's: all are of its shape, dtype and device."""
         name = f"{name}0" if self.per_group[name] else name
         found = self._parameters.get(name)
-        return getattr(self, name) if found is None else found
+        if found is None and (found := getattr(self, name)) is None:
+            raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
+        return found
+
+    def check_shapes(self, **shapes: tuple[int, ...]) -> None:
+        """Of the parameters, which anybody may have replaced; given are those of one group."""
+        for name, split in self.per_group.items():
+            if not split:
+                check_shape(name, self.one_parameter(name), (self.num_groups, *shapes[name]))
+                continue
+            group = self._group(name)
+            check_shape(f"{name}0", group.tensors[0], shapes[name])
+            if not group.is_uniform:
+                kinds = [(list(p.shape), p.dtype, p.device) for p in group.tensors]
+                other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
+                raise ArgumentError(
+                    f"{name}{other}: expected shape {kinds[0][0]}, {kinds[0][1]} on {kinds[0][2]}, like {name}0, "
+                    f"got {kinds[other][0]}, {kinds[other][1]} on {kinds[other][2]}"
+                )
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.

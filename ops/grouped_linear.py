@@ -89,8 +89,7 @@ class GroupedLinear(WeightGrads):
         self.has_bias, self.scale_bias = bias, scale_bias and bias
         self.init_expert_parameters()
         self.transposed_weight = transposed_weight
-        sizes = (in_features, out_features) if transposed_weight else (out_features, in_features)
-        weight = torch.empty((num_groups, *sizes), device=device, dtype=dtype)
+        weight = torch.empty((num_groups, *self._matrix_shape()), device=device, dtype=dtype)
         self.add_expert_parameter("weight", weight, single_grouped_weight)
         if bias:
             data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
@@ -107,11 +106,16 @@ class GroupedLinear(WeightGrads):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
+    def _matrix_shape(self) -> tuple[int, int]:
+        shape = self.out_features, self.in_features
+        return shape[::-1] if self.transposed_weight else shape
+
     def decision_key(self) -> tuple[Any, ...]:
         key: list[Any] = []
-        for name in self.per_group:
-            p = self.one_parameter(name)
-            key += (type(p), p.dtype, p.device, p.requires_grad)
+        for name, split in self.per_group.items():
+            group = self._group(name) if split else None
+            p = self.one_parameter(name) if group is None else group.tensors[0]
+            key += (type(p), p.dtype, p.device, p.requires_grad, p.shape, group is None or group.is_uniform)
         return tuple(key)
 
     def check(
@@ -126,6 +130,7 @@ class GroupedLinear(WeightGrads):
     ) -> Spec:
         weight = self.one_parameter("weight")
         dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
+        self.check_shapes(weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:

@@ -85,6 +85,7 @@ def test_scale_keeps_x_only_for_the_gradient_of_scales():
     ("scales", "message"),
     [
         (torch.ones(3), r"scales: expected shape \[4\], one number a row, got \[3\]"),
+        (torch.ones(4).to(torch.float8_e5m2), r"scales: expected a floating-point .*, got torch.float8_e5m2"),
         (torch.ones(4, 1), r"scales: expected shape \[4\], one number a row, got \[4, 1\]"),
         (torch.ones(4, dtype=torch.int64), r"floating-point tensor of shape \[4\], got torch.int64 of shape \[4\]"),
         (2.0, r"scales: expected a floating-point tensor of shape \[4\], got a float"),

@@ -558,6 +558,34 @@ def test_constructor_error(sizes):
         GroupedLinear(*sizes)
 
 
+REPLACED = {
+    "weight": (nn.Parameter(torch.ones(4, N, K + 1)), r"weight: expected a parameter of shape \[4, \d+, 8\], got"),
+    "bias": (nn.Parameter(torch.ones(N)), r"bias: expected a parameter of shape \[4, \d+\], got"),
+    "weight0": (nn.Parameter(torch.ones(K, N + 1)), r"weight0: expected a parameter of shape \[\d+, 8\], got"),
+    "weight2": (nn.Parameter(torch.ones(N, K + 1)), r"weight2: expected shape .*, like weight0, got"),
+    "weight3": (nn.Parameter(torch.ones(N, K).half()), r"weight3: expected .* torch.float32 .* got .* torch.float16"),
+    "bias1": (nn.Parameter(torch.ones(N, device="meta")), r"bias1: expected .* on cpu, like bias0, got .* on meta"),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_replaced_parameter_of_another_kind_is_an_error(name):
+    op = layer(single=name in ("weight", "bias"), dtype=torch.float32)
+    op(X, split_sizes=SIZES)
+    setattr(op, name, REPLACED[name][0])
+
+    with pytest.raises(ArgumentError, match=REPLACED[name][1]):
+        op(X, split_sizes=SIZES)
+
+
+def test_bias_that_was_removed_is_an_error():
+    op = layer(dtype=torch.float32)
+    op.bias = None
+
+    with pytest.raises(ArgumentError, match="GroupedLinear: bias is None"):
+        op(X, split_sizes=SIZES)
+
+
 def test_error_names_the_op():
     with pytest.raises(ArgumentError, match=r"^op 1 \(GroupedLinear\): split_sizes: "):
         Sequential(nn.Identity(), layer())(unit(9, K), split_sizes=[9])

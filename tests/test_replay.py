@@ -562,6 +562,21 @@ def test_transforms_are_refused(runs: Runs) -> None:
         torch.func.grad(lambda x: experts.model(x, split_sizes=experts.sizes, scales=experts.scales).sum())(experts.x)
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_a_parameter_of_another_shape_is_an_error(runs: Runs, single: bool) -> None:
+    """Kernels would read behind its end."""
+    experts, name = Experts(single_grouped_weight=single), "weight" if single else "weight2"
+    experts.warm()
+    before = getattr(experts.fc2, name)
+    setattr(experts.fc2, name, torch.nn.Parameter(before.detach()[..., 8:].contiguous()))
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match=rf"op 3 \(GroupedLinear\): {name}: expected"):
+            experts.forward()
+    setattr(experts.fc2, name, before)
+    assert same(experts.step(), experts.anew())
+
+
 def test_autocast_is_seen(runs: Runs) -> None:
     experts = Experts()
     experts.warm()

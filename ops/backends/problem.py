@@ -90,7 +90,7 @@ class GroupedGemm:
     def is_plain(self) -> bool:
         """Whether ``out`` is the product alone, in the dtype of its operands."""
         extras = (self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
-        return all(extra is None for extra in extras) and self.a.dtype == first(self.b).dtype == first(self.out).dtype
+        return all([extra is None for extra in extras]) and self.a.dtype == first(self.b).dtype == first(self.out).dtype
 
     @property
     def flops(self) -> int:
