@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -72,8 +72,7 @@ def run(
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
     """
-    if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{type(op).__name__}: torch.func transforms and vmap are not supported; use torch.autograd")
+    refuse_transforms([op])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
@@ -106,6 +105,7 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     """``op(x, **keywords)``: checks, runs, and returns ``y`` or ``(y, *extras)``."""
     given = accepted(op, keywords)
     runtime = Runtime.of(x)
+    refuse_transforms([op])
     try:
         check(op, Spec.of(x), given, runtime)
         _check_buffers(op, x, given)
@@ -136,6 +136,13 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
 def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
     """``op.check`` with the reserved names that it declares."""
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
+
+
+def refuse_transforms(modules: Iterable[Any]) -> None:
+    """Raises where a transform is active, which no op supports; its tensors have no values to check."""
+    if torch._C._are_functorch_transforms_active():
+        for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
+            raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
 
 
 def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ def _call(layout: Layout, x: Tensor, given: Given) -> Call:
     for keywords in given:
         row = []
         for name, value in keywords.items():
-            slot = slots.get(id(value)) if isinstance(value, (Tensor, list)) else None
+            slot = slots.get(id(value)) if isinstance(value, (Tensor, list, tuple)) else None
             if slot is None:
                 slot = slots[id(value)] = len(values)
                 values.append(value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import legality
-from .autograd import Runtime, Watch, check, run
+from .autograd import Runtime, Watch, check, refuse_transforms, run
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
@@ -126,6 +126,7 @@ class Plan:
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
         """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
+        refuse_transforms([step.module for step in self.steps])
         if self.buffers:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
         spec: Spec | None = Spec.of(values[0])

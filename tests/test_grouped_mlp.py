@@ -490,6 +490,15 @@ def test_declines_two_lists_of_split_sizes():
     torch.testing.assert_close(y, model(x, split_sizes=SIZES))
 
 
+def test_one_tuple_of_split_sizes_is_shared():
+    one, two = linears()
+    model, x = Sequential(one, SwiGLU(), two), unit(T, K)
+    y = model(x, split_sizes=tuple(SIZES))
+
+    assert [step.name for step in model.explain().steps] == ["GroupedMLP"]
+    torch.testing.assert_close(y, model(x, split_sizes=SIZES))
+
+
 def test_an_op_in_between_leaves_no_pattern():
     one, two = linears()
     model, x = Sequential(one, SwiGLU(), Bias(F, dtype=torch.float64), two), unit(T, K)

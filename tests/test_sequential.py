@@ -23,6 +23,7 @@ from fusible import (
     ScaledSwiGLU,
     Sequential,
     SwiGLU,
+    config,
 )
 
 SIZES = torch.tensor([2, 1])
@@ -307,6 +308,18 @@ def test_other_modules_may_pass_on_what_is_no_tensor():
     _, y = x_and_y(Sequential(nn.LSTM(4, 4), First(), Identity()))
 
     assert y.shape == (3, 4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_vmap_over_what_a_check_reads_raises(fused):
+    model = Sequential(GroupedLinear(2, 4, 8), SwiGLU(), GroupedLinear(2, 4, 4))
+    x, sizes = torch.ones(3, 3, 4), torch.tensor([[2, 1]] * 3)
+
+    with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU"}):
+        with pytest.raises(RuntimeError, match=r"Grouped\w+: torch\.func transforms and vmap are not supported"):
+            torch.vmap(lambda x, sizes: model(x, split_sizes=sizes))(x, sizes)
+        with pytest.raises(RuntimeError, match=r"Grouped\w+: torch\.func transforms and vmap are not supported"):
+            torch.vmap(lambda x, sizes: model[0](x, split_sizes=sizes))(x, sizes)
 
 
 def test_op_behind_what_is_no_tensor_raises():
