@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from . import halves, settings
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
-from .op import Op, Spec
+from .op import Op, Spec, computes_parameters
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -83,6 +84,12 @@ def run(
     return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
 
 
+def run_computing(*call: Any) -> tuple[Tensor, ...]:
+    """:func:`run` of an op that computes some of its parameters: autograd is given what the op reads."""
+    with parametrize.cached():
+        return run(*call)
+
+
 def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
     wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
     if watch is None:
@@ -111,7 +118,8 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
         _check_buffers(op, x, given)
     except ArgumentError as error:
         raise error.located(type(op).__name__) from None
-    outputs = run(op, x, given, runtime)
+    how = run_computing if computes_parameters(op) else run
+    outputs = how(op, x, given, runtime)
     return outputs if op.extra_outputs else outputs[0]
 
 

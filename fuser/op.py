@@ -139,7 +139,10 @@ class Op(nn.Module, ABC):
         return None
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by name, as they are now: a replaced parameter is seen at the next call."""
+        """The parameters by name, as they are now: a replaced parameter is seen at the next call.
+
+        One that is parametrized is what its parametrization gives, which autograd then passes through.
+        """
         return zip(self.input_names(), self.input_tensors(), strict=True)
 
     def input_names(self) -> tuple[str, ...]:
@@ -168,10 +171,15 @@ class Op(nn.Module, ABC):
             return ()
         return tuple([(name, type(p), p.dtype, p.device, p.requires_grad, p.shape) for name, p in self._named()])
 
-    def _named(self) -> Iterable[tuple[str, nn.Parameter]]:
-        if self._modules:
-            return self.named_parameters(remove_duplicate=False)
-        return [(name, p) for name, p in self._parameters.items() if p is not None]
+    def _named(self) -> Iterable[tuple[str, Tensor]]:
+        if not self._modules:
+            return [(name, p) for name, p in self._parameters.items() if p is not None]
+        named = self.named_parameters(remove_duplicate=False)
+        if "parametrizations" not in self._modules:
+            return named
+        computed: Any = self._modules["parametrizations"]
+        others: list[tuple[str, Tensor]] = [(n, p) for n, p in named if not n.startswith("parametrizations.")]
+        return others + [(name, getattr(self, name)) for name in computed]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -213,6 +221,11 @@ class Op(nn.Module, ABC):
         from .autograd import run_alone
 
         return run_alone(self, x, keywords)
+
+
+def computes_parameters(module: nn.Module) -> bool:
+    """Whether some of its parameters are computed, by ``torch.nn.utils.parametrize``."""
+    return any("parametrizations" in inner._modules for inner in module.modules())
 
 
 def is_hooked(module: nn.Module) -> bool:

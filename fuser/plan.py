@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from . import legality
-from .autograd import Runtime, Watch, check, refuse_transforms, run
+from .autograd import Runtime, Watch, check, refuse_transforms, run, run_computing
 from .buffers import NamedBuffer, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Keyword, Op, Spec, is_hooked
+from .op import Keyword, Op, Spec, computes_parameters, is_hooked
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -35,6 +35,7 @@ class Step:
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     late: bool  # reads what an earlier step computes, besides x
+    computes: bool  # some of its parameters
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
 
     @property
@@ -69,7 +70,8 @@ class Step:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            values += run(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
+            how = run_computing if self.computes else run
+            values += how(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
             if watch is not None:
                 watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
@@ -226,7 +228,8 @@ class _Builder:
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
         names = None if leaf.op is None or is_hooked(leaf.op) else leaf.op.input_names()
-        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, self._late(reads))
+        how = self._late(reads), computes_parameters(leaf.module)
+        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -237,7 +240,8 @@ class _Builder:
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), self._late(reads))
+        how = self._late(reads), computes_parameters(fused)
+        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

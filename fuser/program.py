@@ -130,7 +130,7 @@ def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
     runtime, given = Runtime.of(values[0]), accepted(op, _given(call[2], values))
     reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
     outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
-    step = Step(op, (Leaf("", 0, op),), (reads,), reads, 0, outputs, op.input_names(), False)
+    step = Step(op, (Leaf("", 0, op),), (reads,), reads, 0, outputs, op.input_names(), False, False)
     return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 

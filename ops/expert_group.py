@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..fuser.replay import stream_of
-from ..fuser.trace import is_traced
+from ..fuser.trace import active, has_no_data, is_traced
 from .backends.problem import Matrices, first
 
 _requires_grad = attrgetter("requires_grad")
@@ -66,7 +66,7 @@ class ExpertGroup:
 
     def values(self) -> Matrices:
         """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
-        if is_traced(self.tensors[0]):
+        if is_traced(self.tensors[0]) or (active() and any(map(has_no_data, self.tensors))):
             return self.tensors
         addresses, known = list(map(Tensor.data_ptr, self.tensors)), self._values
         if known is not None and addresses == known.addresses and first(known.matrices).dtype == self.tensors[0].dtype:

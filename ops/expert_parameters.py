@@ -134,9 +134,10 @@ class ExpertParameters(Op):
         return group
 
     def _has_others(self) -> bool:
-        return bool(self._modules) or len(self._parameters) > self._count
+        replaced = self._forward_pre_hooks  # which may put parameters in the place of others, as prune's do
+        return bool(self._modules or replaced) or len(self._parameters) > self._count
 
-    def _others(self) -> Iterable[tuple[str, nn.Parameter]]:
+    def _others(self) -> Iterable[tuple[str, Tensor]]:
         """What is registered besides the parameters of the groups."""
         own = {n for name in self.per_group for n in self.parameter_names(name)}
         return [(name, p) for name, p in self._named() if name not in own]

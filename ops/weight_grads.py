@@ -54,6 +54,8 @@ class WeightGrads(ExpertParameters):
         """
         if "weight" not in needs_grad or x is None:
             return {}
+        if self._modules and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
+            self._refuse_computed()
         rows = x
         left, right = (rows, dy) if self.transposed_weight else (dy, rows)
 
@@ -117,6 +119,15 @@ class WeightGrads(ExpertParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
+
+    def _refuse_computed(self) -> None:
+        """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""
+        computed: Any = self._modules.get("parametrizations", ())
+        for name in [name for name in computed if name.startswith("weight")]:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} is computed by a parametrization, so its gradient must go through "
+                "autograd: without accumulate_into_main_grad and delay_wgrad_compute"
+            )
 
     def _has_stand_ins(self, name: str) -> bool:
         return name == "weight" and self.accumulate_into_main_grad
