@@ -53,7 +53,7 @@ def grouped_gemm(
         layout: see above.
         out: where to write; it is returned.
         accumulate: add to what stands in ``out``: beta = 1.
-        alpha, beta: numbers, or tensors [E]. Not differentiable.
+        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
         bias: [E, N].
         out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
             or one and the depth. Else that waits for the device, unless ``out`` is given. What is left over is zero, a
@@ -72,7 +72,7 @@ def grouped_gemm(
     _check_factors(how, bias, beta)
     _check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
     if out is not None:
-        _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), 1.0 if accumulate else beta)
+        _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), _counts(accumulate, beta))
         return out
     how = how._replace(shape=room_for(how, out_elements))
     keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
@@ -128,6 +128,10 @@ def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor 
 
 
 def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
+    for name, given in (("split_sizes", split_sizes), ("offsets", offsets)):
+        if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
+            came = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")
     if offsets is None:
         return split_sizes
     if split_sizes is not None:
@@ -176,7 +180,7 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
         raise ArgumentError(f"grouped_gemm: {name} must have {dims} dimensions, got shape {list(tensor.shape)}")
     if not ragged:
         return GroupedTensor(tensor.contiguous())
-    if sizes is None or sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64):
+    if sizes is None or sizes.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
     if is_free_to_read(sizes) and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
         raise ArgumentError(
@@ -185,9 +189,18 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
     return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
 
 
+def _counts(accumulate: bool, beta: Factor) -> Factor:
+    """How much what stands in ``out`` counts; None where it is not read."""
+    return 1.0 if accumulate else beta if isinstance(beta, Tensor) or beta else None
+
+
 def _check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
     groups, columns = how.a.num_groups, columns_of(how)
     for name, factor in (("alpha", how.alpha), ("beta", beta)):
+        if not isinstance(factor, (int, float, Tensor, type(None))):
+            raise ArgumentError(
+                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
+            )
         if isinstance(factor, Tensor) and factor.requires_grad:
             raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
         if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):
@@ -233,7 +246,7 @@ def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
     """Groups of one width as rows [T, N], and how many each has."""
     rows = t.rows
     sizes = rows if isinstance(rows, Tensor) else torch.full((t.num_groups,), rows, device=t.device)
-    return t.data.reshape(-1, t.data.shape[-1]), sizes
+    return t.data.flatten(0, -2), sizes
 
 
 def _has_one_width(how: Product) -> bool:
@@ -249,7 +262,7 @@ def _multiply(how: Product, bias: Tensor | None, out: GroupedTensor | None = Non
         rows, sizes = _by_rows(a)
         other = _by_rows(b)[0] if layout is Layout.TN else b.data
         by_group = shape if out is None else tuple(out.data.shape)
-        into = None if out is None else out.data.view(by_group if layout is Layout.TN else (-1, by_group[-1]))
+        into = None if out is None else out.data if layout is Layout.TN else out.data.flatten(0, -2)
         data = kernels.grouped_gemm(layout, rows, other, sizes, out=into, alpha=alpha, beta=beta, bias=bias)
         assert isinstance(data, Tensor)
         return data.view(by_group)

@@ -139,6 +139,27 @@ def test_beta(layout, beta, rows):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_a_beta_of_zero_out_is_not_read(layout):
+    a, b = operands(layout)
+    want = expected(layout, a, b)
+    out = grouped_gemm(a, b, SIZES, layout=layout, out=torch.full_like(want, float("nan")), beta=0)
+    valid = slice(None) if layout == "TN" else slice(int(SIZES.sum()))
+
+    torch.testing.assert_close(out[valid], want[valid])
+
+
+def test_no_depth_gives_zeros_and_no_columns_nothing():
+    a, b = unit(T, 0), unit(E, N, 0)
+    c = grouped_gemm(a, b, SIZES)
+    c.sum().backward()
+
+    assert torch.equal(c, torch.zeros_like(c))
+    assert (a.grad.shape, b.grad.shape) == ((T, 0), (E, N, 0))
+    nothing = torch.empty(T, 0).double()
+    assert grouped_gemm(A, B[:, :0], SIZES, out=nothing) is nothing
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_accumulate(layout):
     a, b = operands(layout)
     out = grouped_gemm(a, b, SIZES, layout=layout)
@@ -297,6 +318,11 @@ G = GroupedTensor(A, SIZES)
         (lambda: grouped_gemm(A, B, SIZES, layout="TT"), "layout must be NT, NN or TN, got 'TT'"),
         (lambda: grouped_gemm(A, B), "plain tensors need split_sizes or offsets, int32 or int64"),
         (lambda: grouped_gemm(A, B, SIZES.float()), "plain tensors need split_sizes or offsets, int32 or int64"),
+        (lambda: grouped_gemm(A, B, [3, 0, 5]), r"split_sizes must be an int32 or int64 tensor \[E\], got a list"),
+        (lambda: grouped_gemm(A, B, offsets=[3, 3, 8]), r"offsets must be an int32 or int64 tensor \[E\], got a list"),
+        (lambda: grouped_gemm(A, B, SIZES[None]), r"split_sizes must be .* \[E\], got shape \[1, 3\]"),
+        (lambda: grouped_gemm(A, B, offsets=SIZES[0]), r"offsets must be .* \[E\], got shape \[\]"),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=[1, 2, 3]), r"alpha must be a number or a tensor \[3\], got a list"),
         (lambda: grouped_gemm(A, B, SIZES, offsets=SIZES), "give split_sizes or offsets, not both"),
         (lambda: grouped_gemm(A[0], B, SIZES), r"a must have 2 dimensions, got shape \[6\]"),
         (lambda: grouped_gemm(A, A, SIZES), r"b must have 3 dimensions, got shape \[9, 6\]"),
