@@ -211,7 +211,7 @@ def _explain_op(
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
     kept |= new
-    values.extend(y.detach().requires_grad_(bool(needs)) for y in outputs)
+    values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
     return replace(
         plain,
         kernel=" + ".join(dict.fromkeys(call.kernel for call in seen.calls)) or "torch",

@@ -219,7 +219,8 @@ def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None
 
 
 def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    if outputs.keys() != {"y", *op.extra_outputs}:
+    given = outputs.keys() if isinstance(outputs, Mapping) else {f"a {type(outputs).__name__}"}
+    if given != {"y", *op.extra_outputs}:
         expected = ", ".join(("y", *op.extra_outputs))
-        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(outputs)}; expected {expected}")
+        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(given)}; expected {expected}")
     return tuple(outputs[name] for name in ("y", *op.extra_outputs))

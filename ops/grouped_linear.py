@@ -217,8 +217,8 @@ def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
-    """[T, C] as [..., C], with the leading dimensions of ``x``; no view where there is one."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+    """[T, C] as [..., C], with the leading dimensions of ``x``; a view that autograd lets others write to."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
 def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:

@@ -201,6 +201,18 @@ def test_behind_what_needs_data_nothing_is_known(module, reason):
     assert [s.shape for s in steps] == [None, None]
 
 
+def test_output_of_integers_carries_no_grad():
+    class Ranks(Identity):
+        extra_outputs = ("ranks",)
+
+        def fwd(self, x):
+            return {"y": x * 2, "ranks": x.argsort(-1)}, None
+
+    model = Sequential(Ranks(), Identity())
+
+    assert [s.shape for s in model.explain(torch.ones(2, 3, requires_grad=True)).steps] == [(2, 3)] * 2
+
+
 def test_output_of_another_module_carries_grad_on():
     frozen, trained = nn.Linear(K, K).requires_grad_(False), nn.Linear(K, K)
     after = [Sequential(m, SwiGLU()).explain(torch.ones(T, K)).steps[1].saved_bytes for m in (frozen, trained)]

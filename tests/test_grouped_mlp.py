@@ -238,6 +238,20 @@ def test_leading_dims(place, shape):
     assert case.run()["y"].shape == (*shape, N)
 
 
+@pytest.mark.parametrize("disabled", [set(), {"GroupedMLP"}, {"GroupedMLP", "GroupedLinearGLU"}])
+@pytest.mark.parametrize("count", [2, 3])
+def test_result_of_leading_dims_may_be_changed_in_place(count, disabled):
+    layers, grads = [*linears()], []
+    model = Sequential(layers[0], SwiGLU(), layers[1])[:count]
+    for inplace in (True, False):
+        x = torch.full((4, T // 4, K), 0.5, dtype=torch.float64).requires_grad_()
+        with config(disable_fusions=disabled):
+            y = torch.nn.functional.relu(model(x, split_sizes=SIZES), inplace=inplace)
+        grads += torch.autograd.grad(y.sum(), x)
+
+    assert torch.equal(*grads)
+
+
 def test_no_rows():
     Case(sizes=[0, 0, 0], rows=0, place="both", scaled=(True, True)).check()
 

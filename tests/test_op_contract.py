@@ -210,6 +210,15 @@ def test_outputs_must_be_the_declared_ones():
         Extra()(torch.ones(2))
 
 
+def test_output_that_is_nothing_is_named():
+    class Nothing(Identity):
+        def fwd(self, x):
+            return None, None
+
+    with pytest.raises(RuntimeError, match=r"Nothing\.fwd returned outputs a NoneType; expected y"):
+        Nothing()(torch.ones(2))
+
+
 def test_keyword_named_like_a_parameter_raises():
     class Clash(Op):
         def __init__(self):
