@@ -33,9 +33,7 @@ class WeightGrads(ExpertParameters):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._delayed: deque[Callable[[], None]] = deque()
         self._hooks: list[Callable[[], None]] = []
-        if delay_wgrad_compute:
-            for parameter in self.expert_parameters("weight"):
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        self._mark_weights()
 
     def trace_refusal(self) -> str | None:
         if not any([p.requires_grad for p in self.expert_parameters("weight")]):
@@ -119,6 +117,19 @@ class WeightGrads(ExpertParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_weights()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_weights()
+
+    def _mark_weights(self) -> None:
+        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor assigned ones know."""
+        for parameter in self.expert_parameters("weight") if self.delay_wgrad_compute else ():
+            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _refuse_computed(self) -> None:
         """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""

@@ -402,10 +402,17 @@ def test_a_copy_has_no_delayed_gradients():
     assert other[0].weight.grad is None
 
 
-def test_delayed_weights_ask_for_no_post_hook():
-    model = mlp(delay_wgrad_compute=True)
+def assigned(model):
+    model.load_state_dict({name: p.detach().clone() for name, p in model.state_dict().items()}, assign=True)
+    return model
 
-    assert all(p.skip_backward_post_hook for p in weights(model).values())
+
+@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy, assigned], ids=["made", "copied", "assigned"])
+@pytest.mark.parametrize("single", [True, False])
+def test_delayed_weights_ask_for_no_post_hook(single, change):
+    model = change(mlp(single, delay_wgrad_compute=True))
+
+    assert all(getattr(p, "skip_backward_post_hook", False) for p in weights(model).values())
 
 
 @pytest.mark.parametrize("how", [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}])
