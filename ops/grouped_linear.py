@@ -111,7 +111,7 @@ class GroupedLinear(WeightGrads):
         return shape[::-1] if self.transposed_weight else shape
 
     def decision_key(self) -> tuple[Any, ...]:
-        key: list[Any] = []
+        key: list[Any] = [type(self)]  # which a parametrization changes
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]

@@ -57,6 +57,9 @@ def test_computed_parameter_of_experts(index: int, disabled: set[str], name: str
     assert [len(s.ops) for s in model.explain().steps] == ([1] * 4 if disabled else [4])
     expected[f"{index}.parametrizations.{name}.original"] = 2 * expected.pop(f"{index}.{name}")
     torch.testing.assert_close(got, expected)
+    with config(disable_fusions=disabled):
+        parametrize.remove_parametrizations(model[index], name)
+        torch.testing.assert_close(step(model, x, **keywords), step(plain, x, **keywords))
 
 
 @pytest.mark.parametrize(("op", "name"), [(Linear(K, K), "weight"), (Linear(K, K), "bias"), (Bias(K), "bias")])
@@ -85,6 +88,9 @@ def test_weight_norm() -> None:
 @pytest.mark.parametrize("disabled", FUSED)
 def test_what_is_random_is_computed_once(disabled: set[str]) -> None:
     model, x = mlp(bias=False), unit(T, K)
+    with config(disable_fusions=disabled):
+        given = {"0.weight": model[0].weight * 2}
+        torch.func.functional_call(model, given, x, {"split_sizes": SIZES, "scales": torch.ones(T)})
     parametrize.register_parametrization(model[0], "weight", Dropped())
     with config(disable_fusions=disabled):
         got = step(model, x, split_sizes=SIZES, scales=torch.ones(T))
