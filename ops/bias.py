@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Grads, Op, Spec
-from .checks import check_features, check_shape
+from .checks import check_features, check_floats, check_shape
 
 
 class Bias(Op):
@@ -33,6 +33,7 @@ class Bias(Op):
         nn.init.zeros_(self.bias)
 
     def check(self, x: Spec) -> Spec:
+        check_floats(x)
         check_features(x, self.features)
         check_shape("bias", self.bias, (self.features,))
         return x

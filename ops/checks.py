@@ -60,6 +60,14 @@ def check_rows(name: str, column: Any, x: Spec) -> None:
         raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
 
 
+def check_floats(x: Spec) -> None:
+    """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
+    if not x.dtype.is_floating_point:
+        raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
+    if not x.shape:
+        raise ArgumentError("x: expected at least 1 dimension, got a single number")
+
+
 def check_features(x: Spec, features: int) -> None:
     """``x`` has that many columns."""
     if not x.shape or x.shape[-1] != features:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..fuser import ArgumentError, Grads, Op, Spec
 from . import kernels
 from .activations import ActivationSpec, Interleaved, gated
+from .checks import check_floats
 
 
 class Activated(Op):
@@ -22,9 +23,8 @@ class Activated(Op):
         pre: Tensor | None
 
     def check(self, x: Spec) -> Spec:
-        columns = x.shape[-1] if x.shape else 0
-        if not x.dtype.is_floating_point:
-            raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
+        check_floats(x)
+        columns = x.shape[-1]
         if self.spec.gated and columns % (2 * (self.spec.block or 1)):
             blocks = f" blocks of {self.spec.block} columns" if self.spec.block else " halves"
             raise ArgumentError(f"x: expected gate and up{blocks} in the last dimension, got shape {list(x.shape)}")

@@ -67,6 +67,8 @@ class AddExtraInput(Op):
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != x.shape:
                 came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ArgumentError(f"{name}: expected a tensor of shape {list(x.shape)}, like x, got {came}")
+            if tensor.device != x.device:
+                raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
         return x
 
     def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Tensor, None]:

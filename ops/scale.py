@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fuser import Gradient, Grads, Op, Spec
-from .checks import check_rows
+from .checks import check_floats, check_rows
 
 
 class Scale(Op):
@@ -30,6 +30,7 @@ class Scale(Op):
         scales: Tensor
 
     def check(self, x: Spec, *, scales: Tensor) -> Spec:
+        check_floats(x)
         check_rows("scales", scales, x)
         return x
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fusible import (
+    Activation,
     AddExtraInput,
     ArgumentError,
     Bias,
@@ -21,6 +22,7 @@ from fusible import (
     ScaledClampedSwiGLU,
     ScaledSwiGLU,
     Sequential,
+    SwiGLU,
 )
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -95,6 +97,21 @@ def test_scale_keeps_x_only_for_the_gradient_of_scales():
 def test_scale_error(scales, message):
     with pytest.raises(ArgumentError, match=message):
         Scale()(torch.ones(4, 3), scales=scales)
+
+
+@pytest.mark.parametrize("op", [Scale(), Bias(3), SwiGLU(), Activation("relu")], ids=lambda op: type(op).__name__)
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.ones(4, 3, dtype=torch.int64), "x: expected a floating-point tensor, got torch.int64"),
+        (torch.tensor(1.0), "x: expected at least 1 dimension, got a single number"),
+    ],
+)
+def test_what_is_no_row_of_floats_is_refused(op, x, message):
+    keywords = {"scales": torch.ones(x.shape[:-1])} if "scales" in op.keywords else {}
+
+    with pytest.raises(ArgumentError, match=message):
+        op(x, **keywords)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -216,7 +233,11 @@ def test_gradients_of_both_summands_are_separate_tensors():
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(torch.ones(3), r"of shape \[2, 3\], like x, got \[3\]"), (1.0, r"of shape \[2, 3\], like x, got float")],
+    [
+        (torch.ones(3), r"of shape \[2, 3\], like x, got \[3\]"),
+        (1.0, r"of shape \[2, 3\], like x, got float"),
+        (torch.ones(2, 3, device="meta"), "on cpu, where x is, got one on meta"),
+    ],
 )
 def test_extra_input_error(more, message):
     with pytest.raises(ArgumentError, match="more: expected a tensor " + message):
