@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..fuser import settings
 from ..fuser.compiled import plain, switches
+from ..fuser.op import is_hooked
 from ..ops import grouped_gemm
 from ..ops.activations import ActivationSpec
 from ..ops.checks import product_dtype
@@ -25,10 +26,11 @@ from .routed_layer import DEFAULT
 from .routing import combine, dispatch, route
 
 
-def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any, parameters: Parameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
-    parameters, kind = Parameters.of(experts), x.device.type
-    dtype = parameters.up.dtype
+    dtype, kind = parameters.up.dtype, x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = product_dtype(x.dtype, torch.get_autocast_dtype(kind))
     parameters = parameters._replace(up=parameters.up.to(dtype), down=parameters.down.to(dtype))
@@ -62,12 +64,14 @@ def _obeyed() -> str | None:
 def _spec(experts: Any) -> tuple[Any, ...] | None:
     """What is between the linears, as plain values; None if that, or what is behind them, is the model's own code."""
     own = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
-    if own.get("has_post_expert_norm"):
+    if own.get("has_post_expert_norm") or "_apply_gate" in own:
         return None
     held = [(name, plain(own.get(name))) for name in CONSTANTS]
     act, how = own["_modules"].get("act_fn"), None
     if act is None:
         act = own.get("act_fn")
+    elif is_hooked(act):
+        return None
     else:
         how, act = act.__dict__.get("approximate"), type(act)
     kind = type(experts)

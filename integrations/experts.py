@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..fuser import Sequential
 from ..fuser.facts import constant
+from ..fuser.op import is_hooked
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of
@@ -37,7 +38,7 @@ class Names(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """The parameters themselves, as they are at a call."""
+    """The parameters themselves, as they are at a call; one that a parametrization computes is computed by asking."""
 
     up: Tensor
     down: Tensor
@@ -46,7 +47,8 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> Parameters:
-        return cls(*(None if name is None else getattr(experts, name) for name in Names.of(experts)))  # type: ignore[arg-type]
+        """One that is missing is None; :func:`refusal` tells."""
+        return cls(*(None if name is None else getattr(experts, name, None) for name in Names.of(experts)))  # type: ignore[arg-type]
 
 
 class OwnStep(nn.Module):
@@ -65,32 +67,49 @@ class OwnStep(nn.Module):
 
 
 class Built:
-    """A container, and what it was built for. It is left out of copies and pickles, which build their own.
+    """A container, and what it was built for. Deep copies and pickles leave it out, others see that it is not theirs.
 
     Attributes:
         routed: what runs all of the layer as one function; None where a step is the model's own.
-        parameters: those of the last call.
+        parameters: those of the last call, if the module owns them.
         routing: whose kernels routed the last call that was explained.
     """
 
-    def __init__(self, container: Sequential, key: tuple[Any, ...], transposed: bool) -> None:
-        self.container, self.key, gate = container, key, container._modules["act"]
-        known = isinstance(gate, (GLU, Activation)) and len(container) == 4
-        self.routed = RoutedLayer(container, gate.spec, transposed) if known else None  # type: ignore[arg-type]
-        self.parameters = Parameters(*[torch.empty(0)] * 4)
+    def __init__(self, experts: Any, parameters: Parameters, key: tuple[Any, ...]) -> None:
+        self.container, self.key = _build(experts, parameters), key
+        self._experts, gate = weakref.ref(experts), self.container._modules["act"]
+        known = isinstance(gate, (GLU, Activation)) and len(self.container) == 4
+        how: Any = (self.container, gate.spec, experts.is_transposed) if known else None
+        self.routed = RoutedLayer(*how) if known else None
+        self.parameters: Parameters | None = None
         self.routing = ""
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
 
-    def remember(self, experts: Any, parameters: Parameters) -> None:
-        """That all this holds for the experts with these parameters."""
+    def was_built_for(self, experts: Any, key: tuple[Any, ...]) -> bool:
+        """Whether it can run the experts, once it has their parameters."""
+        return self._experts() is experts and self.key == key
+
+    def lend(self, experts: Any, parameters: Parameters) -> None:
+        """Puts the parameters into the linears, and remembers that all this holds for the experts with them."""
         named = zip(Names.of(experts), parameters, strict=True)
         self.parameters = parameters
         self._known = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
         self._facts = _facts(experts)
+        _put(self.container, parameters)
+
+    def let_go(self, experts: Any) -> None:
+        """After a call: of parameters that the module only computes, such as those of a parametrization."""
+        own = experts.__dict__["_parameters"]
+        if any(own.get(name) is not tensor for name, tensor, *_ in self._known):
+            shapes = (t if t is None else torch.empty_like(t, device="meta") for t in self.parameters or ())
+            _put(self.container, Parameters._make(shapes))
+            self.parameters, self._known = None, []
 
     def holds_for(self, experts: Any) -> bool:
         """Whether nothing has changed since; what costs a hot call one look at each tensor and constant."""
+        if self.parameters is None or self._experts() is not experts:
+            return False
         parameters = experts.__dict__["_parameters"]
         for name, known, dtype, shape in self._known:
             tensor = parameters.get(name)
@@ -105,11 +124,10 @@ class Built:
 _PLACE = "_fusible_built"  # among the attributes of the module, where neither its children nor its state_dict show it
 
 
-def refusal(experts: Any) -> str | None:
+def refusal(experts: Any, parameters: Parameters) -> str | None:
     """Why the parameters cannot be read as they are; None: they can."""
-    for name in Names.of(experts):
+    for name, tensor in zip(Names.of(experts), parameters, strict=True):
         if name is not None:
-            tensor = getattr(experts, name, None)
             why = _unreadable(type(tensor), getattr(tensor, "dtype", None))
             if why is not None:
                 return f"{name} is {why}"
@@ -126,34 +144,30 @@ def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
     return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
-def container_of(experts: nn.Module) -> Sequential:
-    """The container of the experts, its linears on the parameters of now.
+def built_of(experts: Any, parameters: Parameters) -> Built:
+    """The container of the experts, its linears on the parameters of now, and what else was built for them.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
-    return built_of(experts).container
-
-
-def built_of(experts: Any) -> Built:
-    """The container of the experts, and what else was built, for the parameters of now."""
-    parameters = Parameters.of(experts)
     key = _key(experts, parameters)
-    built = experts.__dict__.get(_PLACE)
-    if built is None or built.key != key:
-        built = experts.__dict__[_PLACE] = Built(_build(experts, parameters), key, experts.is_transposed)
-    built.remember(experts, parameters)
-    fc1, fc2 = built.container._modules["fc1"], built.container._modules["fc2"]
-    _lend(fc1, parameters.up, parameters.up_bias)
-    _lend(fc2, parameters.down, parameters.down_bias)
-    found: Built = built
-    return found
+    built: Built | None = experts.__dict__.get(_PLACE)
+    if built is None or not built.was_built_for(experts, key):
+        built = experts.__dict__[_PLACE] = Built(experts, parameters, key)
+    built.lend(experts, parameters)
+    return built
 
 
 def existing(experts: nn.Module) -> Built | None:
     """What has run the experts, ready to explain the last call; None if there was no call yet."""
     built: Built | None = experts.__dict__.get(_PLACE)
-    if built is not None and built.routed is not None:
-        built.routing = built.routed.explain_last() or built.routing
+    if built is None or built.routed is None:
+        return built
+    away = built.parameters is None
+    if away:
+        built.lend(experts, Parameters.of(experts))
+    built.routing = built.routed.explain_last() or built.routing
+    if away:
+        built.let_go(experts)
     return built
 
 
@@ -167,8 +181,8 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     """Of the key, what is no parameter's."""
     own = experts.__dict__
     act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
-    gate = getattr(type(experts), "_apply_gate", None)
-    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act)
+    gate = own.get("_apply_gate") or getattr(type(experts), "_apply_gate", None)
+    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, isinstance(act, nn.Module) and is_hooked(act))
 
 
 def known(experts: Any) -> Built | None:
@@ -193,11 +207,13 @@ def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **how)
 
 
-def _lend(linear: Any, weight: Tensor, bias: Tensor | None) -> None:
+def _put(container: Sequential, parameters: Parameters) -> None:
     """Puts tensors in the place of parameters: also such as are none, from a parametrization."""
-    linear._parameters["weight"] = weight
-    if bias is not None:
-        linear._parameters["bias"] = bias
+    for name, weight, bias in zip(("fc1", "fc2"), parameters[:2], parameters[2:], strict=True):
+        linear: Any = container._modules[name]
+        linear._parameters["weight"] = weight
+        if bias is not None:
+            linear._parameters["bias"] = bias
 
 
 Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]

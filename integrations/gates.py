@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..fuser import Op
 from ..fuser.facts import constant
+from ..fuser.op import is_hooked
 from ..ops import GLU, Activation, interleaved
 
 _ACTIVATIONS: dict[str, str] = {
@@ -57,6 +58,9 @@ _GATES: dict[str, Callable[[nn.Module], GLU]] = {
 
 def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
     """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
+    act = getattr(experts, "act_fn", None)
+    if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and is_hooked(act)):
+        return None, "this module's _apply_gate was replaced, or its act_fn has hooks"
     if not getattr(experts, "has_gate", True):
         name = activation_name(experts.act_fn)
         return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (Activation(name), "")

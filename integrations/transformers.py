@@ -21,7 +21,7 @@ from ..fuser.model_explanation import Found, add_finder
 from ..fuser.trace import named_range
 from ..ops.routing import route, routed_by
 from . import compiled
-from .experts import Built, Forward, built_of, existing, known, refusal
+from .experts import Built, Forward, Parameters, built_of, existing, known, refusal
 from .routing import combine, dispatch
 
 NAME = "fusible"
@@ -42,19 +42,27 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    traced = torch.compiler.is_compiling()
+    traced, given = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
     built = None if traced else known(self)
-    if built is None:
-        why = refusal(self)
-        if why is not None:
-            stock = _delegate(self, why, moe.grouped_mm_experts_forward)
-            return stock(self, hidden_states, top_k_index, top_k_weights)
-        if traced:
-            return compiled.experts_forward(self, hidden_states, top_k_index, top_k_weights)
-        built = built_of(self)
+    if built is not None:
+        return _run(built, built.parameters, *given)
+    parameters = Parameters.of(self)
+    why = refusal(self, parameters)
+    if why is not None:
+        return _delegate(self, why, moe.grouped_mm_experts_forward)(self, *given)
+    if traced:
+        return compiled.experts_forward(self, parameters, *given)
+    built = built_of(self, parameters)
+    try:
+        return _run(built, parameters, *given)
+    finally:
+        built.let_go(self)
+
+
+def _run(built: Built, parameters: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     routed = built.routed
     if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
-        return routed.run(built.parameters, hidden_states, top_k_index, top_k_weights)
+        return routed.run(parameters, hidden_states, top_k_index, top_k_weights)
     return _by_container(built, hidden_states, top_k_index, top_k_weights)
 
 
@@ -124,9 +132,10 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
-    built, why = existing(module), refusal(module)
+    built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return Found(built.container, built.routing)
+    why = refusal(module, Parameters.of(module))
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 

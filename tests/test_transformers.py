@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -264,7 +266,7 @@ def test_model_shows_nothing_of_us() -> None:
 
 def test_container_reads_the_parameters_as_they_lie() -> None:
     experts = module("gpt-oss")
-    container = adapter.container_of(experts)
+    container = adapter.built_of(experts, adapter.Parameters.of(experts)).container
 
     assert container.fc1.weight is experts.gate_up_proj
     assert container.fc2.bias is experts.down_proj_bias
@@ -288,6 +290,75 @@ def test_parametrized_weights_get_their_gradients() -> None:
     nn.utils.parametrize.register_parametrization(experts, "down_proj", Halved())
 
     assert_same(experts, inputs(experts, 7))
+
+
+@pytest.mark.parametrize("act_fn", ["silu", "of its own"])
+def test_parametrized_weights_are_computed_once_and_let_go(act_fn: str) -> None:
+    """A weight that a parametrization merges is as large as all experts; a model must not keep one a layer."""
+    made = []
+
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            made.append(weight / 2)
+            return made[-1]
+
+    experts = module("mixtral")
+    if act_fn != "silu":
+        experts.act_fn = nn.Softsign()
+    nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", Halved())
+    made.clear()
+    with torch.no_grad():
+        experts(*inputs(experts, 7))
+    assert len(made) == 1
+    weight = weakref.ref(made.pop())
+    gc.collect()
+
+    assert weight() is None
+    assert "GroupedLinear" in steps_of(experts) if act_fn != "silu" else steps_of(experts) == ["GroupedMLP"]
+
+
+def test_shallow_copies_run_their_own_modules() -> None:
+    """As those that ``nn.DataParallel`` makes, which run side by side."""
+    experts = module("mixtral", torch.float32)
+    if not hasattr(experts, "has_post_expert_norm"):
+        pytest.skip(f"transformers {transformers.__version__} has no norms after experts")
+    experts.has_post_expert_norm, experts.post_expert_norm = True, nn.RMSNorm(32)
+    x, index, weights = inputs(experts, 9)
+    y = experts(x, index, weights)
+    twin = copy.copy(experts)
+    twin._modules = {**experts._modules, "post_expert_norm": nn.LayerNorm(32, elementwise_affine=False)}
+    found, theirs = results(twin, "fusible", x, index, weights), results(twin, "grouped_mm", x, index, weights)
+
+    assert {n for n, t in theirs.items() if relative(found[n], t) > 5e-6} == set()
+    twin.config._experts_implementation = "fusible"
+    assert torch.equal(experts(x, index, weights), y)
+
+
+def test_hooks_of_an_activation_run() -> None:
+    experts = module("mixtral")
+    arguments = inputs(experts, 7)
+    experts(*arguments)
+    handle = experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_same(experts, arguments)
+    assert steps_of(experts)[1] == "OwnStep"
+
+    handle.remove()
+    assert_same(experts, arguments)
+    assert steps_of(experts) == ["GroupedMLP"]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_gate_that_was_replaced_on_one_module_is_seen(name: str) -> None:
+    experts = module(name)
+    arguments = inputs(experts, 7)
+    experts(*arguments)
+    experts._apply_gate = lambda rows: rows[..., ::2].tanh()
+    experts.config._experts_implementation = "batched_mm"
+    expected = experts(*arguments)
+    experts.config._experts_implementation = "fusible"
+
+    assert relative(experts(*arguments), expected) < 1e-12
+    assert steps_of(experts)[1] == "OwnStep"
 
 
 def test_changed_constant_of_a_gate_is_seen() -> None:
@@ -356,8 +427,14 @@ KNOWN = {
 }
 
 
+def container_of(experts: Any) -> Any:
+    built = adapter.existing(experts)
+    assert built is not None
+    return built.container
+
+
 def steps_of(experts: Any) -> list[str]:
-    return [step.name for step in adapter.container_of(experts).explain().steps]
+    return [step.name for step in container_of(experts).explain().steps]
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -382,7 +459,7 @@ def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
     assert_same(experts, inputs(experts, 9))
     assert "OwnStep" in steps_of(experts)
-    assert "is not what it was" in str(adapter.container_of(experts))
+    assert "is not what it was" in str(container_of(experts))
 
 
 def test_unknown_gate_and_activation_run_as_they_are() -> None:
@@ -454,7 +531,7 @@ def test_integer_weights_are_refused_with_the_reason() -> None:
     del experts.gate_up_proj
     experts.gate_up_proj = torch.zeros(4, 48, 16, dtype=torch.uint8)
 
-    assert adapter.refusal(experts) == "gate_up_proj is uint8"
+    assert adapter.refusal(experts, adapter.Parameters.of(experts)) == "gate_up_proj is uint8"
 
 
 def test_explain_says_what_runs_the_experts() -> None:

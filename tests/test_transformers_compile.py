@@ -137,6 +137,21 @@ def test_changed_gates_compile_anew() -> None:
         torch.testing.assert_close(results(compiled, module, 9), results(module, module, 9))
 
 
+@pytest.mark.parametrize("change", ["gate", "hook"])
+def test_gates_of_one_module_are_seen(change: str) -> None:
+    experts = experts_of(make("mixtral"))[0]
+    experts.config._experts_implementation = "fusible"
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    results(compiled, experts, 9)
+    if change == "gate":
+        experts._apply_gate = lambda rows: rows[..., ::2].tanh()
+    else:
+        experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
+    torch._dynamo.reset()  # hooks are looked at when it is compiled
+
+    torch.testing.assert_close(results(compiled, experts, 9), results(experts, experts, 9))
+
+
 def run_of(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for block in blocks:
         y = block(x)
