@@ -7,12 +7,12 @@ numbers. What is not known, or has changed, runs as it is, between two grouped l
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..fuser import Op
 from ..fuser.facts import constant
@@ -100,8 +100,7 @@ def spec_of(
     like.act_fn = act
     if getattr(kind, "_apply_gate", None) is not gate:
         return None
-    with _disable_current_modes():  # such as one that exports, in which numbers have no values
-        op: Any = activation_of(like)[0]
+    op: Any = activation_of(like)[0]
     return None if op is None else astuple(op.spec)
 
 
@@ -110,7 +109,7 @@ def activation_name(function: Any) -> str | None:
     if isinstance(function, nn.GELU) and type(function) is nn.GELU:
         return "gelu_tanh" if function.approximate == "tanh" else "gelu"
     found = _ACTIVATIONS.get(_name(function))
-    if found is None or not _agrees(function, Activation(found), _probe(1)):
+    if found is None or not _agrees(function, Activation(found), 1.0):
         return None
     return found
 
@@ -120,27 +119,33 @@ def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:
     if kind not in _GATES:
         return None, f"{kind}._apply_gate is not known here"
     op = _GATES[kind](experts)
-    if not _agrees(experts._apply_gate, op, _probe(2 * (op.spec.limit or 1.0))):
+    if not _agrees(experts._apply_gate, op, 2 * (op.spec.limit or 1.0)):
         return None, f"{kind}._apply_gate is not what it was when this was written"
     return op, ""
 
 
-def _agrees(function: Any, op: Activation | GLU, rows: Tensor) -> bool:
-    """Whether a function without parameters and an op give the same numbers and slopes."""
-    results = []
-    for f in (function, op):
-        x = rows.clone().requires_grad_()
-        with torch.enable_grad():
-            y = f(x)
-            (slope,) = torch.autograd.grad(y.sum(), x)
-        results.append((y.detach(), slope))
+def _agrees(function: Any, op: Activation | GLU, reach: float) -> bool:
+    """Whether a function without parameters and an op give the same numbers and slopes.
+
+    They are tried out in a thread of their own, which is in none of the modes that a model's first call may be in:
+    inference, checkpointing, a trace, fake tensors, a device.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_same, function, op, reach).result()
+
+
+def _same(function: Any, op: Activation | GLU, reach: float) -> bool:
+    results = [_values_and_slopes(f, reach) for f in (function, op)]
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*results, strict=True))
 
 
-def _probe(reach: float) -> Tensor:
-    """Rows of numbers on both sides of everything that a gate may treat in its own way."""
-    numbers = torch.linspace(-4 * reach, 4 * reach, 512, dtype=torch.float64)
-    return numbers.view(8, 64)[:, torch.arange(64) * 37 % 64]  # gate and up of a pair far from one another
+def _values_and_slopes(function: Any, reach: float) -> tuple[Tensor, Tensor]:
+    """Of rows of numbers on both sides of everything that a gate may treat in its own way."""
+    numbers = torch.linspace(-4 * reach, 4 * reach, 512, dtype=torch.float64, device="cpu")
+    apart = torch.arange(64, device="cpu") * 37 % 64  # gate and up of a pair are far from one another
+    x = numbers.view(8, 64)[:, apart].requires_grad_()
+    y = function(x.clone())  # no leaf, of which hooks on all modules may make something else
+    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
 
 
 def _name(function: Any) -> str:

@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusible
 
@@ -396,6 +399,42 @@ def test_gradient_checkpointing() -> None:
     _, _, checkpointed = step(model, "fusible")
 
     assert {n for n, g in plain.items() if relative(checkpointed[n], g) > 1e-6} == set()
+
+
+def test_first_call_may_be_checkpointed() -> None:
+    """Finding out which gate it is saves nothing that a recomputation would not save."""
+    plain, checkpointed = make("qwen3").train(), make("qwen3").train()
+    _, _, expected = step(plain, "fusible")
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    _, _, found = step(checkpointed, "fusible")
+
+    assert {n for n, g in expected.items() if relative(found[n], g) > 1e-6} == set()
+
+
+def _flops(call: Callable[[], Any]) -> None:
+    with FlopCounterMode(display=False):
+        call().sum().backward()
+
+
+def _fake(call: Callable[[], Any]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        call().sum().backward()
+
+
+def _inferred(call: Callable[[], Any]) -> None:
+    with torch.inference_mode():
+        call()
+
+
+@pytest.mark.parametrize("mode", [_inferred, _flops, _fake])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+def test_first_call_may_be_in_any_mode(name: str, mode: Any) -> None:
+    experts, same = module(name), module(name)
+    arguments = inputs(experts, 7)
+    mode(lambda: experts(*arguments))
+
+    assert steps_of(experts) == ["GroupedMLP"]
+    assert torch.equal(experts(*arguments), same(*arguments))
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------
