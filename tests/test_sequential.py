@@ -529,3 +529,41 @@ def test_plain_linear_follows_a_channel_of_another_shape():
 
     with pytest.raises(ArgumentError, match=r"op 2 \(AddExtraInput\): r: expected a tensor of shape \[3, 6\]"):
         model(torch.ones(3, 4))
+
+
+class _Low(nn.Module):
+    """A parametrization with parameters of its own, such as an adapter of low rank."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.column = nn.Parameter(torch.randn_like(like[..., :1]))
+
+    def forward(self, weight):
+        return weight + self.column
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "apart", "compiled"])
+def test_parametrized_parameters_get_their_gradients(kind, frozen):
+    def gradients(model, params, plain):
+        model = torch.compile(model, fullgraph=True, backend="aot_eager") if kind == "compiled" and not plain else model
+        y = call(model, torch.ones(3, 4, dtype=torch.float64))
+        return torch.autograd.grad(y.square().sum(), params)
+
+    torch._dynamo.reset()
+    plain = mlp(torch.float64)
+    plain.append(Identity() if kind != "apart" else Linear(4, 4, dtype=torch.float64))
+    model = copy.deepcopy(plain).requires_grad_(not frozen)
+    places = [(0, "weight"), (3, "bias")] + [(4, "weight")] * (kind == "apart")
+    for index, name in places:
+        nn.utils.parametrize.register_parametrization(model[index], name, _Low(getattr(model[index], name)))
+        with torch.no_grad():
+            getattr(plain[index], name).copy_(getattr(model[index], name))
+    columns = [getattr(model[index].parametrizations, name)[0].column for index, name in places]
+    originals = [getattr(model[index].parametrizations, name).original for index, name in places]
+    expected = gradients(plain, [getattr(plain[index], name) for index, name in places], plain=True)
+
+    for found, whole in zip(gradients(model, columns, plain=False), expected, strict=True):
+        torch.testing.assert_close(found, whole.sum(-1, keepdim=True))
+    if not frozen:
+        torch.testing.assert_close(gradients(model, originals, plain=False), expected)
