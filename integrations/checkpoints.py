@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -69,7 +70,8 @@ def from_transformer_engine(
     """
     rest = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     for prefix, (up, down) in _pairs(rest, te_names, numbered=True):
-        layer = layouts.from_transformer_engine(up, down, glu_interleave_size)
+        part = {f"{name}.{key}": t for name, half in zip(te_names, (up, down), strict=True) for key, t in half.items()}
+        layer = _converted(prefix, part, partial(layouts.from_transformer_engine, up, down, glu_interleave_size))
         for name, part in zip(te_names, (up, down), strict=True):
             for key in part:
                 del rest[f"{prefix}{name}.{key}"]
@@ -99,11 +101,15 @@ def _convert(
         if match and isinstance(state[key], Tensor) and state[key].dim() >= 2 + (not key.endswith("_bias")):
             layers.setdefault(match["layer"], {})[match["name"]] = rest.pop(key)
     for prefix, part in layers.items():
-        try:
-            rest |= _ours(convert(part), prefix, names)
-        except KeyError as missing:
-            raise ValueError(f"{prefix}{missing.args[0]} is missing; there are {', '.join(sorted(part))}") from None
+        rest |= _ours(_converted(prefix, part, partial(convert, part)), prefix, names)
     return rest
+
+
+def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], Layer]) -> Layer:
+    try:
+        return layouts.converted(part, conversion)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from None
 
 
 def _convert_back(state: State, names: Names, convert: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Ours is the logical layout: a matrix an expert, [out, in], gate rows before up r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,36 @@ class Layer(NamedTuple):
     down: Tensor
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+
+
+def converted(part: Part, conversion: Callable[[], Layer]) -> Layer:
+    """What a conversion makes of the tensors of a layer.
+
+    Raises:
+        ValueError: one is missing, or they do not fit the conversion, or one another.
+    """
+    try:
+        return conversion()
+    except KeyError as missing:
+        raise ValueError(f"{missing.args[0]} is missing; there are {', '.join(sorted(part))}") from None
+    except (RuntimeError, IndexError, ValueError) as error:
+        shapes = ", ".join(f"{name} {list(part[name].shape)}" for name in sorted(part))
+        raise ValueError(f"{error}; got {shapes}") from None
+
+
+def fitting(layer: Layer, gated: bool | None = None) -> Layer:
+    """The layer, if the shapes of its tensors fit one another; ``gated`` says whether N is 2F, if that is known.
+
+    Raises:
+        ValueError: they do not.
+    """
+    groups, columns, *features = layer.up.shape
+    hidden = [columns // 2] * (gated is not False) + [columns] * (not gated)
+    if list(layer.down.shape) not in [[groups, *features, size] for size in hidden] or len(features) != 1:
+        kind = "" if gated is None else " of gated experts" if gated else " of ungated experts"
+        up, down = list(layer.up.shape), list(layer.down.shape)
+        raise ValueError(f"up {up} and down {down} do not fit one another as [E, out, in]{kind}")
+    return layer
 
 
 def interleave(tensor: Tensor, block: int, dim: int) -> Tensor:
@@ -48,12 +78,13 @@ def from_hugging_face(part: Part, transposed: bool, interleaved: bool) -> Layer:
     bias = part.get(f"{name}_bias")
     if interleaved:
         up, bias = deinterleave(up, 1, -2), None if bias is None else deinterleave(bias, 1, -1)
-    return Layer(up.contiguous(), down.contiguous(), bias, part.get("down_proj_bias"))
+    layer = Layer(up.contiguous(), down.contiguous(), bias, part.get("down_proj_bias"))
+    return fitting(layer, name == "gate_up_proj")
 
 
 def to_hugging_face(layer: Layer, gated: bool, transposed: bool, interleaved: bool) -> dict[str, Tensor]:
     """The inverse of :func:`from_hugging_face`."""
-    name, (up, down, bias, down_bias) = "gate_up_proj" if gated else "up_proj", layer
+    name, (up, down, bias, down_bias) = "gate_up_proj" if gated else "up_proj", fitting(layer, gated)
     if interleaved:
         up, bias = interleave(up, 1, -2), None if bias is None else interleave(bias, 1, -1)
     weights = (w.mT.contiguous() if transposed else w for w in (up, down))
@@ -65,15 +96,15 @@ def from_torchtitan(part: Part) -> Layer:
     """``w1`` gate [E, F, K], ``w3`` up, ``w2`` down [E, K, F]; or ``w13`` [E, F, 2, K]. Shape suffixes are allowed."""
     named = {name.partition("_")[0]: tensor for name, tensor in part.items()}
     if "w13" in named:
-        return Layer(named["w13"].transpose(1, 2).flatten(1, 2), named["w2"])
-    return Layer(torch.cat([named["w1"], named["w3"]], 1), named["w2"])
+        return fitting(Layer(named["w13"].transpose(1, 2).flatten(1, 2), named["w2"]), gated=True)
+    return fitting(Layer(torch.cat([named["w1"], named["w3"]], 1), named["w2"]), gated=True)
 
 
 def to_torchtitan(layer: Layer) -> dict[str, Tensor]:
     """``w1``, ``w2``, ``w3``, of experts that are gated and have no biases."""
     if layer.up_bias is not None or layer.down_bias is not None:
         raise ValueError("to_torchtitan: its grouped experts have no biases")
-    gate, up = layer.up.chunk(2, 1)
+    gate, up = fitting(layer, gated=True).up.chunk(2, 1)
     return {"w1": gate.contiguous(), "w2": layer.down, "w3": up.contiguous()}
 
 
@@ -86,7 +117,7 @@ def from_transformer_engine(up: Part, down: Part, glu_interleave_size: int | Non
         bias = None if bias is None else deinterleave(bias, glu_interleave_size, -1)
     down_weight = _stacked(down, "weight")
     assert down_weight is not None
-    return Layer(weight, down_weight, bias, _stacked(down, "bias"))
+    return fitting(Layer(weight, down_weight, bias, _stacked(down, "bias")))
 
 
 def to_transformer_engine(layer: Layer, glu_interleave_size: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -105,7 +136,7 @@ def to_transformer_engine(layer: Layer, glu_interleave_size: int | None) -> tupl
 
 def _stacked(part: Part, name: str) -> Tensor | None:
     count = sum(key.startswith(name) and key[len(name) :].isdigit() for key in part)
-    return torch.stack([part[f"{name}{i}"] for i in range(count)]) if count else part.get(name)
+    return torch.stack([part[f"{name}{i}"] for i in range(count)]) if count else None
 
 
 def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

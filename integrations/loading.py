@@ -8,6 +8,7 @@ interleaved, and interleaves again what it loads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ def read(container: Sequential, state: dict[str, Any], prefix: str) -> str | Non
     experts, wrong = _experts(container), None
     if experts is not None:
         wrong = _read_foreign(experts, state, prefix)
+        for name in container._modules:  # every op of TransformerEngine has some; none of ours
+            state.pop(f"{prefix}{name}._extra_state", None)
     for linear, block, name in _interleaved(container):
         _each(linear, state, f"{prefix}{name}.", lambda t, dim, b=block: layouts.interleave(t, b, dim))
     return wrong
@@ -49,14 +52,18 @@ def write(container: Sequential, state: dict[str, Any], prefix: str) -> None:
 
 
 def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str | None:
+    if any(key.startswith(tuple(f"{prefix}{name}.weight" for name in experts.names)) for key in state):
+        return None
     for form in (*_TITAN, *_HUGGING_FACE):
         if not all(isinstance(state.get(f"{prefix}{name}"), Tensor) for name in form):
             continue
         names = (*form, *(f"{name}_bias" for name in form if name.endswith("_proj")))
         part = {name: state[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in state}
-        layer = layouts.from_torchtitan(part) if form in _TITAN else _from_hugging_face(experts, part)
-        if isinstance(layer, str):
-            return layer
+        convert = layouts.from_torchtitan if form in _TITAN else partial(_from_hugging_face, experts)
+        try:
+            layer = layouts.converted(part, partial(convert, part))
+        except ValueError as error:
+            return str(error)
         for name in part:
             del state[f"{prefix}{name}"]
         _put(experts, layer, state, prefix)
@@ -64,19 +71,25 @@ def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str 
     return None
 
 
-def _from_hugging_face(experts: _Experts, part: dict[str, Tensor]) -> Layer | str:
-    """The layer; or why a conversion by hand is needed, and which."""
+def _from_hugging_face(experts: _Experts, part: dict[str, Tensor]) -> Layer:
+    """The layer.
+
+    Raises:
+        ValueError: why not; or that a conversion by hand is needed, and which.
+    """
     shapes = [tensor.shape for name, tensor in part.items() if not name.endswith("_bias")]
     expected = [_logical(linear) for linear in experts.linears]
     straight = shapes == expected
     turned = shapes == [(e, k, n) for e, n, k in expected]
     fix = "convert it with fusible.integrations.checkpoints.from_hugging_face"
     if straight and turned:
-        return f"the matrices are square, so their orientation is not to be seen: {fix}(transposed=...)"
+        raise ValueError(f"the matrices are square, so their orientation is not to be seen: {fix}(transposed=...)")
     if turned and experts.activation.spec.gated:
-        return f"the matrices are transposed, and gate and up may alternate: {fix}(transposed=True, interleaved=...)"
+        raise ValueError(
+            f"the matrices are transposed; gate and up may alternate: {fix}(transposed=True, interleaved=...)"
+        )
     if not straight and not turned:
-        return f"expected up and down of shapes {expected}, got {[list(s) for s in shapes]}"
+        raise ValueError(f"expected up and down of shapes {expected}")
     return layouts.from_hugging_face(part, turned, False)
 
 
@@ -129,7 +142,8 @@ def _each(linear: GroupedLinear, state: dict[str, Any], prefix: str, change: Any
             tensor = state.get(key)
             if isinstance(tensor, Tensor) and tensor.dim() in (stacked_dims, stacked_dims - 1):
                 dim = -2 if kind == "weight" and not linear.transposed_weight else -1
-                state[key] = change(tensor, dim)
+                if tensor.shape[dim] == linear.out_features:  # else loading it tells
+                    state[key] = change(tensor, dim)
 
 
 add_state_format(StateFormat(read, write))

@@ -170,9 +170,15 @@ class ExpertParameters(Op):
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
             if split and one in state_dict and len(state_dict[one]) == self.num_groups:
                 state_dict.update(zip(many, state_dict.pop(one), strict=True))
-            elif not split and one not in state_dict and all(key in state_dict for key in many):
+            elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _are_alike(tensors: list[Tensor | None]) -> bool:
+    """Whether all are there, in one shape."""
+    shapes = {None if tensor is None else tensor.shape for tensor in tensors}
+    return len(shapes) == 1 and None not in shapes
 
 
 @cache

@@ -212,7 +212,11 @@ def test_transposed_storage_is_filled_as_it_lies() -> None:
             r"gate and up may alternate: convert .*\(transposed=True, interleaved=\.\.\.\)",
         ),
         (container(gated=False, hidden=K), {"gated": False}, r"matrices are square.*\(transposed=\.\.\.\)"),
-        (container(hidden=F + 1), {}, r"expected up and down of shapes .*, got \[\[3, 8, 6\], \[3, 6, 4\]\]"),
+        (
+            container(hidden=F + 1),
+            {},
+            r"expected up and down of shapes .*; got down_proj \[3, 6, 4\], .*, gate_up_proj \[3, 8, 6\]",
+        ),
     ],
 )
 def test_what_is_ambiguous_or_does_not_fit_is_refused(model: Sequential, to: dict[str, Any], message: str) -> None:
@@ -228,3 +232,72 @@ def test_other_containers_are_left_alone() -> None:
 
     with pytest.raises(RuntimeError, match="Unexpected key"):
         model.load_state_dict({**model.state_dict(), "w1": torch.zeros(1), "w2": torch.zeros(1), "w3": torch.zeros(1)})
+
+
+def test_extra_state_of_transformer_engine_is_left_out() -> None:
+    """Every op there has some, an activation too."""
+    original, model = container(), container()
+    theirs = checkpoints.to_transformer_engine(original.state_dict(), NAMES, te_names=NAMES)
+    model.load_state_dict(theirs | {f"{name}._extra_state": torch.empty(0) for name in "013"})
+
+    assert_same_states(model.state_dict(), original.state_dict())
+
+
+def test_our_own_names_come_first() -> None:
+    original = container(bias=False)
+    both = original.state_dict() | checkpoints.to_torchtitan(container(bias=False).state_dict(), NAMES)
+    model = container(bias=False)
+
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"w1", "w2", "w3"'):
+        model.load_state_dict(both)
+    assert_same_states(model.state_dict(), original.state_dict())
+
+
+W1, W2, W3 = torch.zeros(E, F, K), torch.zeros(E, K, F), torch.zeros(E, F, K)
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "message"),
+    [
+        ({}, {"w1": W1, "w2": W2, "w3": W3[0]}, r"experts: .*; got w1 \[3, 4, 6\], w2 \[3, 6, 4\], w3 \[4, 6\]"),
+        ({}, {"w13": torch.zeros(E, 2 * F, K), "w2": W2}, r"do not fit one another .*; got w13 \[3, 8, 6\]"),
+        ({"layout": interleaved(2)}, {"0.weight": torch.zeros(E, 6, K)}, r"size mismatch for experts\.0\.weight"),
+        ({}, {f"0.weight{i}": torch.zeros(2 * F + (i == 1), K) for i in range(E)}, r"Unexpected .*experts\.0\.weight0"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(how: dict[str, Any], state: dict[str, Tensor], message: str) -> None:
+    model = torch.nn.ModuleDict({"experts": container(bias=False, **how)})
+
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict({f"experts.{name}": tensor for name, tensor in state.items()})
+
+
+@pytest.mark.parametrize(
+    ("convert", "state", "message"),
+    [
+        (
+            "from_torchtitan",
+            {"a.w1": W1, "a.w2": W2.mT, "a.w3": W3},
+            r"^a\.up \[3, 8, 6\] and down \[3, 4, 6\] do not fit",
+        ),
+        (
+            "from_hugging_face",
+            {"a.gate_up_proj": W1.mT, "a.down_proj": W1},
+            r"^a\.up \[3, 6, 4\] and down \[3, 4, 6\] do",
+        ),
+        (
+            "to_torchtitan",
+            {"0.weight": W1, "3.weight": W2},
+            r"up \[3, 4, 6\] and down \[3, 6, 4\] do .* of gated experts",
+        ),
+        ("to_hugging_face", {"0.weight": W1, "3.weight": W2}, "of gated experts"),
+        (
+            "from_transformer_engine",
+            {"0.weight0": W1[0], "0.weight2": W1[2], "2.weight0": W2[0]},
+            "^weight1 is missing",
+        ),
+    ],
+)
+def test_conversions_of_what_does_not_fit_are_refused(convert: str, state: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(checkpoints, convert)(state, NAMES)
