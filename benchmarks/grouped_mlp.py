@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import add_plot_argument
 from .contestants import CONTESTANTS, Contestant, race, refusal
-from .plots import add_plot_argument, bars
+from .plots import bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
 from .report import Report, describe
 from .timing import interleaved, markdown, peak_bytes

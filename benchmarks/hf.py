@@ -20,12 +20,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .arguments import add_common_arguments, positive
 from .problem import DTYPES, InaccurateError
 from .report import Report
 from .timing import interleaved, kept_bytes, markdown, peak_bytes
@@ -280,16 +280,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="fusible bench hf", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3-moe"])
-    parser.add_argument("--tokens", type=int, default=8192 if cuda else 64)
+    parser.add_argument("--tokens", type=positive, default=8192 if cuda else 64)
     parser.add_argument(
-        "--shrink", type=int, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
+        "--shrink", type=positive, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
     )
     parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=[*STOCK, "fusible"])
-    parser.add_argument("--layers", type=int, default=1, help="blocks in a row")
+    parser.add_argument("--layers", type=positive, default=1, help="blocks in a row")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--rounds", type=int, default=10 if cuda else 3)
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    add_common_arguments(parser, rounds=10 if cuda else 3)
     return parser.parse_args(argv)
 
 

@@ -20,6 +20,7 @@ import fusible
 from fusible.fuser.autograd import Runtime
 from fusible.fuser.binding import bind
 
+from .arguments import positive
 from .contestants import experts, fused, loop
 from .problem import Problem, split_sizes
 from .timing import interleaved, markdown
@@ -173,8 +174,8 @@ def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], r
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints both as Markdown."""
     parser = argparse.ArgumentParser(prog="host_overhead", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--calls", type=int, default=100, help="a round")
+    parser.add_argument("--rounds", type=positive, default=50)
+    parser.add_argument("--calls", type=positive, default=100, help="a round")
     args = parser.parse_args(argv)
     sizes = split_sizes("balanced", EXPERTS, ROWS)
     problem = Problem.make(EXPERTS, FEATURES, HIDDEN, sizes, "cpu", torch.float32)

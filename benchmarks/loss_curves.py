@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ import fusible
 from fusible.examples.moe_lm import LanguageModel, read_text, train
 from fusible.fuser import registry
 
-from .plots import add_plot_argument, curves
+from .arguments import add_plot_argument, device, file, positive
+from .plots import curves
 from .report import Report
 from .timing import markdown
 
@@ -68,9 +68,9 @@ def apart(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints a table, draws."""
     parser = argparse.ArgumentParser(prog="loss_curves", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
     found = losses(args.device, args.steps)

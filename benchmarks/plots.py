@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,17 +13,6 @@ class Point(NamedTuple):
     name: str
     intensity: float
     flops: float
-
-
-def add_plot_argument(parser: ArgumentParser) -> None:
-    """``--plot FILE``, refused at once where there is nothing to draw with."""
-
-    def path(text: str) -> Path:
-        if find_spec("matplotlib") is None:
-            raise ArgumentTypeError("needs matplotlib: pip install fusible[plot]")
-        return Path(text)
-
-    parser.add_argument("--plot", type=path, metavar="FILE", help="draw it as well; .svg or .png")
 
 
 def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit: str) -> None:

@@ -6,12 +6,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .arguments import add_common_arguments, positive
 
 
 class Preset(NamedTuple):
@@ -62,20 +63,18 @@ def add_size_arguments(
         "--preset", choices=PRESETS, nargs=nargs, default=preset, help="sizes of a published model's experts"
     )
     for name in ("experts", "features", "hidden"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
+        parser.add_argument(f"--{name}", type=positive, help="instead of the preset's")
     help_ = "each makes as many rows as the preset's top-k, spread over its ranks"
-    parser.add_argument("--tokens", type=int, nargs=nargs, default=tokens, help=help_)
+    parser.add_argument("--tokens", type=positive, nargs=nargs, default=tokens, help=help_)
 
 
 def add_run_arguments(parser: ArgumentParser, contestants: Collection[str], rounds: int) -> None:
     """Arguments that say what is timed, where, and where the results go."""
     cuda = torch.cuda.is_available()
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
     parser.add_argument("--contestants", choices=contestants, nargs="+", default=list(contestants))
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    add_common_arguments(parser, rounds)
 
 
 def sizes_of(args: Namespace, preset: str | None = None, tokens: int | None = None) -> Sizes:

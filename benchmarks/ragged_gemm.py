@@ -15,6 +15,7 @@ from torch import Tensor
 from fusible import GroupedTensor, config, grouped_gemm
 from fusible.ops.backends.problem import Layout
 
+from .arguments import device, positive
 from .problem import InaccurateError
 from .timing import interleaved, markdown
 
@@ -110,8 +111,8 @@ NAMES = ("one launch", "loop", "grouped GEMM")
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--sizes", nargs="+", default=["8x4096", "8x2048", "64x512"], metavar="GROUPSxSIZE")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     arguments = parser.parse_args(argv)

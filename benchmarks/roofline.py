@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .arguments import add_plot_argument
 from .gemm_contestants import CONTESTANTS, products, refusal
 from .grouped_gemm import YARDSTICK, bytes_moved, measure
-from .plots import Point, add_plot_argument, roofline
+from .plots import Point, roofline
 from .problem import DTYPES, Asked, add_asked_arguments, asked
 from .report import Report, describe
 from .timing import interleaved, markdown

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 
 from fusible.ops import routing
 
+from .arguments import add_common_arguments, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
 from .timing import interleaved, markdown
@@ -149,12 +149,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(prog="fusible bench routing", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["qwen3", "gpt-oss"] if cuda else ["small"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 64] if cuda else [256])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192, 64] if cuda else [256])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=1, help="calls in one measurement")
-    parser.add_argument("--out", type=Path, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    add_common_arguments(parser, rounds=9)
+    parser.add_argument("--calls", type=positive, default=1, help="calls in one measurement")
     return parser.parse_args(argv)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fusible.benchmarks.arguments import positive, seconds
 from fusible.benchmarks.contestants import Contestant, race
 from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
@@ -226,9 +227,9 @@ def difference(contestant: Contestant, truth: Result) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, completes a text, explains, compares."""
     parser = argparse.ArgumentParser(prog="fusible demo", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=float, default=45, help="of training")
-    parser.add_argument("--steps", type=int, help="of training, instead of seconds")
-    parser.add_argument("--rounds", type=int, default=20, help="of the comparison at the end")
+    parser.add_argument("--seconds", type=seconds, default=45, help="of training")
+    parser.add_argument("--steps", type=positive, help="of training, instead of seconds")
+    parser.add_argument("--rounds", type=positive, default=20, help="of the comparison at the end")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
     text = read_text()

@@ -7,12 +7,12 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config
 from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline, routing
+from .benchmarks.arguments import file
 from .benchmarks.problem import add_size_arguments, sizes_of
 from .examples import moe_lm
 from .fuser import RefusedError, registry
@@ -39,7 +39,7 @@ def explain(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="fusible explain", description=explain.__doc__)
     add_size_arguments(parser, tokens=8192)
     parser.add_argument("--draw", choices=("text", "mermaid", "dot", "svg"), help="a drawing instead of tables")
-    parser.add_argument("--out", type=Path, help="write it there")
+    parser.add_argument("--out", type=file, help="write it there")
     args = parser.parse_args(argv)
     experts, features, hidden, rows = sizes_of(args)
     model = flagship(experts, features, hidden)
@@ -91,8 +91,11 @@ def _refusal(backend: str, device: str, dtype: torch.dtype) -> str | None:
 
 def bench(argv: Sequence[str]) -> None:
     """Times the experts, the grouped GEMM alone, or a transformers block; the first argument says which (``mlp``)."""
-    which, rest = (argv[0], argv[1:]) if argv and argv[0] in BENCHMARKS else ("mlp", argv)
-    BENCHMARKS[which](rest)
+    named = bool(argv) and not argv[0].startswith("-")
+    parser = argparse.ArgumentParser(prog="fusible bench")
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    which = parser.parse_args(argv[:1]).benchmark if named else "mlp"
+    BENCHMARKS[which](argv[named:])
 
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fusible.benchmarks import (
+    arguments,
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
     hf,
     host_overhead,
     loss_curves,
-    plots,
     roofline,
     routing,
     timing,
@@ -294,7 +294,7 @@ def test_bench_draws(tmp_path: Path) -> None:
 def test_plot_is_refused_without_matplotlib(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         roofline.main(["--plot", "somewhere.svg"])
 

@@ -90,3 +90,34 @@ def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["fly"])
     assert "invalid choice: 'fly'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("bench", "fly"), "argument benchmark: invalid choice: 'fly'"),
+        (("bench", "mlp", "--rounds", "0"), "argument --rounds: expected an integer of at least 1, got '0'"),
+        (("bench", "--experts", "0"), "argument --experts: expected an integer of at least 1, got '0'"),
+        (("bench", "grouped_gemm", "--tokens", "8", "0"), "argument --tokens: expected an integer of at least 1"),
+        (("bench", "routing", "--calls", "-1"), "argument --calls: expected an integer of at least 1, got '-1'"),
+        (("bench", "hf", "--shrink", "0"), "argument --shrink: expected an integer of at least 1"),
+        (("roofline", "--device", "cuda:99"), "argument --device: no device 'cuda:99' here: "),
+        (("roofline", "--out", "/nowhere/found"), "argument --out: there is no folder '/nowhere'"),
+        (("explain", "--out", "/nowhere/found"), "argument --out: there is no folder '/nowhere'"),
+        (("demo", "--seconds", "0"), "argument --seconds: expected a number of seconds above 0, got '0'"),
+        (("demo", "--steps", "0"), "argument --steps: expected an integer of at least 1"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_plot_is_an_svg_or_a_png(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--plot", "bars.jpg"])
+    assert "argument --plot: expected a name that ends in .svg or .png, got 'bars.jpg'" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""What the command lines read: each refuses at once what would fail, or be lost, only after minutes."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """More than none."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
+    return found
+
+
+def device(text: str) -> str:
+    """A device that is here."""
+    try:
+        torch.empty(1, device=text).sum().item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ArgumentTypeError(f"no device {text!r} here: {str(error).splitlines()[0]}") from None
+    return text
+
+
+def file(text: str) -> Path:
+    """The path, or the beginning, of files in a folder that is there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
+def plot(text: str) -> Path:
+    """The path of a drawing."""
+    if find_spec("matplotlib") is None:
+        raise ArgumentTypeError("needs matplotlib: pip install fusible[plot]")
+    if Path(text).suffix not in (".svg", ".png"):
+        raise ArgumentTypeError(f"expected a name that ends in .svg or .png, got {text!r}")
+    return file(text)
+
+
+def add_common_arguments(parser: ArgumentParser, rounds: int) -> None:
+    """Where it runs, how often, and where the results go."""
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=positive, default=rounds)
+    parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+
+
+def add_plot_argument(parser: ArgumentParser) -> None:
+    """``--plot FILE``."""
+    parser.add_argument("--plot", type=plot, metavar="FILE", help="draw it as well; .svg or .png")
