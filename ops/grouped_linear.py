@@ -180,7 +180,7 @@ class GroupedLinear(WeightGrads):
             self.matrices("bias") if "bias_scale" in needs_grad else None,
             bias_scale,
             None if grad_input is None else Lent(grad_input),
-            (-1, *x.shape[1:]) if x.numel() else tuple(x.shape),  # the same for any number of rows
+            (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
@@ -211,7 +211,7 @@ def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
     (count, columns), (pitch, step) = rows.shape, rows.stride()
-    dense = (step == 1 or columns == 1) and (count <= 1 or pitch >= columns)
+    dense = (step == 1 or columns == 1) and (pitch >= columns or count <= 1)
     rows = rows if dense else rows.contiguous()
     return rows if dtype is None or rows.dtype == dtype else rows.to(dtype)
 

@@ -273,3 +273,23 @@ def test_buffers_are_written(backend: str, disabled: list[str]) -> None:
 
     assert (made[0][-2][9:] == 7).all()  # the tail of a buffer stays
     assert_same(made[1], made[0])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_numbers_of_rows_and_groups_may_depend_on_data(backend: str, fused: bool) -> None:
+    """As where a rank computes what rows it has got, or ``torch.bincount`` counts them."""
+    model = experts()
+
+    def run(x: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+        mine = (ids < 3).nonzero().squeeze(-1)
+        return model(x[mine], split_sizes=torch.bincount(ids[mine], minlength=3), scales=scales[mine])
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    off = frozenset() if fused else {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), fusible.config(disable_fusions=off):
+        for count in (ROWS, ROWS + 5):
+            ids = (torch.arange(count) % 4).sort().values
+            given = {"scales": rows(count), "ids": ids}
+            x = torch.randn(count, 8, requires_grad=True)
+            assert_same(*[results(f, list(model.parameters()), x, given) for f in (compiled, run)])
