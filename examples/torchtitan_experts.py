@@ -45,14 +45,14 @@ class FusedExperts(nn.Module):
 
 def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Our two parameters as torchtitan's three."""
-    mine = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}experts.")}
-    theirs = checkpoints.to_torchtitan(mine, NAMES)
-    state.update({key.replace("experts.", "", 1): tensor for key, tensor in theirs.items()})
+    inner = f"{prefix}experts."
+    mine = {key.removeprefix(inner): state.pop(key) for key in list(state) if key.startswith(inner)}
+    state.update({f"{prefix}{name}": tensor for name, tensor in checkpoints.to_torchtitan(mine, NAMES).items()})
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     """torchtitan's parameters under the name of the container, which reads them itself."""
-    for name in ("w1", "w2", "w3", "w1_EFD", "w2_EDF", "w3_EFD"):
+    for name in ("w1", "w2", "w3", "w13", "w1_EFD", "w2_EDF", "w3_EFD"):
         if f"{prefix}{name}" in state:
             state[f"{prefix}experts.{name}"] = state.pop(f"{prefix}{name}")
 

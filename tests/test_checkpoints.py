@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusible import Activation, GroupedLinear, Scale, ScaledSwiGLU, Sequential, SwiGLU, interleaved
+from fusible.examples.torchtitan_experts import FusedExperts
 from fusible.integrations import checkpoints, layouts
 
 E, K, F = 3, 6, 4
@@ -301,3 +302,15 @@ def test_shapes_that_do_not_fit_are_named(how: dict[str, Any], state: dict[str, 
 def test_conversions_of_what_does_not_fit_are_refused(convert: str, state: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(checkpoints, convert)(state, NAMES)
+
+
+def test_experts_of_torchtitan_keep_their_path() -> None:
+    """Where torchtitan has them: under a name that ends as that of the container in them."""
+    model = torch.nn.ModuleDict({"routed_experts": torch.nn.ModuleDict({"inner_experts": FusedExperts(K, F, E)})})
+    state, prefix = model.state_dict(), "routed_experts.inner_experts."
+    stacked = {f"{prefix}w13": torch.stack([state[f"{prefix}w3"], state[f"{prefix}w1"]], 2)}
+
+    assert set(state) == {f"{prefix}{name}" for name in ("w1", "w2", "w3")}
+    model.load_state_dict(state)
+    model.load_state_dict({**stacked, f"{prefix}w2": state[f"{prefix}w2"]})
+    assert torch.equal(model.state_dict()[f"{prefix}w1"], state[f"{prefix}w3"])
