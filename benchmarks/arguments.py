@@ -16,7 +16,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def seconds(text: str) -> float:
+def duration(text: str) -> float:
     """More than none."""
     try:
         found = float(text)

@@ -23,6 +23,7 @@ import fusible
 from fusible.fuser.settings import BACKENDS
 from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
 
+from .arguments import duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles
 from .problem import (
     DISTRIBUTIONS,
@@ -191,7 +192,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
     parser.add_argument("--tiles", action="store_true", help="also each tile that our kernels are built with")
     parser.add_argument(
-        "--sustain", type=float, metavar="SECONDS", help="each alone for so long, timed in its second half"
+        "--sustain", type=duration, metavar="SECONDS", help="each alone for so long, timed in its second half"
     )
     return parser.parse_args(argv)
 

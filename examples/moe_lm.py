@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusible.benchmarks.arguments import positive, seconds
+from fusible.benchmarks.arguments import duration, positive
 from fusible.benchmarks.contestants import Contestant, race
 from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
@@ -227,7 +227,7 @@ def difference(contestant: Contestant, truth: Result) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, completes a text, explains, compares."""
     parser = argparse.ArgumentParser(prog="fusible demo", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--seconds", type=seconds, default=45, help="of training")
+    parser.add_argument("--seconds", type=duration, default=45, help="of training")
     parser.add_argument("--steps", type=positive, help="of training, instead of seconds")
     parser.add_argument("--rounds", type=positive, default=20, help="of the comparison at the end")
     args = parser.parse_args(argv)

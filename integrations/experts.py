@@ -48,7 +48,15 @@ class Parameters(NamedTuple):
     @classmethod
     def of(cls, experts: Any) -> Parameters:
         """One that is missing is None; :func:`refusal` tells."""
-        return cls(*(None if name is None else getattr(experts, name, None) for name in Names.of(experts)))  # type: ignore[arg-type]
+        return cls._make([None if name is None else _parameter(experts, name) for name in Names.of(experts)])
+
+
+def _parameter(experts: Any, name: str) -> Tensor | None:
+    try:  # Dynamo would compute it to find out whether a default is needed
+        tensor: Tensor | None = getattr(experts, name)
+    except AttributeError:
+        return None
+    return tensor
 
 
 class OwnStep(nn.Module):
@@ -99,9 +107,9 @@ class Built:
         _put(self.container, parameters)
 
     def let_go(self, experts: Any) -> None:
-        """After a call: of parameters that the module only computes, such as those of a parametrization."""
+        """After a call: of parameters that the module does not keep, but computes or fetches for each call."""
         own = experts.__dict__["_parameters"]
-        if any(own.get(name) is not tensor for name, tensor, *_ in self._known):
+        if _is_offloaded(experts) or any(own.get(name) is not tensor for name, tensor, *_ in self._known):
             shapes = (t if t is None else torch.empty_like(t, device="meta") for t in self.parameters or ())
             _put(self.container, Parameters._make(shapes))
             self.parameters, self._known = None, []
@@ -160,14 +168,11 @@ def built_of(experts: Any, parameters: Parameters) -> Built:
 def existing(experts: nn.Module) -> Built | None:
     """What has run the experts, ready to explain the last call; None if there was no call yet."""
     built: Built | None = experts.__dict__.get(_PLACE)
-    if built is None or built.routed is None:
-        return built
-    away = built.parameters is None
-    if away:
-        built.lend(experts, Parameters.of(experts))
-    built.routing = built.routed.explain_last() or built.routing
-    if away:
-        built.let_go(experts)
+    if built is not None and built.parameters is None:  # until the next call
+        computed = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in Parameters.of(experts)]
+        built.lend(experts, Parameters._make(computed))
+    if built is not None and built.routed is not None:
+        built.routing = built.routed.explain_last() or built.routing
     return built
 
 
@@ -189,6 +194,12 @@ def known(experts: Any) -> Built | None:
     """What was built for the experts, if it still holds."""
     built = experts.__dict__.get(_PLACE)
     return built if built is not None and built.holds_for(experts) else None
+
+
+def _is_offloaded(experts: Any) -> bool:
+    """Whether accelerate fetches the parameters for a call, and puts them away after it."""
+    hook = experts.__dict__.get("_hf_hook")
+    return any([getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))])
 
 
 def _build(experts: Any, parameters: Parameters) -> Sequential:

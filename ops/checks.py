@@ -118,14 +118,6 @@ def is_free_to_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or current().debug
 
 
-def is_size(size: Any, expected: int) -> bool:
-    """Whether a size is the expected one. If only the data will tell, compiled code checks it then."""
-    if isinstance(size, torch.SymInt):
-        torch._check(size == expected, lambda: f"expected a size of {expected}")  # type: ignore[no-untyped-call]
-        return True
-    return bool(size == expected)
-
-
 def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
     """The dtype in which an ``x`` of ``dtype`` is multiplied. Autocast leaves float64 alone, as torch's does."""
     if autocast_dtype is None or not dtype.is_floating_point or dtype == torch.float64:
@@ -146,7 +138,11 @@ def _subclass(weight: Tensor) -> str:
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:
     if split_sizes.dtype not in _INDEX_TYPES:
         raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
-    if split_sizes.dim() != 1 or not is_size(split_sizes.shape[0], groups):
+    shape: tuple[Any, ...] = tuple(split_sizes.shape)
+    if shape and type(shape[0]) is torch.SymInt:  # only the data will tell: compiled code checks it then
+        torch._check(shape[0] == groups, lambda: f"split_sizes: expected one size a group, {groups}")  # type: ignore[no-untyped-call]
+        shape = (groups, *shape[1:])
+    if shape != (groups,):
         raise ArgumentError(f"split_sizes: expected shape [{groups}], one size a group, got {list(split_sizes.shape)}")
     if split_sizes.device != x.device and split_sizes.device.type != "cpu":
         raise ArgumentError(

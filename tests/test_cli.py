@@ -105,6 +105,7 @@ def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
         (("roofline", "--out", "/nowhere/found"), "argument --out: there is no folder '/nowhere'"),
         (("explain", "--out", "/nowhere/found"), "argument --out: there is no folder '/nowhere'"),
         (("demo", "--seconds", "0"), "argument --seconds: expected a number of seconds above 0, got '0'"),
+        (("bench", "grouped_gemm", "--sustain", "-1"), "argument --sustain: expected a number of seconds above 0"),
         (("demo", "--steps", "0"), "argument --steps: expected an integer of at least 1"),
     ],
 )

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,6 +319,25 @@ def test_parametrized_weights_are_computed_once_and_let_go(act_fn: str) -> None:
 
     assert weight() is None
     assert "GroupedLinear" in steps_of(experts) if act_fn != "silu" else steps_of(experts) == ["GroupedMLP"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_offloaded_weights_are_let_go(several: bool) -> None:
+    """As accelerate fetches them: a hook puts parameters there for the call, and takes them away after it."""
+    experts = module("mixtral")
+    stored, arguments = dict(experts._parameters), inputs(experts, 7)
+    expected = experts(*arguments)
+    fetching = SimpleNamespace(offload=True)
+    experts._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(), fetching]) if several else fetching
+    for _ in range(2):
+        experts._parameters.update({n: nn.Parameter(p.detach().clone()) for n, p in stored.items()})
+        weights = [weakref.ref(p) for p in experts.parameters()]
+        with torch.no_grad():
+            assert torch.equal(experts(*arguments), expected)
+        experts._parameters.update({n: nn.Parameter(p.detach().to("meta")) for n, p in stored.items()})
+        gc.collect()
+
+        assert [weight() for weight in weights] == [None, None]
 
 
 def test_shallow_copies_run_their_own_modules() -> None:

@@ -152,6 +152,23 @@ def test_gates_of_one_module_are_seen(change: str) -> None:
     torch.testing.assert_close(results(compiled, experts, 9), results(experts, experts, 9))
 
 
+def test_parametrized_weights_are_not_computed_by_the_compiler() -> None:
+    """As PEFT has its adapters of parameters: cached while the model runs, so that guards look at what is there."""
+
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    experts = experts_of(make("mixtral"))[0]
+    experts.config._experts_implementation = "fusible"
+    nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", Halved())
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    with nn.utils.parametrize.cached():
+        found = results(compiled, experts, 9)
+
+    torch.testing.assert_close(found, results(experts, experts, 9))
+
+
 def run_of(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     for block in blocks:
         y = block(x)
