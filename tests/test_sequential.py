@@ -567,3 +567,4 @@ def test_parametrized_parameters_get_their_gradients(kind, frozen):
         torch.testing.assert_close(found, whole.sum(-1, keepdim=True))
     if not frozen:
         torch.testing.assert_close(gradients(model, originals, plain=False), expected)
+    torch._dynamo.reset()
