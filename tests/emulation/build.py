@@ -6,6 +6,7 @@ constants.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import re
 import shutil
@@ -96,10 +97,16 @@ def command(source: Path, target: Path, includes: list[str]) -> list[str]:
 
 
 def build(csrc: Path = ROOT / "csrc", workers: int = 2) -> Path:
-    """Path of the extension module `_C`, compiled if it is not up to date."""
+    """Path of the extension module `_C`, compiled if it is not up to date; by one process at a time."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _build(csrc, workers)
+
+
+def _build(csrc: Path, workers: int) -> Path:
     import pybind11
 
-    BUILD.mkdir(parents=True, exist_ok=True)
     copy = BUILD / ("csrc_" + digest(sorted(csrc.rglob("*.*"))))
     sources = copy_sources(csrc, copy) + sorted(HERE.glob("*.cpp"))
     headers = [p for folder in (HERE, copy) for p in sorted(folder.rglob("*.*h"))]
