@@ -77,7 +77,7 @@ DEVICE void each_deposit(typename K::Storage& s, const typename K::Params& p, in
   Ring<K::Layout::kSlots> slot;
   for (Tile tile; tiles.next(tile);) {
     for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {
-      const int first = (consumer + block * kConsumers) * 64;
+      const int first = K::first_row(consumer, block);
       const DepositedRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};
       body(tile, tile.row + first, rows, s.deposits[consumer] + slot.stage * K::Layout::kPartBytes,
            [&]() INLINE { barrier_wait(&s.deposited[consumer][slot.stage], slot.phase); });

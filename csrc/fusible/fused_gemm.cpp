@@ -29,10 +29,10 @@ bool built_for(const int (&variants)[kCount], int variant) {
 // Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
 bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
 
-// Whether a tile's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
-bool block_fits(const Activation& a, int64_t columns, int tile_n) {
+// Whether a deposit's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
+bool block_fits(const Activation& a, int64_t columns, int deposit_columns) {
   if (!a.gated || has_halves(a, columns)) return true;
-  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && tile_n % (2 * a.block) == 0);
+  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && deposit_columns % (2 * a.block) == 0);
 }
 
 void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
@@ -85,8 +85,8 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
   if (variant < 0) variant = p.tokens / p.groups <= 64 && p.k <= 2048 ? 0 : 3;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
-  const int tile_n = kTileVariants[variant].tile_n;
-  FUSIBLE_CHECK(block_fits(a, p.n / 2, tile_n), "blocks of ", a.block, " columns do not fit into a tile of ", tile_n, ". ", p);
+  const int columns = kTileVariants[variant].deposit_columns();
+  FUSIBLE_CHECK(block_fits(a, p.n / 2, columns), "blocks of ", a.block, " columns do not fit into ", columns, " of a tile. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
