@@ -15,7 +15,7 @@ struct ActivationEpilogue {
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, 0, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
       if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, K::deposit_column(tile, consumer), row, slabs);

@@ -64,12 +64,12 @@ DEVICE void apply_flipped(const AffineStage<kTileM, kTileN>& stage, float (&acc)
   }
 }
 
-// 64 weights of 64 tokens, which begin at acc[0], to a slab whose rows are tokens.
-template <class Out>
+// 64 weights of kTokens tokens, which begin at acc[0], to a slab whose rows are tokens.
+template <class Out, int kTokens>
 DEVICE void deposit_flipped(const float* acc, uint8_t* slab, int warp, int lane) {
   const uint32_t base = ptx::smem_address(slab);
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {  // 16 tokens: two octets, upper and lower weights of each
+  for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two octets, upper and lower weights of each
     const float* x = acc + pair * 8;
     ptx::store_matrix_x4_transposed(base + in_slab(pair * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
                                     {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]), ptx::pack<Out>(x[6], x[7])});
@@ -97,12 +97,13 @@ DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p,
       affine_phase ^= 1;
     }
 #pragma unroll
-    for (int block = 0; block < K::kTileM / 64; ++block) {
+    for (int block = 0; block < K::kTileM / Layout::kRows; ++block) {
       if (block >= K::row_blocks(tile, consumer)) break;
       barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        deposit_flipped<typename K::Out>(acc[i] + block * 32, s.deposits[consumer] + slot.stage * Layout::kPartBytes + i * kSlabBytes, warp, lane);
+        deposit_flipped<typename K::Out, Layout::kRows>(acc[i] + block * (Layout::kRows / 2), s.deposits[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSlabBytes,
+                                                        warp, lane);
       ptx::async_proxy_fence();
       if constexpr (!K::kWholeWarp) __syncwarp();
       if (K::kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);

@@ -138,6 +138,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   const DeviceGuard guard(device);
   if (p.tokens == 0) return add_up(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
+  FUSIBLE_CHECK(!(call.dbias && config.tile().flipped), "flipped tiles do not sum the gradient of the bias. ", p);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
   params.pre = call.pre;
   params.dpre = call.dpre;

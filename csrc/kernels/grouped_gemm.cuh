@@ -50,16 +50,17 @@ struct GroupedGemmKernel {
   using Params = typename Epilogue::Params;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
-  static constexpr int kDepositBytes = kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
+  static constexpr int kDepositBytes = kVariant.flipped ? kTileM * kTileN : kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
+  static constexpr bool kTakesTurns = kVariant.flipped && kApart;  // finishers with the deposits of their consumer, rather than with the slabs of each
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kDepositColumns = kVariant.deposit_columns();
-  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes>;
+  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes, kTakesTurns ? 32 : 64>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
@@ -89,7 +90,7 @@ struct GroupedGemmKernel {
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
+      barrier_init(&s.collected[0][i], kTakesTurns ? 32 : kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
     if constexpr (kAffine) {
       barrier_init(&s.affine.full, 32);
@@ -106,13 +107,13 @@ struct GroupedGemmKernel {
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const Tile& tile, const Params& p) { return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1; }
 
-  // A consumer's deposits of 64 rows: of how many, rows exist; their first row in the tile; their columns, in units of a deposit's. Consumers
+  // A consumer's deposits of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their columns, in units of a deposit's. Consumers
   // take turns with the rows of a tile, or share the columns of a flipped one.
   DEVICE static int row_blocks(const Tile& tile, int consumer) {
-    if constexpr (kVariant.flipped) return tile.idle ? 0 : (tile.rows + 63) / 64;
+    if constexpr (kVariant.flipped) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
-  DEVICE static int first_row(int consumer, int block) { return (kVariant.flipped ? block : consumer + block * kConsumers) * 64; }
+  DEVICE static int first_row(int consumer, int block) { return (kVariant.flipped ? block : consumer + block * kConsumers) * Layout::kRows; }
   DEVICE static int deposit_column(const Tile& tile, int consumer) { return kVariant.flipped ? tile.column * kConsumers + consumer : tile.column; }
 
   DEVICE static void consume(Storage& s, const Params& p, int consumer) {
