@@ -5,7 +5,7 @@
 namespace fusible {
 
 // The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each slab's share of
-// <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if wanted. Where nothing is gated, up is
+// <product, activation> by row, and the sums of pre's gradient over 64 or 32 rows by column; the last three if wanted. Where nothing is gated, up is
 // one, and neither loaded nor stored.
 //
 // A warp has a slab of a consumer, or (flipped tiles) every third of its deposits, of 32 rows and two slabs. A step is four rows of it, an octet of each lane; or eight rows, two octets, which hide each other's
@@ -29,7 +29,7 @@ struct ActivationBackwardEpilogue {
     const int lane = threadIdx.x % 32;
     each_deposit<K>(s, p, consumer, warp, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
-      const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+      const int64_t block = block_of_rows(Layout::kRows, tile.group, tile.tokens_start, row);
       const int first_slab = K::kTakesTurns ? 0 : warp, in_row = K::deposit_column(tile, consumer) * Layout::kSlabs;
       with_kind(p.activation, [&](auto kind) INLINE {
         using T = typename K::T;

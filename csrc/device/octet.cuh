@@ -61,8 +61,8 @@ class RowScales {
   float low_, high_;
 };
 
-// The number of a group's block of 64 rows that begins at `row`: no other group's, as each may leave a rest.
-DEVICE int64_t block_of_rows(int group, int group_start, int row) { return group_start / 64 + group + row / 64; }
+// The number of a group's block of so many rows that begins at `row`: no other group's, as each may leave a rest.
+DEVICE int64_t block_of_rows(int height, int group, int group_start, int row) { return group_start / height + group + row / height; }
 
 // Which rows a deposit holds.
 struct DepositedRows {

@@ -25,7 +25,9 @@ struct TileVariant {
   bool flipped = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr int token_box() const { return flipped ? 32 : 64; }               // tokens that a copy moves
+  constexpr int deposit_rows() const { return tile_m % 64 ? 32 : 64; }
   constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }  // of one consumer
+  constexpr int cut() const { return !flipped || tile_m % 64 ? deposit_rows() : 16; }  // tiles of a group begin at its multiples
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},

@@ -60,7 +60,7 @@ struct GroupedGemmKernel {
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kDepositColumns = kVariant.deposit_columns();
-  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes, kTakesTurns ? 32 : 64>;
+  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes, kVariant.deposit_rows()>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
