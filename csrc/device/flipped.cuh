@@ -2,7 +2,7 @@
 //
 // The left operand of a product has 64 rows, the right one any multiple of 16 columns. So where the weights are on the left, a tile multiplies
 // 16 tokens more than it has at most, rather than 64, and a group's tokens can be shared evenly among its tiles (tile_scheduler.cuh). Each
-// consumer has half of the weights, two blocks of 64, and all tokens.
+// consumer has half of the weights, in blocks of 64, and all tokens.
 #pragma once
 #include "device/mainloop.cuh"
 
@@ -11,11 +11,13 @@ namespace fusible {
 constexpr int kTokenStep = 16;
 
 template <class K>
-using FlippedAccumulators = float[2][K::kTileM / 2];
+constexpr int kWeightBlocks = K::kTileN / (64 * kConsumers);  // of a consumer
+template <class K>
+using FlippedAccumulators = float[kWeightBlocks<K>][K::kTileM / 2];
 
 // Which 64 of a tile's weights a consumer's block `i` has: neighbours; or as many gates as ups of the same columns.
 template <class K>
-DEVICE int weight_block(int consumer, int i) { return K::B::kHalves ? consumer + 2 * i : 2 * consumer + i; }
+DEVICE int weight_block(int consumer, int i) { return K::B::kHalves ? consumer + i * kConsumers : consumer * kWeightBlocks<K> + i; }
 
 // The first kTokens of the tile's tokens, over all of k.
 template <class K, int kTokens>
@@ -28,7 +30,7 @@ DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s,
 #pragma unroll
     for (int step = 0; step < kTileK / 16; ++step)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kWeightBlocks<K>; ++i)
         wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(
             reinterpret_cast<float (&)[kTokens / 2]>(acc[i]), Weights::descriptor(s.stages.b[ring.stage] + weight_block<K>(consumer, i) * kBlockBytes) + step * (Weights::kStep / 16),
             Tokens::descriptor(s.stages.a[ring.stage]) + step * (Tokens::kStep / 16), (block | step) != 0);
@@ -41,8 +43,9 @@ DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s,
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
 DEVICE void multiply_flipped(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int tokens, int blocks, int consumer, int lane) {
+  constexpr int kMore = kTokens + (kTokens < 128 ? kTokenStep : 2 * kTokenStep);
   if constexpr (kTokens < K::kTileM)
-    if (tokens > kTokens) return multiply_flipped<K, kTokens + kTokenStep>(acc, s, ring, tokens, blocks, consumer, lane);
+    if (tokens > kTokens) return multiply_flipped<K, kMore>(acc, s, ring, tokens, blocks, consumer, lane);
   multiply_tokens<K, kTokens>(acc, s, ring, blocks, consumer, lane);
 }
 
@@ -79,7 +82,7 @@ DEVICE void deposit_flipped(const float* acc, uint8_t* slab, int warp, int lane)
 template <class K>
 DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p, int consumer) {
   using Layout = typename K::Layout;
-  static_assert(K::kTileN == 256 && Layout::kSlabs == 2 && Layout::kParts == 1, "two blocks of weights for each consumer, handed over together");
+  static_assert(Layout::kSlabs == kWeightBlocks<K> && Layout::kParts == 1, "a slab for each block of weights, handed over together");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   TileReader tiles(s.tasks);
   Ring<K::kStages> ring;
@@ -92,7 +95,7 @@ DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p,
     if constexpr (K::kAffine) {
       barrier_wait(&s.affine.full, affine_phase);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) apply_flipped(s.affine.stage, acc[i], weight_block<K>(consumer, i) * 64, warp, lane);
+      for (int i = 0; i < kWeightBlocks<K>; ++i) apply_flipped(s.affine.stage, acc[i], weight_block<K>(consumer, i) * 64, warp, lane);
       barrier_arrive(&s.affine.empty);
       affine_phase ^= 1;
     }
@@ -101,7 +104,7 @@ DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p,
       if (block >= K::row_blocks(tile, consumer)) break;
       barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
+      for (int i = 0; i < kWeightBlocks<K>; ++i)
         deposit_flipped<typename K::Out, Layout::kRows>(acc[i] + block * (Layout::kRows / 2), s.deposits[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSlabBytes,
                                                         warp, lane);
       ptx::async_proxy_fence();

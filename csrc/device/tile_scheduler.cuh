@@ -40,6 +40,7 @@ DEVICE int scan(int x, int lane) {  // inclusive prefix sum over the warp
 template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n, kCluster = kVariant.cluster();
+  static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
 
  public:
   // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
@@ -155,7 +156,6 @@ class TileScheduler {
   // columns of B as a high tile for little work.
   DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
     if constexpr (kVariant.flipped || (kTileM > 128 && kClusterM == 1)) {
-      constexpr int kBlock = kVariant.cut();
       const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;
       tile.row = (index * least + min(index, higher)) * kBlock;
       tile.rows = min(rows - tile.row, static_cast<int>(least + (index < higher)) * kBlock);

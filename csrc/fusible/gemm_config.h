@@ -38,6 +38,7 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
     {128, 256, 2, 1, 3, 8, true},
     {96, 256, 2, 1, 3, 8, true},  // for an epilogue alone
+    {256, 128, 1, 2, 3, 8, true},
 };
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
@@ -46,7 +47,7 @@ constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
   if (tile.flipped && wide_output) return false;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || tile.tile_m == 96) return false;  // for an epilogue alone
-  return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
+  return layout == Layout::kTN ? tile.tile_n != 256 && !tile.flipped : tile.tile_n != 128 || tile.flipped;
 }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
