@@ -230,6 +230,7 @@ def computes_parameters(module: nn.Module) -> bool:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
+    # those of hooks_of, written out: this is asked of every op at every call, and `any` would be two calls more
     after, before = module._forward_hooks or module._backward_hooks, module._forward_pre_hooks
     return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
 

@@ -46,7 +46,7 @@ def fitting(layer: Layer, gated: bool | None = None) -> Layer:
         ValueError: they do not.
     """
     groups, columns, *features = layer.up.shape
-    hidden = [columns // 2] * (gated is not False) + [columns] * (not gated)
+    hidden = {True: [columns // 2], False: [columns], None: [columns // 2, columns]}[gated]
     if list(layer.down.shape) not in [[groups, *features, size] for size in hidden] or len(features) != 1:
         kind = "" if gated is None else " of gated experts" if gated else " of ungated experts"
         up, down = list(layer.up.shape), list(layer.down.shape)
