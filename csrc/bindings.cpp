@@ -303,7 +303,7 @@ std::vector<std::vector<int>> tile_variants() {
   std::vector<std::vector<int>> all(3);
   for (size_t layout = 0; layout < all.size(); ++layout)
     for (int i = 0; i < fusible::kTileVariantCount; ++i)
-      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i])) all[layout].push_back(i);
+      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], false)) all[layout].push_back(i);
   return all;
 }
 

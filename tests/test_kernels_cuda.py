@@ -24,6 +24,7 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 
 from fusible.ops import _C  # noqa: E402
 
+FLIPPED = 6, 8  # the tile variants that give 16-bit rows alone
 TILES = [(layout, variant) for layout in Layout for variant in (-1, *_C.TILE_VARIANTS[hopper.LAYOUTS[layout]])]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)
@@ -263,6 +264,8 @@ def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool)
 @pytest.mark.parametrize(("row_scale", "bias_scale"), list(product([False, True], [False, True])))
 def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bool, bias_scale: bool) -> None:
     for variant, dtype, wide in product(variants(layout), [torch.bfloat16, torch.float16], [False, True]):
+        if wide and variant in FLIPPED:
+            continue
         out_dtype = torch.float32 if wide else dtype
         case = Case(
             layout,

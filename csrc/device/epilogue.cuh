@@ -22,9 +22,10 @@ struct AffineStage {
 // Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
 DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's deposits of 64 rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time.
-template <class Out, int kTileN, int kBytesValue>
+// A consumer's deposits of kRows rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time.
+template <class Out, int kTileN, int kBytesValue, int kRowsValue = 64>
 struct DepositLayout {
+  static constexpr int kRows = kRowsValue, kSlabBytes = kRows * 128;
   static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
   static constexpr bool kWhole = kBytes % (kSlabs * kSlabBytes) == 0 && sizeof(Out) == 2;  // all of a deposit, or slab by slab

@@ -15,13 +15,14 @@ struct ActivationEpilogue {
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, 0, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
-      if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, row, slabs);
+      if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, K::deposit_column(tile, consumer), row, slabs);
       with_kind(p.activation, [&](auto kind) INLINE {
-        if (kHalves || p.activation.gated) activate<K, true>(kind, p, tile.column, rows, scales, slabs, lane);
-        else activate<K, false>(kind, p, tile.column, rows, scales, slabs, lane);
+        const int column = K::deposit_column(tile, consumer);
+        if (kHalves || p.activation.gated) activate<K, true>(kind, p, column, rows, scales, slabs, lane);
+        else activate<K, false>(kind, p, column, rows, scales, slabs, lane);
       });
       if (p.keep_pre && ptx::elect_one()) tma::wait_read<0>();
     });
@@ -30,28 +31,28 @@ struct ActivationEpilogue {
 
  private:
   template <class K>
-  DEVICE static void store_pre(const Params& p, uint64_t policy, const Tile& tile, int row, const uint8_t* slabs) {
+  DEVICE static void store_pre(const Params& p, uint64_t policy, const Tile& tile, int deposit_column, int row, const uint8_t* slabs) {
     constexpr int kSlabs = K::Layout::kSlabs;
-    const int map_row[2] = {p.shape.tokens - tile.tokens + row, tile.tokens_start + tile.tokens};
+    const int end = tile.row + tile.rows, map_row[2] = {p.shape.tokens - end + row, tile.tokens_start + end};
 #pragma unroll
     for (int i = 0; i < kSlabs; ++i) {
       if constexpr (kHalves) {
-        const int column = tile.column * (K::kTileN / 2) + i % (kSlabs / 2) * 64;
+        const int column = deposit_column * (K::kDepositColumns / 2) + i % (kSlabs / 2) * 64;
         tma::store(&p.out, slabs + i * kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
       } else {
-        tma::store(&p.out, slabs + i * kSlabBytes, policy, tile.column * K::kTileN + i * 64, map_row[0], map_row[1], 0);
+        tma::store(&p.out, slabs + i * kSlabBytes, policy, deposit_column * K::kDepositColumns + i * 64, map_row[0], map_row[1], 0);
       }
     }
     tma::commit();
   }
 
   template <class K, bool kGated, class Kind>
-  DEVICE static void activate(Kind kind, const Params& p, int tile_column, const DepositedRows& rows, const RowScales& scales, const uint8_t* slabs, int lane) {
+  DEVICE static void activate(Kind kind, const Params& p, int deposit_column, const DepositedRows& rows, const RowScales& scales, const uint8_t* slabs, int lane) {
     using T = typename K::T;
-    constexpr int kColumns = kGated ? K::kTileN / 2 : K::kTileN;
+    constexpr int kColumns = kGated ? K::kDepositColumns / 2 : K::kDepositColumns;
     const Activation& a = p.activation;
     const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
-    const int first_column = tile_column * kColumns + lane % 8 * 8;
+    const int first_column = deposit_column * kColumns + lane % 8 * 8;
     T* hidden = static_cast<T*>(p.hidden) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
     for (int at = 0; at < rows.rows; at += 4, hidden += static_cast<size_t>(4) * p.columns) {
       const float scale = scales.of(at, lane);

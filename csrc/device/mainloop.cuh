@@ -48,10 +48,10 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   constexpr bool kAhead = K::kSpareRegisters;  // finding a tile takes a while: before the last stage is free, not when the tile is due
   Tile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
-    const int rows = (tile.rows + 63) / 64;  // blocks of A
+    const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
     const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / 64 : K::B::kPieces;
-    const uint32_t bytes = rows * kBlockBytes + pieces * (K::kTileN / K::B::kPieces * kTileK * 2);
+    const uint32_t bytes = rows * (K::A::kRows * kTileK * 2) + pieces * (K::kTileN / K::B::kPieces * kTileK * 2);
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
@@ -61,9 +61,9 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
         for (int i = rank; i < rows; i += 2) K::A::copy(Both{&p.a, full}, a, i, block * kTileK, tile);
-      } else if (rows == K::kTileM / 64) {  // apart, because a loop of a known number of rounds is unrolled
+      } else if (rows == K::kTileM / K::A::kRows) {  // apart, because a loop of a known number of rounds is unrolled
 #pragma unroll
-        for (int i = 0; i < K::kTileM / 64; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = 0; i < K::kTileM / K::A::kRows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
       } else {
 #pragma unroll 1
         for (int i = 0; i < rows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);

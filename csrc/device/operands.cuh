@@ -5,7 +5,7 @@
 // MN-major: 64 columns (m or n) x 64 values of k, one row of 128 bytes for each k. The stride offset is from 8 values of k to
 // the next (1024), the leading offset from 64 columns to the next 64 (8192), and the next 16 values of k are 2048 bytes on.
 //
-// A is copied in blocks of 64 rows or columns, of 8 KB in shared memory; B in kPieces equal pieces. `copy` moves block or piece
+// A is copied in blocks of kRows rows or columns, 64 of which take 8 KB of shared memory; B in kPieces equal pieces. `copy` moves block or piece
 // number `i` of a tile; `issue` says whether the bytes are for this block alone or for both of the cluster. The boxes of the tensor
 // maps (fusible/tensor_map.h) must agree.
 #pragma once
@@ -26,16 +26,19 @@ struct MnMajor {
 };
 
 // A [T, K]: the group's tokens are rows.
+template <int kRowsValue = 64>
 struct TokenRows : KMajor {
   static constexpr bool kRaggedDepth = false;
+  static constexpr int kRows = kRowsValue;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, k, tile.tokens_start + tile.row + i * 64);
+    issue(stage + i * kRows * 128, k, tile.tokens_start + tile.row + i * kRows);
   }
 };
 // A [T, columns]: the group's tokens are the depth. Tokens past the group's end load as zero (ragged_depth_map).
 struct TokenColumns : MnMajor {
   static constexpr bool kRaggedDepth = true;
+  static constexpr int kRows = 64;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
     issue(stage + i * kBlockBytes, tile.row + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
@@ -53,6 +56,7 @@ struct TokenColumnsB : MnMajor {
 // B [N, K] of each group, in halves.
 template <int kTileN>
 struct WeightRows : KMajor {
+  static constexpr bool kHalves = false;
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
@@ -62,6 +66,7 @@ struct WeightRows : KMajor {
 // B [2, F, K] of each group: as many rows of either half, gate and up.
 template <int kTileN>
 struct GateUpRows : KMajor {
+  static constexpr bool kHalves = true;
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
@@ -71,6 +76,7 @@ struct GateUpRows : KMajor {
 // B [K, 2, F] of each group: as many columns of either half, in chunks of 64.
 template <int kTileN>
 struct GateUpColumns : MnMajor {
+  static constexpr bool kHalves = true;
   static constexpr int kPieces = kTileN / 64, kOfHalf = kPieces / 2;
   static_assert(kTileN % 128 == 0, "a half of a tile is made of whole chunks");
   template <class Issue>
@@ -81,6 +87,7 @@ struct GateUpColumns : MnMajor {
 // B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
 template <int kTileN>
 struct WeightColumns : MnMajor {
+  static constexpr bool kHalves = false;
   static constexpr int kParts = kTileN == 192 ? 2 : 1, kPieces = kTileN / 64 * kParts, kDepth = kTileK / kParts;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {

@@ -81,6 +81,11 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
+// The same, each matrix transposed: lane l gives the address of column l % 8 of matrix l / 8.
+DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
 DEVICE void store_shared(uint32_t address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }

@@ -72,7 +72,7 @@ class ShapedScheduler {
 // ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the depth (mainloop.cuh).
 
 // A [m, k].
-struct ShapedRows : TokenRows {
+struct ShapedRows : TokenRows<> {
   static constexpr bool kRaggedDepth = true;
 };
 // A [k, m].

@@ -7,7 +7,7 @@
 // A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share B; an odd last
 // row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is always such a pair: both
 // blocks then have the same number of rows, which pays where groups are so small that most tiles are cut off at a group's end.
-// Tiles of 256 rows share a group's blocks of 64 rows evenly.
+// Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16 or 32.
 // Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks running at one time
 // share few rows of A and few columns of B in the L2 cache.
 #pragma once
@@ -40,6 +40,7 @@ DEVICE int scan(int x, int lane) {  // inclusive prefix sum over the warp
 template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n, kCluster = kVariant.cluster();
+  static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
 
  public:
   // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
@@ -151,13 +152,13 @@ class TileScheduler {
     tile.idle = tile.rows == 0 || tile.column >= shape_.columns;
   }
 
-  // The rows of a group's tile number `index` of `tiles`. High tiles differ by at most 64 rows: a low rest would fetch as many columns of B
-  // as a high tile for little work.
+  // The rows of a group's tile number `index` of `tiles`. High and flipped tiles differ by at most one block: a low rest would fetch as many
+  // columns of B as a high tile for little work.
   DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
-    if constexpr (kTileM > 128 && kClusterM == 1) {
-      const unsigned blocks = (rows + 63) / 64, least = blocks / tiles, higher = blocks - least * tiles;
-      tile.row = (index * least + min(index, higher)) * 64;
-      tile.rows = min(rows - tile.row, static_cast<int>(least + (index < higher)) * 64);
+    if constexpr (kVariant.flipped || (kTileM > 128 && kClusterM == 1)) {
+      const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;
+      tile.row = (index * least + min(index, higher)) * kBlock;
+      tile.rows = min(rows - tile.row, static_cast<int>(least + (index < higher)) * kBlock);
     } else {
       tile.row = index * kTileM;
       tile.rows = max(0, min(kTileM, rows - tile.row));

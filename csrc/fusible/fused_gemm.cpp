@@ -29,10 +29,10 @@ bool built_for(const int (&variants)[kCount], int variant) {
 // Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
 bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
 
-// Whether a tile's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
-bool block_fits(const Activation& a, int64_t columns, int tile_n) {
+// Whether a deposit's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
+bool block_fits(const Activation& a, int64_t columns, int deposit_columns) {
   if (!a.gated || has_halves(a, columns)) return true;
-  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && tile_n % (2 * a.block) == 0);
+  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && deposit_columns % (2 * a.block) == 0);
 }
 
 void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
@@ -66,7 +66,7 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 }
 
 // The gradient of the bias, if it is wanted, from the sums of blocks.
-void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_t stream) {
+void add_up(const LinearActivationBackward& call, const float* sums, int height, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
   const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
   if (!call.dbias) return;
@@ -74,6 +74,7 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
               .sizes = {call.gemm.groups.sizes, static_cast<int>(p.groups), call.gemm.groups.wide},
               .tokens = static_cast<int>(p.tokens),
               .columns = static_cast<int>(columns),
+              .height = height,
               .out = call.dbias,
               .type = call.dbias_type},
              stream);
@@ -85,8 +86,8 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
   if (variant < 0) variant = p.tokens / p.groups <= 64 && p.k <= 2048 ? 0 : 3;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
-  const int tile_n = kTileVariants[variant].tile_n;
-  FUSIBLE_CHECK(block_fits(a, p.n / 2, tile_n), "blocks of ", a.block, " columns do not fit into a tile of ", tile_n, ". ", p);
+  const int columns = kTileVariants[variant].deposit_columns();
+  FUSIBLE_CHECK(block_fits(a, p.n / 2, columns), "blocks of ", a.block, " columns do not fit into ", columns, " of a tile. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
@@ -98,8 +99,8 @@ GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int
 }
 
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
-  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
-  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) + groups * bias_columns * int64_t{sizeof(float)};
+  // A sum for each column of tokens / 32 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
+  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 8) + groups * bias_columns * int64_t{sizeof(float)};
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
@@ -136,7 +137,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   check(gemm, device);
   check_activation(p, call.activation, p.n);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return add_up(call, nullptr, stream);
+  if (p.tokens == 0) return add_up(call, nullptr, 64, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
   params.pre = call.pre;
@@ -148,7 +149,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
   const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
   if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type, stream);
-  add_up(call, params.sums, stream);
+  add_up(call, params.sums, config.tile().deposit_rows(), stream);
 }
 
 }  // namespace fusible

@@ -62,6 +62,7 @@ std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
 std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   const TileVariant& tile = c.tile();
   out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, ";
+  if (tile.flipped) out << "flipped, ";
   return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }
 

@@ -19,10 +19,15 @@ enum class Layout : int {
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the other
 // (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained in
-// device/tile_scheduler.cuh.
+// device/tile_scheduler.cuh; `flipped` in device/flipped.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, band;
+  bool flipped = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
+  constexpr int token_box() const { return flipped ? 32 : 64; }               // tokens that a copy moves
+  constexpr int deposit_rows() const { return tile_m % 64 ? 32 : 64; }
+  constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }  // of one consumer
+  constexpr int cut() const { return !flipped || tile_m % 64 ? deposit_rows() : 16; }  // tiles of a group begin at its multiples
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},
@@ -31,14 +36,18 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},
     {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 2, 1, 3, 8, true},
+    {96, 256, 2, 1, 3, 8, true},  // for an epilogue alone
+    {256, 128, 1, 2, 3, 8, true},
 };
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.
 constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
-constexpr bool is_built(Layout layout, const TileVariant& tile) {
-  if (tile.tile_n == 192 && tile.cluster() > 1) return false;  // for an epilogue alone
-  return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
+constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
+  if (tile.flipped && wide_output) return false;
+  if ((tile.tile_n == 192 && tile.cluster() > 1) || tile.tile_m == 96) return false;  // for an epilogue alone
+  return layout == Layout::kTN ? tile.tile_n != 256 && !tile.flipped : tile.tile_n != 128 || tile.flipped;
 }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 

@@ -59,7 +59,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.b = ragged_depth_map(call.b, p.tokens, p.n);
     params.out = weight_output_map(call.out, p.groups, p.m, p.n);
   } else {
-    params.a = token_rows_map(call.a, p.tokens, p.k);
+    params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n) : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n);
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
@@ -224,7 +224,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  FUSIBLE_CHECK(is_built(p.layout, config.tile()), "tile variant ", config.variant, " is not built for it. ", p);
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant, " is not built for it. ", p);
   const GemmParams params = prepare_params(call, config, stream);
   if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
   launch(params, find_kernel(p, config.variant), config, p, device, stream);

@@ -67,9 +67,9 @@ CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int6
 
 }  // namespace
 
-CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k) {
+CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box) {
   const Bytes bytes(a);
-  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {64, 64});
+  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {64, uint32_t(box)});
 }
 
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns) {

@@ -23,8 +23,8 @@ struct MatrixView {
 // and 16 GB of distance from the lowest address, so that one map reaches matrices anywhere in memory. A group's coordinates:
 inline constexpr int kNearBits = 30, kNearBytes = 16;
 
-// a[T, k], 64 tokens x 64 values of k.
-CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k);
+// a[T, k], `box` tokens x 64 values of k.
+CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box);
 // a[T, columns] as depth: token s + r of a group of n tokens that starts at s is addressed as (2^30 - n + r, 2^30, s + n), and
 // r >= n loads as zero.
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns);

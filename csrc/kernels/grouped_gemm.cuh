@@ -4,7 +4,7 @@
 // fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two warpgroups multiply, each every second
 // block of 64 rows of the tile.
 #pragma once
-#include "device/mainloop.cuh"
+#include "device/flipped.cuh"
 
 namespace fusible {
 
@@ -50,15 +50,17 @@ struct GroupedGemmKernel {
   using Params = typename Epilogue::Params;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
-  static constexpr int kDepositBytes = kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
+  static constexpr int kDepositBytes = kVariant.flipped ? kTileM * kTileN : kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
+  static constexpr bool kTakesTurns = kVariant.flipped && kApart;  // finishers with the deposits of their consumer, rather than with the slabs of each
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = kTileN * kRowBlocks <= 256 && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
-  using Layout = DepositLayout<Out, kTileN, kDepositBytes>;
+  static constexpr int kDepositColumns = kVariant.deposit_columns();
+  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes, kVariant.deposit_rows()>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
@@ -88,7 +90,7 @@ struct GroupedGemmKernel {
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
+      barrier_init(&s.collected[0][i], kTakesTurns ? 32 : kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
     if constexpr (kAffine) {
       barrier_init(&s.affine.full, 32);
@@ -105,10 +107,14 @@ struct GroupedGemmKernel {
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const Tile& tile, const Params& p) { return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1; }
 
-  // How many of the consumer's blocks of 64 rows exist.
+  // A consumer's deposits of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their columns, in units of a deposit's. Consumers
+  // take turns with the rows of a tile, or share the columns of a flipped one.
   DEVICE static int row_blocks(const Tile& tile, int consumer) {
-    return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
+    if constexpr (kVariant.flipped) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
+    else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
+  DEVICE static int first_row(int consumer, int block) { return (kVariant.flipped ? block : consumer + block * kConsumers) * Layout::kRows; }
+  DEVICE static int deposit_column(const Tile& tile, int consumer) { return kVariant.flipped ? tile.column * kConsumers + consumer : tile.column; }
 
   DEVICE static void consume(Storage& s, const Params& p, int consumer) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -191,11 +197,12 @@ struct GroupedGemmKernel {
     };
     for (Tile tile; tiles.next(tile);) {
       const int parts = row_blocks(tile, consumer) * Layout::kParts;
-      to.column = tile.column * kTileN;
+      const int end = tile.row + tile.rows;
+      to.column = deposit_column(tile, consumer) * kDepositColumns;
       for (int part = 0; part < parts; ++part) {
-        const int row = tile.row + (consumer + part / Layout::kParts * kConsumers) * 64;
-        to.map_row[0] = kRaggedDepth ? row : p.shape.tokens - tile.tokens + row;
-        to.map_row[1] = kRaggedDepth ? tile.place.near : tile.tokens_start + tile.tokens;
+        const int row = tile.row + first_row(consumer, part / Layout::kParts);
+        to.map_row[0] = kRaggedDepth ? row : p.shape.tokens - end + row;
+        to.map_row[1] = kRaggedDepth ? tile.place.near : tile.tokens_start + end;
         to.map_row[2] = kRaggedDepth ? tile.place.far : 0;
         barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
         store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
@@ -217,7 +224,7 @@ struct GroupedGemmKernel {
     Ring<Layout::kSlots> slot;
     Destination to{.map = &p.out, .policy = tma::policy_evict_first()};
     const auto place = [&](const Tile& tile, int part) {
-      to.map_row[0] = tile.row + (consumer + part / Layout::kParts * kConsumers) * 64;
+      to.map_row[0] = tile.row + first_row(consumer, part / Layout::kParts);
     };
     for (Tile tile; tiles.next(tile);) {
       const int parts = row_blocks(tile, consumer) * Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
@@ -284,7 +291,8 @@ struct GroupedGemmKernel {
       __syncwarp();
     } else {
       ptx::registers_increase<kConsumerRegisters>();
-      consume(s, p, warp / 4 - 1);
+      if constexpr (kVariant.flipped) consume_flipped<GroupedGemmKernel>(s, p, warp / 4 - 1);
+      else consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
   }

@@ -9,22 +9,22 @@ namespace fusible {
 template <DType kType>
 using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16, std::conditional_t<kType == DType::kFloat16, __half, float>>;
 
-template <Layout kLayout, int kTileN>
+template <Layout kLayout, TileVariant kVariant>
 struct Operands;
-template <int kTileN>
-struct Operands<Layout::kNT, kTileN> {
-  using A = TokenRows;
-  using B = WeightRows<kTileN>;
+template <TileVariant kVariant>
+struct Operands<Layout::kNT, kVariant> {
+  using A = TokenRows<kVariant.token_box()>;
+  using B = WeightRows<kVariant.tile_n>;
 };
-template <int kTileN>
-struct Operands<Layout::kNN, kTileN> {
-  using A = TokenRows;
-  using B = WeightColumns<kTileN>;
+template <TileVariant kVariant>
+struct Operands<Layout::kNN, kVariant> {
+  using A = TokenRows<kVariant.token_box()>;
+  using B = WeightColumns<kVariant.tile_n>;
 };
-template <int kTileN>
-struct Operands<Layout::kTN, kTileN> {
+template <TileVariant kVariant>
+struct Operands<Layout::kTN, kVariant> {
   using A = TokenColumns;
-  using B = TokenColumnsB<kTileN>;
+  using B = TokenColumnsB<kVariant.tile_n>;
 };
 
 template <class K>
@@ -34,8 +34,8 @@ KernelEntry entry_of() {
 
 template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
 KernelEntry entry_of_variant() {
-  using Both = Operands<kLayout, kVariant.tile_n>;
-  if constexpr (!is_built(kLayout, kVariant) || (kAffine && !fits_affine(kVariant))) return {};
+  using Both = Operands<kLayout, kVariant>;
+  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kAffine && !fits_affine(kVariant))) return {};
   else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
 }
 

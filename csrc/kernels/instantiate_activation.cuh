@@ -16,8 +16,9 @@ using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<kTileN>, Ga
 
 template <Layout kLayout, class T, bool kHalves, bool kAffine, TileVariant kVariant>
 KernelEntry activation_entry_of() {
-  using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Operands<kLayout, kVariant.tile_n>::B>;
-  return entry_of<GroupedGemmKernel<T, TokenRows, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
+  using Both = Operands<kLayout, kVariant>;
+  using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Both::B>;
+  return entry_of<GroupedGemmKernel<T, typename Both::A, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
 }
 template <Layout kLayout, class T, bool kHalves, bool kAffine, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
@@ -35,7 +36,8 @@ KernelEntry activation_entry(bool halves, bool affine, int variant) {
 
 template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
-  return entry_of<GroupedGemmKernel<T, TokenRows, typename Operands<kLayout, kVariant.tile_n>::B, T, false, kVariant, ActivationBackwardEpilogue>>();
+  using Both = Operands<kLayout, kVariant>;
+  return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, T, false, kVariant, ActivationBackwardEpilogue>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {

@@ -69,6 +69,16 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
   const int lane = emulation::current->lane();
   for (int i = 0; i < 4; ++i) std::memcpy(emulation::shared_pointer(addresses[i * 8 + lane / 4], 16) + lane % 4 * 4, &m[i], 4);
 }
+DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&m)[4]) {
+  emulation::check(address % 16 == 0, "stmatrix is not aligned to 16 bytes");
+  const uint64_t* addresses = emulation::exchange(address, "stmatrix");
+  const int row = emulation::current->lane() / 4, column = emulation::current->lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t value = static_cast<uint16_t>(m[i] >> 16 * j);
+      std::memcpy(emulation::shared_pointer(addresses[i * 8 + column + j], 16) + row * 2, &value, 2);
+    }
+}
 DEVICE void store_shared(uint32_t address, float x, float y) {
   emulation::check(address % 8 == 0, "a shared store of 8 bytes is not aligned");
   const float pair[2] = {x, y};
