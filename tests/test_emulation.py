@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (0, 2, 3, 4, 6, 8), Layout.NN: (0, 2, 3, 4, 6, 8), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (0, 2, 3, 4, 6, 8, 9, 10), Layout.NN: (0, 2, 3, 4, 6, 8, 9, 10), Layout.TN: (1, 2, 4)}
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -24,7 +24,7 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 
 from fusible.ops import _C  # noqa: E402
 
-FLIPPED = 6, 8  # the tile variants that give 16-bit rows alone
+FLIPPED = 6, 8, 9, 10  # the tile variants that give 16-bit rows alone
 TILES = [(layout, variant) for layout in Layout for variant in (-1, *_C.TILE_VARIANTS[hopper.LAYOUTS[layout]])]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)

@@ -142,8 +142,8 @@ DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
 #pragma unroll
   for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
     const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
-    if (d.accumulate) tma::add(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
-    else tma::store(d.map, from + i * kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+    if (d.accumulate) tma::add(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+    else tma::store(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
   tma::commit();
 }

@@ -38,9 +38,9 @@ struct ActivationEpilogue {
     for (int i = 0; i < kSlabs; ++i) {
       if constexpr (kHalves) {
         const int column = deposit_column * (K::kDepositColumns / 2) + i % (kSlabs / 2) * 64;
-        tma::store(&p.out, slabs + i * kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
+        tma::store(&p.out, slabs + i * K::Layout::kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
       } else {
-        tma::store(&p.out, slabs + i * kSlabBytes, policy, deposit_column * K::kDepositColumns + i * 64, map_row[0], map_row[1], 0);
+        tma::store(&p.out, slabs + i * K::Layout::kSlabBytes, policy, deposit_column * K::kDepositColumns + i * 64, map_row[0], map_row[1], 0);
       }
     }
     tma::commit();
@@ -60,9 +60,9 @@ struct ActivationEpilogue {
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
         const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_column(column, block) / 8 : column / 8;
-        uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet)), up = ones<T>();
+        uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset<typename K::Layout>(row, octet)), up = ones<T>();
         if constexpr (kGated) {
-          up = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet + distance));
+          up = *reinterpret_cast<const uint4*>(slabs + slab_offset<typename K::Layout>(row, octet + distance));
           if constexpr (!kHalves) separate(gate, up, block);
         }
         const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),

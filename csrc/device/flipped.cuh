@@ -43,7 +43,7 @@ DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s,
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
 DEVICE void multiply_flipped(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int tokens, int blocks, int consumer, int lane) {
-  constexpr int kMore = kTokens + (kTokens < 128 ? kTokenStep : 2 * kTokenStep);
+  constexpr int kMore = kTokens + kTokenStep;
   if constexpr (kTokens < K::kTileM)
     if (tokens > kTokens) return multiply_flipped<K, kMore>(acc, s, ring, tokens, blocks, consumer, lane);
   multiply_tokens<K, kTokens>(acc, s, ring, blocks, consumer, lane);

@@ -9,7 +9,8 @@
 
 namespace fusible {
 
-DEVICE int slab_offset(int row, int octet) { return octet / 8 * kSlabBytes + in_slab(row, octet % 8); }
+template <class Layout>
+DEVICE int slab_offset(int row, int octet) { return octet / 8 * Layout::kSlabBytes + in_slab(row, octet % 8); }
 
 // Where the gate of the hidden columns `column` to `column + 7` begins in a row; their up is `up_distance` further. Where blocks are
 // narrower than eight, the sixteen columns of both are neighbours.

@@ -85,6 +85,7 @@ void add_up(const LinearActivationBackward& call, const float* sums, int height,
 // As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
   if (variant < 0) variant = p.tokens / p.groups <= 64 && p.k <= 2048 ? 0 : 3;
+  if (p.affine && variant > 8) variant = 6;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
   const int columns = kTileVariants[variant].deposit_columns();
   FUSIBLE_CHECK(block_fits(a, p.n / 2, columns), "blocks of ", a.block, " columns do not fit into ", columns, " of a tile. ", p);
@@ -120,7 +121,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   if (halves) {
     params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
                                        : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
-    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
+    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns, config.tile().deposit_rows());
     params.affine.half = static_cast<int>(columns);
   }
   params.keep_pre = keep_pre;

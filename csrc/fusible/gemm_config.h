@@ -25,7 +25,7 @@ struct TileVariant {
   bool flipped = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr int token_box() const { return flipped ? 32 : 64; }               // tokens that a copy moves
-  constexpr int deposit_rows() const { return tile_m % 64 ? 32 : 64; }
+  constexpr int deposit_rows() const { return tile_m % 64 || (flipped && tile_m == 192) ? 32 : 64; }
   constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }  // of one consumer
   constexpr int cut() const { return !flipped || tile_m % 64 ? deposit_rows() : 16; }  // tiles of a group begin at its multiples
 };
@@ -39,6 +39,8 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true},
     {96, 256, 2, 1, 3, 8, true},  // for an epilogue alone
     {256, 128, 1, 2, 3, 8, true},
+    {192, 256, 2, 1, 3, 8, true},
+    {192, 256, 1, 2, 3, 8, true},
 };
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, which the largest tile does not leave.

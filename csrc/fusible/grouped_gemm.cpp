@@ -61,7 +61,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
   } else {
     params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n) : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
-    params.out = token_output_map(call.out, p.tokens, p.n);
+    params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
   }
   params.source = {.sizes = call.groups.sizes, .starts = call.groups.starts, .wide = call.groups.wide};

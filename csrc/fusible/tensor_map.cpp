@@ -106,17 +106,17 @@ CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, i
   return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
 }
 
-CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n) {
+CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box) {
   // The base is moved back by T rows, so that both coordinates of a row add up to its own address.
   const Bytes bytes(out);
   return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1, 1},
-                   {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), 64, 1, 1});
+                   {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), uint32_t(box), 1, 1});
 }
 
-CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half) {
+CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half, int box) {
   const Bytes bytes(out);
   return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
-                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, 64, 1});
+                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, uint32_t(box), 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {
