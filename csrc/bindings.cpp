@@ -298,12 +298,12 @@ void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, in
                       device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-// The numbers of those that are built for each layout.
-std::vector<std::vector<int>> tile_variants() {
+// The numbers of those that are built for each layout, for results in fp32 or of 16 bits.
+std::vector<std::vector<int>> tile_variants(bool wide) {
   std::vector<std::vector<int>> all(3);
   for (size_t layout = 0; layout < all.size(); ++layout)
     for (int i = 0; i < fusible::kTileVariantCount; ++i)
-      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], false)) all[layout].push_back(i);
+      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], wide)) all[layout].push_back(i);
   return all;
 }
 
@@ -371,5 +371,6 @@ PYBIND11_MODULE(_C, module) {
       .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a, "wide"_a, "weights"_a, "weights_type"_a, "out"_a,
            "workspace"_a);
   module.attr("LAUNCHES") = launches.positions();
-  module.attr("TILE_VARIANTS") = tile_variants();
+  module.attr("TILE_VARIANTS") = tile_variants(false);
+  module.attr("WIDE_TILE_VARIANTS") = tile_variants(true);
 }

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (0, 2, 3, 4, 6, 8, 9, 10), Layout.NN: (0, 2, 3, 4, 6, 8, 9, 10), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (2, 3, 4, 6, 7), Layout.NN: (2, 3, 4, 6, 7), Layout.TN: (1, 2, 4)}
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -78,7 +78,7 @@ def test_tiles_of_the_benchmark(gpu: Gpu) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_types(gpu: Gpu, layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool) -> None:
     out = torch.float32 if wide else dtype
-    for variant in VARIANTS[layout][:2]:
+    for variant in VARIANTS[layout][:2] if wide else VARIANTS[layout][:: len(VARIANTS[layout]) - 1]:
         check(gpu, layout, dtype=dtype, out_dtype=out, accumulate=accumulate, pitch=24, variant=variant)
 
 
@@ -108,7 +108,7 @@ def test_matrices_anywhere(gpu: Gpu, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sizes_of_one_group(gpu: Gpu, layout: Layout) -> None:
-    for size, variant in product((1, 63, 64, 65, 129, 193), VARIANTS[layout][:3:2]):
+    for size, variant in product((1, 63, 64, 65, 129, 193), VARIANTS[layout][::2]):
         check(gpu, layout, (size,), k=72, n=136, tail=size % 5, variant=variant)
 
 
@@ -180,7 +180,7 @@ def check_fused(gpu: Gpu, name: str | ActivationSpec, sizes: tuple[int, ...] = R
     """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
     case = gpu.fused.Case(gpu.fused.SPECS[name] if isinstance(name, str) else name, sizes, **what)
     for variant in gpu.fused._C.ACTIVATION_VARIANTS:
-        if variant != 6 or case.spec.block != 128:  # wider than half a deposit
+        if gpu.fused.fits(case.spec, variant):
             gpu.fused.check_forward(replace(case, variant=variant))
     for variant in gpu.fused._C.BACKWARD_VARIANTS:
         gpu.fused.check_backward(replace(case, variant=variant))

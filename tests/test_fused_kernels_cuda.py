@@ -7,6 +7,7 @@ rows before and after each output.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -214,6 +215,11 @@ def check_backward(case: Case, **wants: Any) -> None:
         assert (error <= truth.scales.abs() * step + 2e-6 * size).all(), error.max()
 
 
+def fits(spec: ActivationSpec, variant: int) -> bool:
+    """Whether a tile takes blocks of so many columns: a consumer of flipped ones (6) deposits 128."""
+    return spec.block != 128 or variant != 6
+
+
 FORWARD, BACKWARD = [-1, *_C.ACTIVATION_VARIANTS], [-1, *_C.BACKWARD_VARIANTS]
 
 
@@ -241,7 +247,6 @@ SHAPES = [
     (2880, 136),
     (64, 2880),
 ]
-SHAPES += [(64, 2880)]
 SOME = ("silu glu", "gpt-oss", "blocks of 8", "relu2")
 
 
@@ -261,7 +266,8 @@ def test_blocks_as_wide_as_a_tile() -> None:
         spec = gated("silu", None, 1.0, 0.0, interleaved(block))
         case = Case(spec, columns=columns, tail=0)
         for variant in _C.ACTIVATION_VARIANTS:
-            check_forward(replace(case, variant=variant))
+            with nullcontext() if fits(spec, variant) else pytest.raises(RuntimeError, match="do not fit into a tile"):
+                check_forward(replace(case, variant=variant))
         for variant in _C.BACKWARD_VARIANTS:
             check_backward(replace(case, variant=variant))
 

@@ -24,7 +24,6 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 
 from fusible.ops import _C  # noqa: E402
 
-FLIPPED = 6, 8, 9, 10  # the tile variants that give 16-bit rows alone
 TILES = [(layout, variant) for layout in Layout for variant in (-1, *_C.TILE_VARIANTS[hopper.LAYOUTS[layout]])]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)
@@ -220,9 +219,9 @@ def check(case: Case, **changes: object) -> None:
 LAYOUTS = list(Layout)
 
 
-def variants(layout: Layout) -> list[int]:
-    """Every tile that is built for the layout; -1 is the chosen one."""
-    return [variant for of, variant in TILES if of is layout]
+def variants(layout: Layout, wide: bool = False) -> list[int]:
+    """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
+    return [-1, *(_C.WIDE_TILE_VARIANTS if wide else _C.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
 
 
 @pytest.mark.parametrize(("layout", "variant"), TILES)
@@ -244,7 +243,7 @@ def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
     ("dtype", "wide", "accumulate"), list(product([torch.bfloat16, torch.float16], [False, True], [False, True]))
 )
 def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool) -> None:
-    for variant, (k, n) in product(variants(layout), [(136, 200), (264, 1032)]):
+    for variant, (k, n) in product(variants(layout, wide), [(136, 200), (264, 1032)]):
         case = Case(
             layout,
             RAGGED,
@@ -263,9 +262,8 @@ def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool)
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("row_scale", "bias_scale"), list(product([False, True], [False, True])))
 def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bool, bias_scale: bool) -> None:
-    for variant, dtype, wide in product(variants(layout), [torch.bfloat16, torch.float16], [False, True]):
-        if wide and variant in FLIPPED:
-            continue
+    outputs = [(variant, wide) for wide in (False, True) for variant in variants(layout, wide)]
+    for (variant, wide), dtype in product(outputs, [torch.bfloat16, torch.float16]):
         out_dtype = torch.float32 if wide else dtype
         case = Case(
             layout,
@@ -299,7 +297,7 @@ def test_many_groups(layout: Layout, variant: int) -> None:
 def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> None:
     """What stands in an fp32 weight gradient is added in the cache, or fetched, depending on the tokens a group has."""
     case = Case(Layout.TN, sizes, k=264, n=520, out_dtype=torch.float32 if wide else None, accumulate=True)
-    for variant in variants(Layout.TN):
+    for variant in variants(Layout.TN, wide):
         check(case, variant=variant)
 
 
@@ -321,18 +319,18 @@ def test_sizes_that_lie_stay_inside(layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_repeats_are_bitwise_equal(layout: Layout) -> None:
-    for variant, accumulate in product(variants(layout), [False, True]):
+    outputs = [(variant, wide) for wide in (torch.float32, None) for variant in variants(layout, wide is not None)]
+    for (variant, out_dtype), accumulate in product(outputs, [False, True]):
+        sizes = 700, 0, 1301, 5
         problem = Problem(
-            Case(
-                layout, (700, 0, 1301, 5), k=520, n=776, out_dtype=torch.float32, accumulate=accumulate, variant=variant
-            )
+            Case(layout, sizes, k=520, n=776, out_dtype=out_dtype, accumulate=accumulate, variant=variant)
         )
         problem.launch()
         first = problem.out.clone()
         for _ in range(10):
             problem.out.copy_(problem.before)
             problem.launch()
-            assert torch.equal(problem.out.view(torch.int32), first.view(torch.int32))
+            assert torch.equal(problem.out.view(torch.int16), first.view(torch.int16))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -15,7 +15,7 @@ struct ActivationEpilogue {
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    each_deposit<K>(s, p, consumer, 0, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
       wait();
       if (p.keep_pre && ptx::elect_one()) store_pre<K>(p, policy, tile, K::deposit_column(tile, consumer), row, slabs);
@@ -38,9 +38,9 @@ struct ActivationEpilogue {
     for (int i = 0; i < kSlabs; ++i) {
       if constexpr (kHalves) {
         const int column = deposit_column * (K::kDepositColumns / 2) + i % (kSlabs / 2) * 64;
-        tma::store(&p.out, slabs + i * K::Layout::kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
+        tma::store(&p.out, slabs + i * kSlabBytes, policy, column, i / (kSlabs / 2), map_row[0], map_row[1]);
       } else {
-        tma::store(&p.out, slabs + i * K::Layout::kSlabBytes, policy, deposit_column * K::kDepositColumns + i * 64, map_row[0], map_row[1], 0);
+        tma::store(&p.out, slabs + i * kSlabBytes, policy, deposit_column * K::kDepositColumns + i * 64, map_row[0], map_row[1], 0);
       }
     }
     tma::commit();
@@ -60,9 +60,9 @@ struct ActivationEpilogue {
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
         const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_column(column, block) / 8 : column / 8;
-        uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset<typename K::Layout>(row, octet)), up = ones<T>();
+        uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet)), up = ones<T>();
         if constexpr (kGated) {
-          up = *reinterpret_cast<const uint4*>(slabs + slab_offset<typename K::Layout>(row, octet + distance));
+          up = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet + distance));
           if constexpr (!kHalves) separate(gate, up, block);
         }
         const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),

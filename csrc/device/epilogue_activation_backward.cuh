@@ -5,10 +5,10 @@
 namespace fusible {
 
 // The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each slab's share of
-// <product, activation> by row, and the sums of pre's gradient over 64 or 32 rows by column; the last three if wanted. Where nothing is gated, up is
+// <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if wanted. Where nothing is gated, up is
 // one, and neither loaded nor stored.
 //
-// A warp has a slab of a consumer, or (flipped tiles) every third of its deposits, of 32 rows and two slabs. A step is four rows of it, an octet of each lane; or eight rows, two octets, which hide each other's
+// A warp has a slab of a consumer. A step is four rows of it, an octet of each lane; or eight rows, two octets, which hide each other's
 // latencies, where there are registers for them. Every lane stages its octets of pre in shared memory, a step ahead of their use.
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
@@ -22,24 +22,18 @@ struct ActivationBackwardEpilogue {
 
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
-    using Layout = typename K::Layout;
-    static_assert(K::kTakesTurns ? Layout::kSlots == kFinishers : Layout::kSlabs == kFinishers && Layout::kSlots == 1, "a warp for each slot, or slab");
-    constexpr int kSlabs = K::kTakesTurns ? Layout::kSlabs : 1;  // of a warp
+    static_assert(K::Layout::kSlabs == kFinishers && K::Layout::kSlots == 1, "a warp for each slab of a tile");
     Staged& staged = s.scratch.staged[consumer * kFinishers + warp];
     const int lane = threadIdx.x % 32;
-    each_deposit<K>(s, p, consumer, warp, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
+    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
       const RowScales scales(p.scales, rows.token, rows.rows, lane);
-      const int64_t block = block_of_rows(Layout::kRows, tile.group, tile.tokens_start, row);
-      const int first_slab = K::kTakesTurns ? 0 : warp, in_row = K::deposit_column(tile, consumer) * Layout::kSlabs;
+      const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+      const int slab = tile.column * kFinishers + warp;  // in the row
+      const uint8_t* grads = slabs + warp * kSlabBytes;
       with_kind(p.activation, [&](auto kind) INLINE {
         using T = typename K::T;
-        const bool plain = kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8;
-#pragma unroll 1
-        for (int slab = first_slab; slab < first_slab + kSlabs; ++slab) {
-          const uint8_t* grads = slabs + slab * Layout::kSlabBytes;
-          if (plain) differentiate<T, true>(kind, p, rows, in_row + slab, block, scales, grads, staged, lane, wait);
-          else differentiate<T, false>(kind, p, rows, in_row + slab, block, scales, grads, staged, lane, wait);
-        }
+        if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8) differentiate<T, true>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
+        else differentiate<T, false>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
       });
     });
   }

@@ -60,6 +60,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       uint8_t *a = s.stages.a[ring.stage], *b = s.stages.b[ring.stage];
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
+#pragma unroll 1  // for the producers that have fewest registers
         for (int i = rank; i < rows; i += 2) K::A::copy(Both{&p.a, full}, a, i, block * kTileK, tile);
       } else if (rows == K::kTileM / K::A::kRows) {  // apart, because a loop of a known number of rounds is unrolled
 #pragma unroll

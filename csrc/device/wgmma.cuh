@@ -32,9 +32,7 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
 #define REGISTERS80 REGISTERS64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define REGISTERS88 REGISTERS80 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define REGISTERS96 REGISTERS80 ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define REGISTERS104 REGISTERS96 ",%96,%97,%98,%99,%100,%101,%102,%103"
 #define REGISTERS112 REGISTERS96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
-#define REGISTERS120 REGISTERS112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define REGISTERS128 REGISTERS112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // The operands follow the accumulators: a, b, accumulate, transpose a, transpose b are numbers %n, %n+1, ...
 #define WGMMA(n, type, registers, a_, b_, accumulate_, transpose_a, transpose_b, ...)                                               \
@@ -55,9 +53,6 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
 #define WGMMA_160(type) WGMMA(160, type, REGISTERS80, "%80", "%81", "%82", "%83", "%84", ACC32(0), ACC32(32), ACC8(64), ACC8(72))
 #define WGMMA_176(type) WGMMA(176, type, REGISTERS88, "%88", "%89", "%90", "%91", "%92", ACC32(0), ACC32(32), ACC8(64), ACC8(72), ACC8(80))
 #define WGMMA_192(type) WGMMA(192, type, REGISTERS96, "%96", "%97", "%98", "%99", "%100", ACC32(0), ACC32(32), ACC32(64))
-#define WGMMA_208(type) WGMMA(208, type, REGISTERS104, "%104", "%105", "%106", "%107", "%108", ACC32(0), ACC32(32), ACC32(64), ACC8(96))
-#define WGMMA_224(type) WGMMA(224, type, REGISTERS112, "%112", "%113", "%114", "%115", "%116", ACC32(0), ACC32(32), ACC32(64), ACC8(96), ACC8(104))
-#define WGMMA_240(type) WGMMA(240, type, REGISTERS120, "%120", "%121", "%122", "%123", "%124", ACC32(0), ACC32(32), ACC32(64), ACC8(96), ACC8(104), ACC8(112))
 #define WGMMA_256(type) WGMMA(256, type, REGISTERS128, "%128", "%129", "%130", "%131", "%132", ACC32(0), ACC32(32), ACC32(64), ACC32(96))
 #define WGMMA_OF_SIZE(n)                      \
   if constexpr (kSize == n / 2) {             \
@@ -71,7 +66,7 @@ template <class T, int kTransposeA, int kTransposeB, int kSize>
 DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>, "operands are bf16 or fp16");
-  static_assert(kSize % 8 == 0 && kSize <= 128, "products are 16 to 256 columns wide, by 16");
+  static_assert(kSize % 8 == 0 && (kSize <= 96 || kSize == 128), "products are 16 to 192 columns wide, by 16, or 256");
   WGMMA_OF_SIZE(16)
   WGMMA_OF_SIZE(32)
   WGMMA_OF_SIZE(48)
@@ -84,16 +79,10 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   WGMMA_OF_SIZE(160)
   WGMMA_OF_SIZE(176)
   WGMMA_OF_SIZE(192)
-  WGMMA_OF_SIZE(208)
-  WGMMA_OF_SIZE(224)
-  WGMMA_OF_SIZE(240)
   WGMMA_OF_SIZE(256)
 }
 #undef WGMMA_OF_SIZE
 #undef WGMMA_256
-#undef WGMMA_240
-#undef WGMMA_224
-#undef WGMMA_208
 #undef WGMMA_192
 #undef WGMMA_176
 #undef WGMMA_160
@@ -108,9 +97,7 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
 #undef WGMMA_16
 #undef WGMMA
 #undef REGISTERS128
-#undef REGISTERS120
 #undef REGISTERS112
-#undef REGISTERS104
 #undef REGISTERS96
 #undef REGISTERS88
 #undef REGISTERS80

@@ -29,10 +29,10 @@ bool built_for(const int (&variants)[kCount], int variant) {
 // Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
 bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
 
-// Whether a deposit's columns hold the up of each of their gates. Blocks narrower than eight are told apart within sixteen columns.
-bool block_fits(const Activation& a, int64_t columns, int deposit_columns) {
+// Whether what a consumer deposits holds the up of each of its gates. Blocks narrower than eight are told apart within sixteen columns.
+bool block_fits(const Activation& a, int64_t columns, int variant) {
   if (!a.gated || has_halves(a, columns)) return true;
-  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && deposit_columns % (2 * a.block) == 0);
+  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && kTileVariants[variant].deposit_columns() % (2 * a.block) == 0);
 }
 
 void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
@@ -66,7 +66,7 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 }
 
 // The gradient of the bias, if it is wanted, from the sums of blocks.
-void add_up(const LinearActivationBackward& call, const float* sums, int height, cudaStream_t stream) {
+void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
   const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
   if (!call.dbias) return;
@@ -74,7 +74,6 @@ void add_up(const LinearActivationBackward& call, const float* sums, int height,
               .sizes = {call.gemm.groups.sizes, static_cast<int>(p.groups), call.gemm.groups.wide},
               .tokens = static_cast<int>(p.tokens),
               .columns = static_cast<int>(columns),
-              .height = height,
               .out = call.dbias,
               .type = call.dbias_type},
              stream);
@@ -82,13 +81,15 @@ void add_up(const LinearActivationBackward& call, const float* sums, int height,
 
 }  // namespace
 
-// As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows.
+// As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows, and short groups have flipped tiles.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  if (variant < 0) variant = p.tokens / p.groups <= 64 && p.k <= 2048 ? 0 : 3;
-  if (p.affine && variant > 8) variant = 6;
+  if (variant < 0) {
+    const int64_t rows = p.tokens / p.groups;
+    if (rows <= 64) variant = p.k <= 2048 ? kActivationVariants[0] : kActivationVariants[1];
+    else variant = rows <= kShortGroup && block_fits(a, p.n / 2, kActivationVariants[2]) ? kActivationVariants[2] : kActivationVariants[1];
+  }
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
-  const int columns = kTileVariants[variant].deposit_columns();
-  FUSIBLE_CHECK(block_fits(a, p.n / 2, columns), "blocks of ", a.block, " columns do not fit into ", columns, " of a tile. ", p);
+  FUSIBLE_CHECK(block_fits(a, p.n / 2, variant), "blocks of ", a.block, " columns do not fit into a tile. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
@@ -100,8 +101,8 @@ GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int
 }
 
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
-  // A sum for each column of tokens / 32 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
-  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 8) + groups * bias_columns * int64_t{sizeof(float)};
+  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
+  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) + groups * bias_columns * int64_t{sizeof(float)};
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
@@ -121,7 +122,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   if (halves) {
     params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
                                        : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
-    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns, config.tile().deposit_rows());
+    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
     params.affine.half = static_cast<int>(columns);
   }
   params.keep_pre = keep_pre;
@@ -138,7 +139,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   check(gemm, device);
   check_activation(p, call.activation, p.n);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return add_up(call, nullptr, 64, stream);
+  if (p.tokens == 0) return add_up(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
   params.pre = call.pre;
@@ -150,7 +151,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
   const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
   if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type, stream);
-  add_up(call, params.sums, config.tile().deposit_rows(), stream);
+  add_up(call, params.sums, stream);
 }
 
 }  // namespace fusible

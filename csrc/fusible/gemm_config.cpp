@@ -8,11 +8,12 @@ namespace {
 
 // Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/measured.md).
 enum Variant : int {
-  kSquare,     // short groups and depths, whose kernels end before the clock falls
-  kTall,       // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
-  kPadding,    // where 192 divides the columns better than 256, weight gradients: most work per tile
-  kShared,     // most rows of tokens: the pair reads weights once, and what is not read costs no power, which the clock gains
-  kDecode,     // hardly any rows: most bytes in flight
+  kTall = 1,         // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
+  kPadding = 2,      // where 192 divides the columns better than 256, weight gradients: most work per tile
+  kShared = 3,       // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
+  kDecode = 4,       // hardly any rows: most bytes in flight
+  kFlipped = 6,      // short groups, whose last tiles are cut to their tokens
+  kFlippedHigh = 7,  // the same, with fewest bytes and largest tasks
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -21,7 +22,13 @@ int64_t columns_of_medium_tiles(const GemmProblem& p) {
   return p.layout == Layout::kTN && rest > 0 && rest <= 128 ? p.n - rest + 128 : blocks_of(p.n, 192) * 192;
 }
 
-int choose_variant(const GemmProblem& p) {
+// Flipped tiles of 128 tokens unless there is work for several rounds of the larger ones, whose last round is then short of the whole.
+int choose_flipped(const GemmProblem& p, int multiprocessors) {
+  const int64_t tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
+  return p.affine || tiles < 6 * multiprocessors ? kFlipped : kFlippedHigh;
+}
+
+int choose_variant(const GemmProblem& p, int multiprocessors) {
   const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(columns_of_medium_tiles(p));
   const bool pads = medium * 1.03 < wide;
   const int64_t rows = p.tokens / p.groups;
@@ -31,8 +38,8 @@ int choose_variant(const GemmProblem& p) {
     return tall && !pads ? kTall : kPadding;
   }
   if (rows <= 64) return kDecode;
-  if (pads && (rows >= 384 || p.k <= 2048)) return kPadding;
-  return rows >= 384 && rows < 1024 && p.k <= 2048 ? kSquare : kShared;
+  if (pads && rows >= 384) return kPadding;
+  return rows <= kShortGroup && p.output != DType::kFloat32 ? choose_flipped(p, multiprocessors) : kShared;
 }
 
 const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }
@@ -40,7 +47,7 @@ const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type ==
 }  // namespace
 
 GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
-  if (variant < 0) variant = choose_variant(p);
+  if (variant < 0) variant = choose_variant(p, multiprocessors);
   if (p.affine && !fits_affine(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
   const TileVariant& tile = kTileVariants[variant];
   // At most this many tiles, whatever the sizes: every group may leave a rest.

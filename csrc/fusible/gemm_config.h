@@ -24,32 +24,32 @@ struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, band;
   bool flipped = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
-  constexpr int token_box() const { return flipped ? 32 : 64; }               // tokens that a copy moves
-  constexpr int deposit_rows() const { return tile_m % 64 || (flipped && tile_m == 192) ? 32 : 64; }
-  constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }  // of one consumer
-  constexpr int cut() const { return !flipped || tile_m % 64 ? deposit_rows() : 16; }  // tiles of a group begin at its multiples
+  constexpr bool large() const { return tile_m * tile_n > 128 * 256; }  // leaves few registers beside the accumulators, and little shared memory
+  constexpr int token_box() const { return flipped ? 32 : 64; }         // tokens that a copy moves
+  constexpr int cut() const { return flipped ? 16 : 64; }               // rows that tiles of a group do not share
+  // What a consumer deposits at a time, and the room for it.
+  constexpr int deposit_bytes() const { return tile_n == 192 || large() ? 24576 : 32768; }
+  constexpr int deposit_rows() const { return flipped && large() ? 32 : 64; }
+  constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
-    {128, 256, 1, 1, 3, 8},
+    {128, 256, 1, 1, 3, 8},  // for an epilogue alone (fused_gemm.h)
     {256, 128, 1, 2, 3, 8},
     {256, 192, 1, 1, 3, 4},
     {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},
-    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 192, 2, 1, 4, 8},  // likewise
     {128, 256, 2, 1, 3, 8, true},
-    {96, 256, 2, 1, 3, 8, true},  // for an epilogue alone
-    {256, 128, 1, 2, 3, 8, true},
     {192, 256, 2, 1, 3, 8, true},
-    {192, 256, 1, 2, 3, 8, true},
 };
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
-// Bias and factors need registers beside the accumulators, which the largest tile does not leave.
-constexpr bool fits_affine(const TileVariant& tile) { return tile.tile_m * tile.tile_n <= 128 * 256; }
+// Bias and factors need registers beside the accumulators.
+constexpr bool fits_affine(const TileVariant& tile) { return !tile.large(); }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
+  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1)) return false;  // for an epilogue alone
   if (tile.flipped && wide_output) return false;
-  if ((tile.tile_n == 192 && tile.cluster() > 1) || tile.tile_m == 96) return false;  // for an epilogue alone
-  return layout == Layout::kTN ? tile.tile_n != 256 && !tile.flipped : tile.tile_n != 128 || tile.flipped;
+  return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
@@ -66,6 +66,9 @@ struct GemmProblem {
 constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768; }
 // So much longer that waiting for memory between two products costs nothing.
 constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p) && p.tokens / p.groups < 384; }
+
+// Groups of no more rows on average take flipped tiles, which lose least at their ends.
+inline constexpr int64_t kShortGroup = 1024;
 
 struct GemmConfig {
   int variant;     // index into kTileVariants

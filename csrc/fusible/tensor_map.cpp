@@ -113,10 +113,10 @@ CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, i
                    {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), uint32_t(box), 1, 1});
 }
 
-CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half, int box) {
+CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half) {
   const Bytes bytes(out);
   return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
-                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, uint32_t(box), 1});
+                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, 64, 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {

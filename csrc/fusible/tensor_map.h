@@ -36,10 +36,10 @@ CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, 
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k);
 // b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
-// out[T, n]: row s + r of a group is addressed as (T - n + r, s + n, 0), and r >= n is dropped.
+// out[T, n], `box` rows x 128 bytes: row s + r of n that begin at s is addressed as (T - n + r, s + n, 0), and r >= n is dropped.
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box);
 // The same for out[T, 2, half]; the half is the second coordinate.
-CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half, int box);
+CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half);
 // out[m, n] of each group.
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n);
 // Of no matrix: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions of which the last two have size 1. Address, sizes and pitch are put in on

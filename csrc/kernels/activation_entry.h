@@ -19,7 +19,7 @@ struct ActivationParams : GemmParams {
   const void* pre;
   void* dpre;
   float* shares;    // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
-  float* sums;      // [blocks of rows, columns of dpre]: of dpre by column
+  float* sums;      // [blocks of 64 rows, columns of dpre]: of dpre by column
 };
 
 // kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
@@ -31,11 +31,11 @@ KernelEntry activation_backward_entry(int variant);
 // out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type; zero for the rows of no group.
 void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type, cudaStream_t stream);
 
-// Sums over the rows of each group, from those of its blocks of `height` rows, in a fixed order.
+// Sums over the rows of each group, from those of its blocks of 64 rows, in a fixed order.
 struct BlockSums {
   const float* sums;  // of `ActivationParams`
   SplitSizes sizes;
-  int tokens, columns, height;
+  int tokens, columns;
   void* out;  // [groups, columns]
   DType type;
 };

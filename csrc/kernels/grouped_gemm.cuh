@@ -50,17 +50,15 @@ struct GroupedGemmKernel {
   using Params = typename Epilogue::Params;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
-  static constexpr int kDepositBytes = kVariant.flipped ? (kTileM == 192 ? 24576 : kTileM * kTileN) : kTileN == 192 ? 24576 : 32768 * kTileN * kRowBlocks / 256;
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
-  static constexpr bool kTakesTurns = kVariant.flipped && kApart;  // finishers with the deposits of their consumer, rather than with the slabs of each
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
-  static constexpr bool kSpareRegisters = kTileM * kTileN <= 128 * 256 && !kApart;  // beside the accumulators
+  static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kDepositColumns = kVariant.deposit_columns();
-  using Layout = DepositLayout<Out, kDepositColumns, kDepositBytes, kVariant.deposit_rows()>;
+  using Layout = DepositLayout<Out, kDepositColumns, kVariant.deposit_bytes(), kVariant.deposit_rows()>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
@@ -90,7 +88,7 @@ struct GroupedGemmKernel {
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.collected[0][i], kTakesTurns ? 32 : kWholeWarp ? 32 * Epilogue::kFinishers : 1);
+      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
     if constexpr (kAffine) {
       barrier_init(&s.affine.full, 32);
@@ -299,9 +297,8 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr int kFinisherRegisters = kTileM * kTileN > 128 * 256 ? 56 : Epilogue::kRegisters;
-  static constexpr int kProducerRegisters = kWholeWarp ? kFinisherRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kConsumerRegisters = kApart ? 256 - Epilogue::kRegisters : kWholeWarp ? (504 - kFinisherRegisters) / 2 : kSpareRegisters ? 192 : 224;
+  static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
+  static constexpr int kConsumerRegisters = kApart ? 256 - Epilogue::kRegisters : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
 };
 
 template <class K>

@@ -18,8 +18,7 @@ template <Layout kLayout, class T, bool kHalves, bool kAffine, TileVariant kVari
 KernelEntry activation_entry_of() {
   using Both = Operands<kLayout, kVariant>;
   using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Both::B>;
-  if constexpr (kAffine && !fits_affine(kVariant)) return {};
-  else return entry_of<GroupedGemmKernel<T, typename Both::A, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
+  return entry_of<GroupedGemmKernel<T, typename Both::A, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
 }
 template <Layout kLayout, class T, bool kHalves, bool kAffine, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {

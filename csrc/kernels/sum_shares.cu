@@ -1,5 +1,5 @@
 // What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales' gradient, which are the
-// slabs of columns of a row; and sums by column over blocks of rows, which are those of the pre-activation's bias.
+// slabs of columns of a row; and sums by column over blocks of 64 rows, which are those of the pre-activation's bias.
 #include <cuda_runtime.h>
 
 #include "device/octet.cuh"
@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums ca
   __shared__ float4 sums[kWarps][32];
   const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * kColumns + lane * 4;
   const auto rows_before = [&](int group) { return static_cast<int>(rows_of_groups({call.sizes.sizes, group, call.sizes.wide}, call.tokens)); };
-  const int start = rows_before(group), blocks = (rows_before(group + 1) - start + call.height - 1) / call.height;
-  const int64_t first = block_of_rows(call.height, group, start, 0);
+  const int start = rows_before(group), blocks = (rows_before(group + 1) - start + 63) / 64;
+  const int64_t first = block_of_rows(group, start, 0);
   float4 sum{};
   if (column < call.columns) {
     const float* from = call.sums + first * call.columns + column;
