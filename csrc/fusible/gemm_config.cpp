@@ -22,10 +22,11 @@ int64_t columns_of_medium_tiles(const GemmProblem& p) {
   return p.layout == Layout::kTN && rest > 0 && rest <= 128 ? p.n - rest + 128 : blocks_of(p.n, 192) * 192;
 }
 
-// Flipped tiles of 128 tokens unless there is work for several rounds of the larger ones, whose last round is then short of the whole.
+// The higher ones need work for many rounds, of which the last is hardly ever full.
 int choose_flipped(const GemmProblem& p, int multiprocessors) {
-  const int64_t tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
-  return p.affine || tiles < 6 * multiprocessors ? kFlipped : kFlippedHigh;
+  constexpr int kRounds = 10;
+  const int64_t high_tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
+  return p.affine || high_tiles < kRounds * multiprocessors ? kFlipped : kFlippedHigh;
 }
 
 int choose_variant(const GemmProblem& p, int multiprocessors) {
