@@ -81,13 +81,10 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
 
 }  // namespace
 
-// As for a plain product: a pair of blocks reads the weights once, unless there are hardly any rows, and short groups have flipped tiles.
+// As for a plain product: short groups have flipped tiles, and a pair of blocks reads the weights once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  if (variant < 0) {
-    const int64_t rows = p.tokens / p.groups;
-    if (rows <= 64) variant = p.k <= 2048 ? kActivationVariants[0] : kActivationVariants[1];
-    else variant = rows <= kShortGroup && block_fits(a, p.n / 2, kActivationVariants[2]) ? kActivationVariants[2] : kActivationVariants[1];
-  }
+  constexpr int kShared = kActivationVariants[0], kFlipped = kActivationVariants[1];
+  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kFlipped) ? kFlipped : kShared;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
   FUSIBLE_CHECK(block_fits(a, p.n / 2, variant), "blocks of ", a.block, " columns do not fit into a tile. ", p);
   return choose_config(p, multiprocessors, variant);

@@ -6,7 +6,7 @@
 namespace fusible {
 
 // Positions in kTileVariants of the tiles that these kernels are built for.
-inline constexpr int kActivationVariants[] = {0, 3, 6}, kBackwardVariants[] = {5};
+inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
 
 // hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null. Rows of pre
 // and hidden are dense; n counts the columns of pre.

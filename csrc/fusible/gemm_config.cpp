@@ -38,9 +38,9 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
     const bool tall = bytes_decide(p) || medium > 1.05 * narrow || (rows >= 2048 && medium >= narrow);
     return tall && !pads ? kTall : kPadding;
   }
-  if (rows <= 64) return kDecode;
+  if (rows <= 32 && p.k < 4096) return kDecode;
   if (pads && rows >= 384) return kPadding;
-  return rows <= kShortGroup && p.output != DType::kFloat32 ? choose_flipped(p, multiprocessors) : kShared;
+  return short_groups(p) ? choose_flipped(p, multiprocessors) : kShared;
 }
 
 const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }

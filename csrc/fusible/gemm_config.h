@@ -33,12 +33,12 @@ struct TileVariant {
   constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
-    {128, 256, 1, 1, 3, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/shaped.h)
     {256, 128, 1, 2, 3, 8},
     {256, 192, 1, 1, 3, 4},
     {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},
-    {128, 192, 2, 1, 4, 8},  // likewise
+    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
     {128, 256, 2, 1, 3, 8, true},
     {192, 256, 2, 1, 3, 8, true},
 };
@@ -47,7 +47,7 @@ inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVar
 constexpr bool fits_affine(const TileVariant& tile) { return !tile.large(); }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
-  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1)) return false;  // for an epilogue alone
+  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1)) return false;  // as said there
   if (tile.flipped && wide_output) return false;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
@@ -67,8 +67,8 @@ constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::k
 // So much longer that waiting for memory between two products costs nothing.
 constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p) && p.tokens / p.groups < 384; }
 
-// Groups of no more rows on average take flipped tiles, which lose least at their ends.
-inline constexpr int64_t kShortGroup = 1024;
+// Whether what flipped tiles save at the ends of groups is more than they cost.
+constexpr bool short_groups(const GemmProblem& p) { return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024; }
 
 struct GemmConfig {
   int variant;     // index into kTileVariants

@@ -2,7 +2,7 @@
 //
 // A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B (mainloop.cuh), one warp
 // fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two warpgroups multiply, each every second
-// block of 64 rows of the tile.
+// block of 64 rows of the tile, or half of its columns (flipped.cuh).
 #pragma once
 #include "device/flipped.cuh"
 
