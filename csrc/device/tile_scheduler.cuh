@@ -7,7 +7,7 @@
 // A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share B; an odd last
 // row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is always such a pair: both
 // blocks then have the same number of rows, which pays where groups are so small that most tiles are cut off at a group's end.
-// Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16 or 32.
+// Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16.
 // Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks running at one time
 // share few rows of A and few columns of B in the L2 cache.
 #pragma once
