@@ -1,8 +1,8 @@
 // What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared memory
 // (`deposit`); a thread of the producer's warpgroup stores them from there (`store_part`) while the consumer multiplies the next tile.
 //
-// The unit is a slab of 64 rows x 128 bytes, swizzled as the copy engine wants it. Slabs are handed over in parts: 16-bit outputs in
-// one part for each 64 rows; fp32 outputs, which take twice the room there is, in parts of one slab, reusing it.
+// The unit is a slab of 64 rows x 128 bytes, swizzled as the copy engine wants it. Slabs are handed over in parts: all that belong to 64 rows
+// where there is room for it twice; or one by one, reusing the room.
 #pragma once
 #include "device/barrier.cuh"
 #include "device/tile_scheduler.cuh"
@@ -22,13 +22,14 @@ struct AffineStage {
 // Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
 DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's deposits of kRows rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time.
-template <class Out, int kTileN, int kBytesValue, int kRowsValue = 64>
+// A consumer's deposits of kRows rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time. That is all of it
+// where there is room for two or a whole warp finishes it, or else a slab, so that the next is deposited while it is stored.
+template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
 struct DepositLayout {
   static constexpr int kRows = kRowsValue, kSlabBytes = kRows * 128;
   static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
-  static constexpr bool kWhole = kBytes % (kSlabs * kSlabBytes) == 0 && sizeof(Out) == 2;  // all of a deposit, or slab by slab
+  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSlabs * kSlabBytes);
   static constexpr int kParts = kWhole ? 1 : kSlabs, kSlabsPerPart = kSlabs / kParts, kPartBytes = kSlabsPerPart * kSlabBytes;
   static constexpr int kSlots = kBytes / kPartBytes;
 };

@@ -58,7 +58,7 @@ struct GroupedGemmKernel {
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kDepositColumns = kVariant.deposit_columns();
-  using Layout = DepositLayout<Out, kDepositColumns, kVariant.deposit_bytes(), kVariant.deposit_rows()>;
+  using Layout = DepositLayout<Out, kDepositColumns, kVariant.deposit_bytes(), kVariant.deposit_rows(), kWholeWarp>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
   // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
   // room of what has been stored, for which the consumer waits.
@@ -140,6 +140,7 @@ struct GroupedGemmKernel {
         if constexpr (!kWholeWarp) __syncwarp();
         if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
         slot.advance();
+        if (Layout::kParts % Layout::kSlots == 0) slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
       }
     };
     const auto end_tile = [&] {
