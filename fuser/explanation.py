@@ -53,6 +53,7 @@ class ExplainedStep:
         shape: of the output, None if it is not known without data.
         flops, bytes: what its kernels compute and must move, once through, with every row in use.
         saved_bytes: what it keeps for the backward, beyond parameters and what an earlier step keeps.
+        configurations: of the kernels that have several, what was chosen: tiles and the like.
         notes: anything else, such as arguments that are copied.
     """
 
@@ -65,6 +66,7 @@ class ExplainedStep:
     flops: int = 0
     bytes: int = 0
     saved_bytes: int = 0
+    configurations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -156,8 +158,9 @@ class Explanation:
         total = (
             f"{self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB, {self.saved_bytes_per_row:.0f} saved bytes a row"
         )
+        chosen = [f"{' '.join((s.name, *s.labels))}: {text}" for s in self.steps for text in s.configurations]
         return "\n".join(
-            [*draw.table(steps), total, "", *draw.table(fusions if self.fusions else [("no fusion fits",)])]
+            [*draw.table(steps), total, *chosen, "", *draw.table(fusions if self.fusions else [("no fusion fits",)])]
         )
 
 
@@ -220,6 +223,7 @@ def _explain_op(
         flops=sum(call.flops for call in seen.calls),
         bytes=sum(call.bytes for call in seen.calls),
         saved_bytes=sum(t.untyped_storage().nbytes() for t in new.values()),
+        configurations=tuple(f"{call.kernel}, {call.configuration}" for call in seen.calls if call.configuration),
         notes=tuple(dict.fromkeys(seen.notes)),
     )
 

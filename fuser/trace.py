@@ -15,12 +15,16 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 class KernelCall(NamedTuple):
-    """One kernel: its name, why it and no faster one, its floating-point operations, the bytes that it must move."""
+    """One kernel: its name, why it and no faster one, its floating-point operations, the bytes that it must move.
+
+    ``configuration`` is what was chosen for it, in words, where there was a choice.
+    """
 
     kernel: str
     reason: str
     flops: int
     bytes: int
+    configuration: str = ""
 
 
 @dataclass

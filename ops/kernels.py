@@ -7,7 +7,7 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..fuser import trace
 from .activations import ActivationSpec
 from .backends import elementwise, grouped_mm, hopper, hopper_activation, loop, ragged_choice, room, rows, traced
-from .backends.choice import choose
+from .backends.choice import Choice, choose
 from .backends.interface import Backend, RowKernels
 from .backends.pointwise import ActivationGrads
 from .backends.problem import GroupedGemm, Layout, Matrices, first, nbytes
@@ -125,8 +125,8 @@ def grouped_linear_activation(
     pre, hidden = room.new_hidden(x, weight, activation, keep_pre)
     layout, weight = _as_it_lies(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
-    apart = partial(hopper_activation.forward_refusal, problem, activation, scales, pre, hidden)
-    backend = _ready(problem, pre, scales, apart=apart)
+    refusal = partial(hopper_activation.forward_refusal, problem, activation, scales, pre, hidden)
+    backend = _ready(problem, pre, scales, ending=hopper_activation.Ending(activation, False, refusal))
     if backend is not None:
         backend.linear_activation(problem, activation, scales, pre, hidden)
         for tokens in (pre, hidden):
@@ -160,8 +160,8 @@ def grouped_linear_activation_backward(
         out = out._replace(bias=room.new_sums(pre, split_sizes, bias_dtype))
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
-    apart = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
-    backend = _ready(problem, pre, *out[1:], apart=apart)
+    refusal = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
+    backend = _ready(problem, pre, *out[1:], ending=hopper_activation.Ending(activation, True, refusal))
     if backend is not None:
         backend.linear_activation_backward(problem, pre, activation, scales, out)
         if backend is not hopper:  # which has done both
@@ -259,23 +259,33 @@ def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) 
     return not (trace.active() or pre.is_meta)
 
 
-def _ready(problem: GroupedGemm, *also: Tensor | None, apart: Callable[[], str | None] | None = None) -> Backend | None:
+def _ready(
+    problem: GroupedGemm, *also: Tensor | None, ending: hopper_activation.Ending | None = None
+) -> Backend | None:
     """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead.
 
     Args:
         also: the tensors that the kernel reads or writes besides those of the problem.
-        apart: says why our own kernel leaves the activation to another one; None: it does not.
+        ending: the activation that our own kernel may end in.
     """
     tracing = trace.active()
     choice = choose(problem, tracing)
     if tracing:
-        moved = problem.bytes + nbytes(*also)
-        name, reason = choice.backend.NAME, choice.reason
-        if apart is not None and choice.backend is hopper:
-            why = apart()
-            name, reason = (
-                (hopper_activation.NAME, "") if why is None else (f"{name} + {rows.NAME}", f"its epilogue {why}")
-            )
-        trace.record(trace.KernelCall(name, reason, problem.flops, moved))
+        trace.record(_call_of(problem, choice, ending)._replace(bytes=problem.bytes + nbytes(*also)))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
+
+
+def _call_of(problem: GroupedGemm, choice: Choice, ending: hopper_activation.Ending | None) -> trace.KernelCall:
+    """What a trace is told, but for the bytes."""
+    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, 0)
+    if choice.backend is not hopper:
+        return call
+    if ending is None:
+        return call._replace(configuration=hopper.configuration(problem))
+    why = ending.refusal()
+    if why is None:
+        configuration = hopper_activation.configuration(problem, ending)
+        return call._replace(kernel=hopper_activation.NAME, reason="", configuration=configuration)
+    name = f"{hopper.NAME} + {rows.NAME}"
+    return call._replace(kernel=name, reason=f"its epilogue {why}", configuration=hopper.configuration(problem))

@@ -54,6 +54,18 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
     return None
 
 
+def configuration(problem: GroupedGemm) -> str:
+    """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks."""
+    p, (m, n, k) = problem, problem.mnk
+    types = TYPE_CODES[p.a.dtype], TYPE_CODES[first(p.out).dtype]
+    sizes = (m, n, 0) if p.layout is Layout.TN else (0, n, k)
+    affine = any(extra is not None for extra in (p.alpha, p.bias, p.bias_scale, p.row_scale))
+    chosen = compiled().grouped_gemm_config(
+        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine
+    )
+    return f"{p}: {chosen}"
+
+
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem

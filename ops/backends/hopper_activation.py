@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,23 @@ _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
 Place = tuple[tuple[int, int, int], list[int]]
 """Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
+
+
+class Ending(NamedTuple):
+    """An activation, or its backward, that a product may end in; and what says why it cannot."""
+
+    spec: ActivationSpec
+    backward: bool
+    refusal: Callable[[], str | None]
+
+
+def configuration(problem: GroupedGemm, ending: Ending) -> str:
+    """The product that ends so, and what is chosen for it, in words."""
+    p, (_, n, k), spec = problem, problem.mnk, ending.spec
+    columns = n // 2 if spec.gated and not ending.backward else n
+    about = ending.backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
+    chosen = compiled().linear_activation_config(*about, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
+    return f"{p}: {chosen}"
 
 
 def forward_refusal(

@@ -58,6 +58,10 @@ class GroupedGemm:
     def groups(self) -> int:
         return self.split_sizes.shape[0]
 
+    def __str__(self) -> str:
+        """``NT 8192 x 1536 x 2048``: the layout, and rows, columns and depth of the products."""
+        return f"{self.layout.value} {' x '.join(map(str, self.mnk))}"
+
     @property
     def rows(self) -> int:
         """T: rows of the token buffer."""

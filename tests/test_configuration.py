@@ -1,0 +1,91 @@
+"""What is chosen for a kernel, as ``explain`` says it and as the emulated extension answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from emulation import build, harness
+
+from fusible import GroupedLinear, Scale, Sequential, SwiGLU, interleaved
+from fusible.ops.backends.extension import TYPE_CODES
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+
+NT, TN, MULTIPROCESSORS = 0, 2, 4  # the emulated device has as many
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def emulation() -> Iterator[harness.Emulation]:
+    emulation = harness.Emulation(build.build())
+    with harness.installed(emulation):
+        yield emulation
+
+
+@pytest.mark.parametrize(
+    ("groups", "rows", "n", "k", "tile"),
+    [
+        (128, 16, 256, 64, "128 x 192, cluster 1 x 1"),  # hardly any rows
+        (128, 16, 256, 4096, "192 x 256, cluster 2 x 1, 3 stages, flipped"),  # deep
+        (128, 512, 2048, 64, "192 x 256, cluster 2 x 1, 3 stages, flipped"),  # short groups
+        (2, 512, 256, 64, "128 x 256, cluster 2 x 1, 3 stages, flipped"),  # no work for many rounds
+        (32, 1024, 2880, 2880, "256 x 192, cluster 1 x 1"),  # 192 divides the columns
+        (8, 2048, 2048, 64, "128 x 256, cluster 2 x 1, 3 stages, 4 blocks"),  # long groups
+    ],
+)
+def test_tiles_of_rows(emulation: harness.Emulation, groups: int, rows: int, n: int, k: int, tile: str) -> None:
+    types = (TYPE_CODES[BF16],) * 2
+    chosen = emulation.grouped_gemm_config(NT, *types, 0, groups, groups * rows, 0, n, k)
+
+    assert chosen.startswith(f"tile {tile}")
+
+
+def test_flipped_tiles_give_16_bits_and_the_lower_ones_take_bias(emulation: harness.Emulation) -> None:
+    bf16, fp32, shape = TYPE_CODES[BF16], TYPE_CODES[torch.float32], (0, 64, 64 * 512, 0, 2048, 64)
+
+    assert "192 x 256" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape)
+    assert "128 x 256, cluster 2 x 1, 3 stages, flipped" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape, True)
+    assert "flipped" not in emulation.grouped_gemm_config(NT, bf16, fp32, *shape)
+    assert "flipped" not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 64, 64 * 512, 2048, 2048, 0)
+
+
+@pytest.mark.parametrize(("block", "flipped"), [(384, True), (1, True), (64, True), (128, False)])
+def test_blocks_of_gate_and_up_must_fit_into_a_flipped_tile(
+    emulation: harness.Emulation, block: int, flipped: bool
+) -> None:
+    chosen = emulation.linear_activation_config(False, True, block, TYPE_CODES[BF16], 0, 4, 2048, 768, 64)
+
+    assert ("flipped" in chosen) == flipped
+
+
+def test_explain_names_kernels_and_configurations(emulation: harness.Emulation) -> None:
+    model = Sequential(
+        GroupedLinear(4, 64, 256, bias=False, dtype=BF16),
+        SwiGLU(),
+        Scale(),
+        GroupedLinear(4, 128, 64, bias=False, dtype=BF16),
+    )
+    x, sizes, scales = torch.ones(40, 64, dtype=BF16), torch.full((4,), 10), torch.ones(40)
+    explanation = model.explain(x, split_sizes=sizes, scales=scales)
+    (step,) = explanation.steps
+    first, second = step.configurations
+
+    assert first.startswith("hopper (activation in the epilogue), NT 40 x 256 x 64: tile 128 x 256, ")
+    assert "flipped" in first
+    assert second == (
+        "hopper, NT 40 x 64 x 128: tile 128 x 192, cluster 1 x 1, 4 stages, "
+        f"{MULTIPROCESSORS} blocks, tasks in a fixed order"
+    )
+    assert f"GroupedMLP 0 1 2 3: {second}" in str(explanation).splitlines()
+
+
+def test_explain_names_the_configuration_of_a_product_beside_an_activation(emulation: harness.Emulation) -> None:
+    linear = GroupedLinear(2, 64, 96, bias=True, dtype=BF16)
+    model = Sequential(linear, SwiGLU(layout=interleaved(6)))
+    (step,) = model.explain(torch.ones(8, 64, dtype=BF16), split_sizes=torch.tensor([3, 5])).steps
+
+    assert step.kernel.startswith("hopper + ")
+    assert "blocks of 6" in step.reason
+    assert step.configurations[0].startswith(f"{step.kernel}, NT 8 x 96 x 64: tile ")
