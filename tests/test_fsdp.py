@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulation import build, harness
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -66,6 +68,28 @@ def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
     for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert isinstance(mine, DTensor)
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+
+
+@pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+def test_sharded_experts_train_on_our_kernels(mesh: DeviceMesh) -> None:
+    """Those of a GPU, emulated."""
+    linear = {"dtype": torch.bfloat16}
+    with harness.installed(harness.Emulation(build.build())):
+        plain = Sequential(GroupedLinear(2, 8, 16, **linear), SwiGLU(), Scale(), GroupedLinear(2, 8, 8, **linear))
+        sharded, x = fully_shard(copy.deepcopy(plain), mesh=mesh), torch.randn(5, 8, dtype=torch.bfloat16)
+        call = {name: tensor.clone() for name, tensor in CALL.items()}  # the emulation knows what is younger than it
+        optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, sharded)]
+        for _ in range(4):
+            expected, y = plain(x, **call), sharded(x, **call)
+            assert torch.equal(y, expected)
+            for output, optimizer in zip((expected, y), optimizers, strict=True):
+                output.float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not torch.equal(y, plain(x, **call))  # the parameters have changed
+        (step,) = sharded.explain().steps
+
+    assert (step.name, step.kernel) == ("GroupedMLP", "hopper (activation in the epilogue) + hopper")
 
 
 def test_mixed_precision_leaves_the_scales_alone(mesh: DeviceMesh) -> None:
