@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import TypedDict
 
-TILE_VARIANTS: list[list[int]]  # of each layout
+TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
+WIDE_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 

@@ -299,7 +299,8 @@ def test_groups_of_any_shapes_with_factors(gpu: Gpu, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_groups_of_any_shapes(gpu: Gpu, layout: Layout) -> None:
     ragged = gpu.ragged
-    for count, step in ((1, 1), (65, 8), (512, 1)):
+    counts = [(1, 1), (65, 8), (512, 1)]
+    for count, step in counts if layout is Layout.NN else counts[:2]:  # the GPU's tests take the most in each
         most = (20, 24, 16) if count > 1 else (300, 600, 90)
         ragged.check(ragged.Case(layout, ragged.any_shapes(count, 2, most, step), fresh=True))
 
