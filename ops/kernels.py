@@ -271,14 +271,16 @@ def _ready(
     tracing = trace.active()
     choice = choose(problem, tracing)
     if tracing:
-        trace.record(_call_of(problem, choice, ending)._replace(bytes=problem.bytes + nbytes(*also)))
+        trace.record(_call_of(problem, choice, ending, problem.bytes + nbytes(*also)))
         return None
     return choice.backend if problem.rows and not problem.a.is_meta else None
 
 
-def _call_of(problem: GroupedGemm, choice: Choice, ending: hopper_activation.Ending | None) -> trace.KernelCall:
-    """What a trace is told, but for the bytes."""
-    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, 0)
+def _call_of(
+    problem: GroupedGemm, choice: Choice, ending: hopper_activation.Ending | None, moved: int
+) -> trace.KernelCall:
+    """What a trace is told."""
+    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved)
     if choice.backend is not hopper:
         return call
     if ending is None:

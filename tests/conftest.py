@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from emulation import build, harness
 
 from fusible.fuser import registry
 
@@ -19,3 +20,11 @@ def _seeded() -> None:
 def _restored_registry() -> Iterator[None]:
     with registry.restored():
         yield
+
+
+@pytest.fixture(scope="module")
+def emulation() -> Iterator[harness.Emulation]:
+    """Our kernels on tensors of the CPU, for all tests of a module; where :func:`build.missing` says nothing."""
+    emulation = harness.Emulation(build.build())
+    with harness.installed(emulation):
+        yield emulation

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from emulation import build, harness
@@ -15,13 +13,6 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 NT, TN, MULTIPROCESSORS = 0, 2, 4  # the emulated device has as many
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def emulation() -> Iterator[harness.Emulation]:
-    emulation = harness.Emulation(build.build())
-    with harness.installed(emulation):
-        yield emulation
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 
 from fusible.ops import _C  # noqa: E402
 
-TILES = [(layout, variant) for layout in Layout for variant in (-1, *_C.TILE_VARIANTS[hopper.LAYOUTS[layout]])]
+
+def variants(layout: Layout, wide: bool = False) -> list[int]:
+    """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
+    return [-1, *(_C.WIDE_TILE_VARIANTS if wide else _C.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
+
+
+TILES = [(layout, variant) for layout in Layout for variant in variants(layout)]
 HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)
 
@@ -217,11 +223,6 @@ def check(case: Case, **changes: object) -> None:
 
 
 LAYOUTS = list(Layout)
-
-
-def variants(layout: Layout, wide: bool = False) -> list[int]:
-    """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
-    return [-1, *(_C.WIDE_TILE_VARIANTS if wide else _C.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
 
 
 @pytest.mark.parametrize(("layout", "variant"), TILES)

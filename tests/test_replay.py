@@ -5,7 +5,7 @@ They run on the emulated kernels (tests/emulation), whose tensors are on the CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
@@ -25,13 +25,6 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 GROUPS, K, F, SIZES = 3, 16, 16, [5, 0, 9]
 T = sum(SIZES) + 2
-
-
-@pytest.fixture(scope="module")
-def emulation() -> Iterator[harness.Emulation]:
-    emulation = harness.Emulation(build.build())
-    with harness.installed(emulation):
-        yield emulation
 
 
 class Runs:
