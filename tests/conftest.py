@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from emulation import build, harness
 
 from fusible.fuser import registry
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
