@@ -42,6 +42,14 @@ def test_flipped_tiles_give_16_bits_and_the_lower_ones_take_bias(emulation: harn
     assert "flipped" not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 64, 64 * 512, 2048, 2048, 0)
 
 
+def test_tiles_of_weight_gradients_may_be_halved(emulation: harness.Emulation) -> None:
+    bf16, few = TYPE_CODES[BF16], ", halved where long groups are few, "
+
+    assert few in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 1, 512, 2048, 768, 0)
+    assert few not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 1, 512, 2048, 768, 0, True)  # 128 rows
+    assert few not in emulation.grouped_gemm_config(NT, bf16, bf16, 0, 1, 512, 0, 2880, 2880)
+
+
 @pytest.mark.parametrize(("block", "flipped"), [(384, True), (1, True), (64, True), (128, False)])
 def test_blocks_of_gate_and_up_must_fit_into_a_flipped_tile(
     emulation: harness.Emulation, block: int, flipped: bool

@@ -158,6 +158,12 @@ def test_sums_of_long_groups(gpu: Gpu, variant: int) -> None:
     check(gpu, Layout.TN, (500, 390), k=136, n=264, out_dtype=torch.float32, accumulate=True, variant=variant)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 200, 3), (70, 71, 70, 71, 70)], ids=["halved", "whole"])
+def test_tiles_of_few_long_groups_are_halved(gpu: Gpu, sizes: tuple[int, ...], wide: bool) -> None:
+    gpu.gemm.check_halved(sizes, 392, wide)
+
+
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [50, -9, 60], [2**31 - 1] * 3], ids=str)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 def test_zero_tail(gpu: Gpu, index: torch.dtype, sizes: list[int]) -> None:

@@ -302,6 +302,26 @@ def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> No
         check(case, variant=variant)
 
 
+def check_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
+    """Tiles that may be halved against float64, and bit by bit against whole ones."""
+    out_dtype = torch.float32 if wide else None
+    for accumulate in (False, True):
+        case = Case(Layout.TN, sizes, k=k, n=264, out_dtype=out_dtype, accumulate=accumulate)
+        check(case)
+        halved, *whole = (Problem(replace(case, variant=variant)) for variant in (-1, *variants(Layout.TN, wide)))
+        for problem in (halved, *whole):
+            problem.launch()
+        assert any(torch.equal(halved.out, problem.out) for problem in whole)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("k", [136, 520, 1536])
+@pytest.mark.parametrize("sizes", [(2500,), (0, 900, 0, 3), (700, 701), (40,) * 130], ids=len)
+def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
+    """Also where most groups are empty; many groups of one length fill the GPU as they are."""
+    check_halved(sizes, k, wide)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing(layout: Layout) -> None:
     """All groups empty, with and without a buffer of tokens."""

@@ -10,6 +10,9 @@
 // Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16.
 // Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks running at one time
 // share few rows of A and few columns of B in the L2 cache.
+//
+// Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU idle: if half the height
+// makes that up, their tiles have half of it.
 #pragma once
 #include "device/task_queue.cuh"
 
@@ -25,6 +28,7 @@ DEVICE long long read_index(const GroupSource& source, const void* array, int i)
 struct GroupTable {
   int start[kMaxGroups], tokens[kMaxGroups];
   int tasks_end[kMaxGroups];  // tasks of this group and of all before it
+  bool halved;                // whether tiles have half their height
 };
 
 DEVICE int clamp(long long x, int low, int high) { return static_cast<int>(x < low ? low : x > high ? high : x); }
@@ -41,13 +45,15 @@ template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n, kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
+  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
 
  public:
   // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
   DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
     for (const void* array : {source.sizes, source.starts})  // all at once: the rounds below wait for one another
       for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128) ptx::prefetch(static_cast<const char*>(array) + i);
-    int tokens_before = 0, tasks_before = 0;
+    int tokens_before = 0, tasks_before = 0, longest = 0;
+    float total = 0.f;
     for (int base = 0; base < shape.groups; base += 32) {
       const int group = base + lane;
       const bool exists = group < shape.groups;
@@ -69,9 +75,21 @@ class TileScheduler {
         size = end - start;
         tokens_before = __shfl_sync(~0u, end, 31);
       }
-      const int end = tasks_before + scan(exists ? tasks_of(size, shape) : 0, lane);
-      tasks_before = __shfl_sync(~0u, end, 31);
-      if (exists) table.start[group] = start, table.tokens[group] = size, table.tasks_end[group] = end;
+      if (exists) table.start[group] = start, table.tokens[group] = size;
+      longest = max(longest, size), total += static_cast<float>(size);
+      if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);
+    }
+    if constexpr (kHalves) {
+      for (int offset = 16; offset > 0; offset /= 2) {
+        longest = max(longest, __shfl_xor_sync(~0u, longest, offset));
+        total += __shfl_xor_sync(~0u, total, offset);
+      }
+      const bool halved = halving_pays(total / static_cast<float>(max(1, longest)), shape);
+      if (lane == 0) table.halved = halved;
+      for (int base = 0; base < shape.groups; base += 32) {
+        const int group = base + lane;
+        number(table, shape, group, group < shape.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
+      }
     }
   }
 
@@ -96,9 +114,29 @@ class TileScheduler {
     if constexpr (kRaggedRows) return tokens;
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
+  // Numbers the tasks of 32 groups, of which this is a lane's.
+  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved, int& tasks_before, int lane) {
+    const bool exists = group < shape.groups;
+    const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
+    tasks_before = __shfl_sync(~0u, end, 31);
+    if (exists) table.tasks_end[group] = end;
+  }
+  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.55 of the time.
+  DEVICE static bool halving_pays(float groups, const TaskShape& shape) {
+    if (!shape.may_halve) return false;
+    const auto rounds = [&](bool halved) {
+      return ceilf(groups * static_cast<float>(tiles_of(shape.fixed_rows, halved) * column_tasks(shape)) / static_cast<float>(gridDim.x / kCluster));
+    };
+    const float whole = rounds(false);
+    return whole < 4.f && rounds(true) * 0.55f < whole;
+  }
+  DEVICE static int tiles_of(int rows, bool halved) {
+    if (kHalves && halved) return (rows + kLeastRows - 1) / kLeastRows;
+    return (rows + kTileM - 1) / kTileM;
+  }
   DEVICE static int column_tasks(const TaskShape& shape) { return (shape.columns + kClusterN - 1) / kClusterN; }
-  DEVICE static int tasks_of(int tokens, const TaskShape& shape) {
-    const int tiles = (rows(tokens, shape) + kTileM - 1) / kTileM;
+  DEVICE static int tasks_of(int tokens, const TaskShape& shape, bool halved) {
+    const int tiles = tiles_of(rows(tokens, shape), halved);
     return tiles / kClusterM * column_tasks(shape) + (tiles % kClusterM ? (shape.columns + 1) / 2 : 0);
   }
   DEVICE bool find(Tile& tile) {
@@ -128,7 +166,7 @@ class TileScheduler {
   }
   // Row and column of a group's task number `local`.
   DEVICE void place(Tile& tile, unsigned local, int rows) const {
-    const unsigned tiles = (rows + kTileM - 1) / kTileM, pairs = tiles / kClusterM, columns = column_tasks(shape_);
+    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM, columns = column_tasks(shape_);
     const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band), usual = (pairs + bands - 1) / bands;  // height of a band
     const unsigned band = min(local / max(1u, usual * columns), bands - 1), within = local - band * usual * columns;
     const bool last = band == bands - 1;

@@ -48,15 +48,17 @@ const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type ==
 }  // namespace
 
 GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
-  if (variant < 0) variant = choose_variant(p, multiprocessors);
+  const bool chosen = variant < 0;
+  if (chosen) variant = choose_variant(p, multiprocessors);
   if (p.affine && !fits_affine(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
   const TileVariant& tile = kTileVariants[variant];
+  const bool may_halve = chosen && p.layout == Layout::kTN && tile.tile_m > kLeastRows;
   // At most this many tiles, whatever the sizes: every group may leave a rest.
-  const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, tile.tile_m) : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
+  const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m) : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
   const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
   // Where there are hardly any rows, clearing the counter costs more than it gives.
   const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
-  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster(), .on_demand = !hardly_any_rows};
+  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster(), .on_demand = !hardly_any_rows, .may_halve = may_halve};
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
@@ -71,6 +73,7 @@ std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   const TileVariant& tile = c.tile();
   out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, ";
   if (tile.flipped) out << "flipped, ";
+  if (c.may_halve) out << "halved where long groups are few, ";
   return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }
 

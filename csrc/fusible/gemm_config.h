@@ -42,6 +42,8 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true},
     {192, 256, 2, 1, 3, 8, true},
 };
+// Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
+inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators.
 constexpr bool fits_affine(const TileVariant& tile) { return !tile.large(); }
@@ -74,6 +76,7 @@ struct GemmConfig {
   int variant;     // index into kTileVariants
   int grid;        // blocks
   bool on_demand;  // tasks are handed out by a counter in the workspace, if there is one
+  bool may_halve;  // tiles may have kLeastRows, as the sizes of the groups decide; not where a variant is asked for
 
   const TileVariant& tile() const { return kTileVariants[variant]; }
 };

@@ -71,6 +71,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
                   .narrow_end = (p.n - 1) % tile.tile_n < tile.tile_n * 2 / 3,
                   .skip_empty = call.accumulate && !call.affine.bias.data,
+                  .may_halve = config.may_halve,
                   .counter = workspace.counter,
                   .places = workspace.places};
   params.affine = {.bias = call.affine.bias.data,

@@ -26,6 +26,7 @@ struct TaskShape {
   int columns;        // column tiles
   bool narrow_end;    // of the last one, at most two thirds exist
   bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
+  bool may_halve;     // tiles, where that fills the GPU (weight gradients)
   unsigned* counter;  // zero at launch; null for a static schedule
   const Place* places;  // of each group; null where the matrices are one tensor
 };
