@@ -302,11 +302,11 @@ def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> No
         check(case, variant=variant)
 
 
-def check_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
+def check_halved(sizes: tuple[int, ...], k: int, n: int, wide: bool) -> None:
     """Tiles that may be halved against float64, and bit by bit against whole ones."""
     out_dtype = torch.float32 if wide else None
     for accumulate in (False, True):
-        case = Case(Layout.TN, sizes, k=k, n=264, out_dtype=out_dtype, accumulate=accumulate)
+        case = Case(Layout.TN, sizes, k=k, n=n, out_dtype=out_dtype, accumulate=accumulate)
         check(case)
         halved, *whole = (Problem(replace(case, variant=variant)) for variant in (-1, *variants(Layout.TN, wide)))
         for problem in (halved, *whole):
@@ -319,7 +319,7 @@ def check_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
 @pytest.mark.parametrize("sizes", [(2500,), (0, 900, 0, 3), (700, 701), (40,) * 130], ids=len)
 def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
     """Also where most groups are empty; many groups of one length fill the GPU as they are."""
-    check_halved(sizes, k, wide)
+    check_halved(sizes, k, 264, wide)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
