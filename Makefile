@@ -31,14 +31,24 @@ bench: $(VENV)/installed ## times the experts against what people write by hand
 clean:
 	rm -rf $(VENV) build fusible.egg-info
 
-# the environment, with torch in it
-$(VENV)/torch:
+# installs what a list in pyproject.toml names, the package itself not being needed for it
+install_listed = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt && $(PIP) install -r $@.txt
+
+# the environment, with no more in it than csrc is built with
+$(VENV)/tools: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("fusible needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install -q pip; }
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(call install_listed,p["build-system"]["requires"])
 	@touch $@
 
-# the package itself, editable, with what the tests need; again when what it is built from changes
-$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py $(CUDA_SOURCES)
-	$(PIP) install -e '.[dev]'
+# with torch and all else that the package and its tests import
+$(VENV)/dependencies: $(VENV)/tools pyproject.toml
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(call install_listed,p["project"]["dependencies"] + p["project"]["optional-dependencies"]["dev"])
+	@touch $@
+
+# the package itself, editable; again when what it is built from changes. Built with the pybind11 of this environment: with that of a
+# passing one, bindings.cpp would be compiled again at the next build.
+$(VENV)/installed: $(VENV)/dependencies setup.py $(CUDA_SOURCES)
+	$(PIP) install --no-build-isolation -e '.[dev]'
 	@touch $@

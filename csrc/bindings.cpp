@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <iterator>
+#include <memory>
 #include <sstream>
 #include <string_view>
 #include <vector>
@@ -205,7 +206,8 @@ void row_dots(int device, Stream stream, Address rows, int type, int64_t tokens,
                     device, reinterpret_cast<cudaStream_t>(stream));
 }
 
-// A function that launches, as itself and as a method of Launches that keeps the launch.
+// A function that launches, as itself and as a method of Launches that keeps the launch. The method calls the function, which then finds where
+// to keep what it would have launched: so its dozens of arguments are converted by code that is compiled once.
 class LaunchDefinitions {
  public:
   explicit LaunchDefinitions(py::module_& module) : module_(module), kept_(module, "Launches", "Launches that are kept, to be made again with other addresses.") {
@@ -213,13 +215,17 @@ class LaunchDefinitions {
   }
   template <class... Args, class... Extra>
   void def(const char* name, void (*function)(Args...), const Extra&... extra) {
-    module_.def(name, function, extra...);
+    module_.def(name, [function](const std::decay_t<Args>&... args) {
+      if (keeping_) keeping_->launches.add(function, keeping_->patches, args...);
+      else function(args...);
+    }, extra...);
     keep(name, function, extra...);
   }
   // A call, which is launched at once, or together with others.
   template <class Call, class... Args, class... Extra>
   void def(const char* name, fusible::OnStream<Call> (*make)(Args...), const Extra&... extra) {
-    module_.def(name, [make](Args... args) {
+    module_.def(name, [make](const std::decay_t<Args>&... args) {
+      if (keeping_) return keeping_->launches.add(make, keeping_->patches, args...);
       const auto made = make(args...);
       launch(made.call, made.device, made.stream);
     }, extra...);
@@ -229,20 +235,33 @@ class LaunchDefinitions {
   const py::dict& positions() const { return positions_; }
 
  private:
+  struct Keeping {
+    fusible::Launches& launches;
+    const std::vector<fusible::Patch>& patches;
+  };
+  static inline thread_local const Keeping* keeping_ = nullptr;  // while a method of Launches runs; other threads launch what they call meanwhile
+
   static bool is_stream(const py::arg& argument) { return std::string_view(argument.name) == "stream"; }
   static bool is_stream(const char*) { return false; }
 
-  template <class Made, class... Args, class... Extra>
-  void keep(const char* name, Made (*function)(Args...), const Extra&... extra) {
+  template <class Function, class... Extra>
+  void keep(const char* name, Function function, const Extra&... extra) {
     const bool streams[] = {is_stream(extra)...};
-    const int64_t stream = std::find(std::begin(streams), std::end(streams), true) - std::begin(streams);
-    kept_.def(name, [=](fusible::Launches& kept, const std::vector<std::array<int64_t, 5>>& patches, const std::decay_t<Args>&... args) {
+    keep(name, std::find(std::begin(streams), std::end(streams), true) - std::begin(streams));
+    positions_[name] = py::cast(fusible::address_positions(function));
+  }
+  void keep(const char* name, int64_t stream) {
+    const py::object function = module_.attr(name);
+    kept_.def(name, [=](fusible::Launches& launches, const std::vector<std::array<int64_t, 5>>& patches, const py::args& args) {
       std::vector<fusible::Patch> where;
       for (const auto& [position, element, source, offset, factor] : patches) where.push_back({position, element, source, offset, factor});
       where.push_back({stream, 0, fusible::Patch::kStream, 0, 0});
-      kept.add(function, where, args...);
+      const Keeping keeping{launches, where};
+      keeping_ = &keeping;
+      const auto forget = [](const void*) { keeping_ = nullptr; };  // also where the arguments are of other types
+      const std::unique_ptr<const void, decltype(forget)> until_the_end(&keeping, forget);
+      function(*args);
     });
-    positions_[name] = py::cast(fusible::address_positions(function));
   }
 
   py::module_& module_;

@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <tuple>
 #include <type_traits>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "fusible/clearing.h"
@@ -37,17 +38,17 @@ class Launches {
  public:
   template <class... Args>
   void add(void (*function)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
-    const auto arguments = keep(patches, args...);
-    launches_.push_back([function, arguments] { std::apply(function, *arguments); });
+    const auto arguments = keep(patches, {args...});
+    launches_.push_back([function, arguments] { apply(function, *arguments, std::index_sequence_for<Args...>()); });
   }
 
   // One kernel clears what all such calls must find cleared.
   template <class Call, class... Args>
   void add(OnStream<Call> (*make)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
-    const auto arguments = keep(patches, args...);
+    const auto arguments = keep(patches, {args...});
     const auto made = std::make_shared<OnStream<Call>>();
     prepare_.push_back([=](Launches& launches) {
-      *made = std::apply(make, *arguments);
+      *made = apply(make, *arguments, std::index_sequence_for<Args...>());
       clear_before(made->call, launches.clearing_);
       launches.device_ = made->device, launches.stream_ = made->stream;
     });
@@ -72,32 +73,31 @@ class Launches {
     int64_t source, offset, factor;
   };
 
-  static Address* address_in(Address& address, int64_t) { return &address; }
-  static Address* address_in(Addresses& list, int64_t element) { return &list.at(element); }
-  static Address* address_in(int64_t& number, int64_t) { return reinterpret_cast<Address*>(&number); }  // of the same type but for the sign
-  template <class T>
-  static Address* address_in(T&, int64_t) { return nullptr; }
+  // An argument that is kept. A list of these rather than a tuple, which for dozens of arguments takes the compiler seconds a function.
+  using Value = std::variant<Address, Addresses, int64_t, int, bool, float>;
+  using Values = std::vector<Value>;
 
-  template <class... Values>
-  static Address* place(std::tuple<Values...>& values, const Patch& patch) {
-    Address* found = nullptr;
-    int64_t position = 0;
-    const auto look = [&](auto& value) {
-      if (position++ == patch.position) found = address_in(value, patch.element);
-    };
-    std::apply([&](auto&... value) { (look(value), ...); }, values);
-    FUSIBLE_CHECK(found, "argument ", patch.position, " is neither an address nor a number");
-    return found;
+  static Address* address_in(Value& value, int64_t element) {
+    if (Addresses* list = std::get_if<Addresses>(&value)) return &list->at(element);
+    if (int64_t* number = std::get_if<int64_t>(&value)) return reinterpret_cast<Address*>(number);  // of the same type but for the sign
+    return std::get_if<Address>(&value);
   }
 
-  template <class... Args>
-  std::shared_ptr<std::tuple<Args...>> keep(const std::vector<Patch>& patches, const Args&... args) {
-    const auto arguments = std::make_shared<std::tuple<Args...>>(args...);
-    for (const Patch& patch : patches) {
-      patches_.push_back({place(*arguments, patch), patch.source, patch.offset, patch.factor});
-      sources_ = std::max(sources_, patches_.back().source + 1);
+  std::shared_ptr<Values> keep(const std::vector<Patch>& patches, Values values) {
+    const auto arguments = std::make_shared<Values>(std::move(values));
+    for (const auto& [position, element, source, offset, factor] : patches) {
+      const bool given = position >= 0 && position < static_cast<int64_t>(arguments->size());
+      Address* target = given ? address_in((*arguments)[position], element) : nullptr;
+      FUSIBLE_CHECK(target, "argument ", position, " is neither an address nor a number");
+      patches_.push_back({target, source, offset, factor});
+      sources_ = std::max(sources_, source + 1);
     }
     return arguments;
+  }
+
+  template <class Made, class... Args, size_t... kPositions>
+  static Made apply(Made (*function)(Args...), const Values& values, std::index_sequence<kPositions...>) {
+    return function(*std::get_if<std::decay_t<Args>>(&values[kPositions])...);
   }
 
   std::vector<std::function<void(Launches&)>> prepare_;

@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "emulation"
+HEADERS = HERE / "headers.h"
 EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
 FLAGS = [
     "-std=c++20",
@@ -91,9 +92,22 @@ def digest(paths: list[Path], seed: str = "") -> str:
 
 def command(source: Path, target: Path, includes: list[str]) -> list[str]:
     """Kernels at -O1, which compiles in a third of the time; the emulation itself at -O3, for its products."""
-    level = "-O3" if source.parent == HERE else "-O1"
-    language = "-include", str(HERE / "cuda_language.h")
-    return ["g++", *FLAGS, level, *language, *includes, "-x", "c++", "-c", str(source), "-o", str(target)]
+    own = source.parent == HERE and source.suffix == ".cpp"
+    before = [] if source == HEADERS else ["-include", "cuda_language.h" if own else HEADERS.name]
+    language = "c++-header" if source == HEADERS else "c++"
+    level = "-O3" if own else "-O1"
+    return ["g++", *FLAGS, level, *includes, *before, "-x", language, "-c", str(source), "-o", str(target)]
+
+
+def precompiled(includes: list[str], seed: str) -> Path:
+    """The folder of the headers as g++ keeps them, which it prefers to the text where the folder is searched first."""
+    target = BUILD / f"headers_{seed}" / f"{HEADERS.name}.gch"
+    target.parent.mkdir(exist_ok=True)
+    if not target.exists():
+        unfinished = target.with_suffix(".new")
+        subprocess.run(command(HEADERS, unfinished, includes), check=True)
+        unfinished.rename(target)
+    return target.parent
 
 
 def build(csrc: Path = ROOT / "csrc", workers: int = 2) -> Path:
@@ -113,6 +127,7 @@ def _build(csrc: Path, workers: int) -> Path:
     python = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
     includes = [f"-I{HERE / 'include'}", f"-I{copy}", f"-I{HERE}", f"-isystem{find_cuda()}", *python]
     seed = digest(headers, " ".join(command(HERE / "runtime.cpp", BUILD, includes[:1])))
+    includes.insert(0, f"-I{precompiled(includes, seed)}")
     objects = {source: BUILD / f"{source.stem}_{digest([source], seed)}.o" for source in sources}
     stale = [command(source, target, includes) for source, target in objects.items() if not target.exists()]
     with ThreadPoolExecutor(workers) as pool:

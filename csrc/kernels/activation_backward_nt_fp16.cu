@@ -1,5 +1,0 @@
-#include "kernels/instantiate_activation.cuh"
-
-namespace fusible {
-template KernelEntry activation_backward_entry<Layout::kNT, DType::kFloat16>(int);
-}  // namespace fusible
