@@ -12,7 +12,7 @@ import networkx as nx
 from networkx.algorithms.isomorphism import DiGraphMatcher
 
 from .graph import OpGraph, TensorInfo
-from .op import Op
+from .op import Op, patched_half
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 
@@ -115,8 +115,11 @@ class Pattern:
         return overrides or next((reason for reason, holds in self.conditions if not holds(match)), None)
 
     def _override(self, match: Match, role: str) -> str | None:
-        """A subclass that computes something else than its base is not what the pattern means."""
+        """An op that computes something else than the class in the pattern is not what the pattern means."""
         op, types = getattr(match, role), self.roles[role]
+        half = patched_half(op)
+        if half:
+            return f"{role} has a {half} of its own, set on the object"
         base = next(t for t in (types if isinstance(types, tuple) else (types,)) if isinstance(op, t))
         same = inspect.isabstract(base) or (type(op).fwd is base.fwd and type(op).bwd is base.bwd)
         return None if same else f"{role} is a {type(op).__name__}, which overrides {base.__name__}"

@@ -16,7 +16,7 @@ from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Keyword, Op, Spec, computes_parameters, is_hooked
+from .op import Keyword, Op, Spec, computes_parameters, has_own_forward, is_called_whole, patched_half
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -45,13 +45,23 @@ class Step:
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
         for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None:
+            if leaf.op is None or x is None or reads is None or self._input_may_change():
                 return None
             try:
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
             except ArgumentError as error:
                 raise error.located(str(leaf)) from None
-        return x
+        return None if self._output_may_change() else x
+
+    def _input_may_change(self) -> bool:
+        """Whether the op is called whole, and somebody may give it another x than the call's: it checks that itself."""
+        module = self.module
+        return self.input_names is None and bool(module._forward_pre_hooks or has_own_forward(module))
+
+    def _output_may_change(self) -> bool:
+        """Whether what comes out may be something else than the op says."""
+        module = self.module
+        return self.input_names is None and bool(module._forward_hooks)
 
     def check_late(self, values: list[Any], runtime: Runtime) -> None:
         """:meth:`check`, once its input has been computed."""
@@ -64,7 +74,9 @@ class Step:
     @property
     def is_replayable(self) -> bool:
         """Whether all ops that it stands for are."""
-        return self.input_names is not None and all(op.replayable for op in self.module.modules() if isinstance(op, Op))
+        return self.input_names is not None and all(
+            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
+        )
 
     def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
@@ -75,12 +87,18 @@ class Step:
             if watch is not None:
                 watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
-            result = module(x, **keywords)
-            values.extend(result if module.extra_outputs else (result,))
+            values.extend(self._called(module, x, keywords))
         else:
             values.append(module(x))
         for slot in self.dead:
             values[slot] = None
+
+    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
+        try:
+            result = op(x, **keywords)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
+        return result if op.extra_outputs else (result,)
 
 
 @dataclass(frozen=True)
@@ -227,7 +245,7 @@ class _Builder:
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        names = None if leaf.op is None or is_hooked(leaf.op) else leaf.op.input_names()
+        names = None if leaf.op is None or is_called_whole(leaf.op) else leaf.op.input_names()
         how = self._late(reads), computes_parameters(leaf.module)
         return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
 

@@ -195,7 +195,7 @@ class Sequential(nn.Sequential):
         switches, key = settings.current(), call.key()
         for leaf in layout.leaves:
             if leaf.op is not None:
-                key += (leaf.op.decision_key(), is_hooked(leaf.op))
+                key += (leaf.op.decision_key(), leaf.op.changes, is_hooked(leaf.op))
         signature = (*key, runtime, id(switches), registry.version)
         plan = self._compiled.plans.get(signature)
         if plan is None:
