@@ -74,7 +74,8 @@ class Layout:
         self._by_index: list[Target] = []
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
-        self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool, int | None]] = []
+        self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
+        self._composites: list[tuple[Composite, int]] = []
         self._note(container)
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))
@@ -85,10 +86,11 @@ class Layout:
 
     def is_current(self) -> bool:
         """Whether nobody has edited the container, or one inside it, since."""
-        for module, children, hooked, changes in self._seen:
+        for module, children, hooked in self._seen:
             if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
                 return False
-            if module.__dict__.get("changes") != changes:
+        for composite, changes in self._composites:  # noqa: SIM110  # no generator: this is asked at every call
+            if composite.changes != changes:
                 return False
         return True
 
@@ -146,11 +148,12 @@ class Layout:
         return ", ".join(map(str, self._by_index)) or "none"
 
     def _note(self, parent: nn.Module) -> None:
-        children, changes = tuple(parent._modules.items()), parent.__dict__.get("changes")
-        self._seen.append((parent, children, is_hooked(parent), changes))
+        self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
 
     def _add(self, module: nn.Module, label: str, index: int) -> Target:
         first = len(self.leaves)
+        if isinstance(module, Composite):
+            self._composites.append((module, module.changes))
         if opens(module, self._container_type):
             self._note(module)
             if not is_hooked(module):
