@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import ready, settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
+from .errors import ArgumentError
 from .explanation import Explanation, Shape, explain_plan
 from .facts import constant
 from .fusion import registry
@@ -117,12 +118,11 @@ class Sequential(nn.Sequential):
         Takes what :meth:`forward` takes, or nothing, for the last call. Runs nothing.
 
         Raises:
-            ValueError: no arguments, and no call yet.
-            ArgumentError: as :meth:`forward`.
+            ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
             if self._compiled.last is None:
-                raise ValueError("explain: there was no call yet; give it what you would give forward")
+                raise ArgumentError("explain: there was no call yet; give it what you would give forward")
             return self._compiled.last.explain()
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
