@@ -217,6 +217,11 @@ class Sequential(nn.Sequential):
                 args[-1].append(f"{prefix.removesuffix('.') or type(self).__name__}: {wrong}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._compiled = _Compiled()  # it has ops of its own
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": _Compiled()}
 

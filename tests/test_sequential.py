@@ -568,3 +568,14 @@ def test_parametrized_parameters_get_their_gradients(kind, frozen):
     if not frozen:
         torch.testing.assert_close(gradients(model, originals, plain=False), expected)
     torch._dynamo.reset()
+
+
+def test_a_replica_runs_its_own_ops():
+    model, x = Sequential(Identity(), ConstantScale(2.0)), torch.ones(2, 4)
+    model(x)
+    replica = model._replicate_for_data_parallel()
+    replica[1] = ConstantScale(3.0)
+    for _ in range(2):
+        assert torch.equal(model(x), 2 * x)
+        assert torch.equal(replica(x), 3 * x)
+    assert replica._compiled is not model._compiled
