@@ -74,8 +74,20 @@ class Pattern:
 
     @classmethod
     def path(cls, **roles: OpTypes | Optional) -> Pattern:
-        """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``."""
+        """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``.
+
+        Raises:
+            TypeError: a role that is no class of :class:`Op`, or tuple of such.
+            ValueError: no role.
+        """
         types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
+        if not roles:
+            raise ValueError("Pattern.path: give at least one role, such as linear=Linear")
+        for role, found in types.items():
+            if not all(
+                isinstance(t, type) and issubclass(t, Op) for t in (found if isinstance(found, tuple) else (found,))
+            ):
+                raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {found!r}")
         missing_ok = frozenset(role for role, t in roles.items() if isinstance(t, Optional))
         return cls(types, optional_roles=missing_ok, chain=tuple(roles))
 
