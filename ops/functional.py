@@ -151,6 +151,8 @@ def _how(
         if getattr(groups_a, what) != getattr(groups_b, what):
             came = f"a has {getattr(groups_a, what)}, b has {getattr(groups_b, what)}"
             raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
+    if groups_a.dtype.is_complex:
+        raise ArgumentError(f"grouped_gemm: a and b must hold real numbers, got {groups_a.dtype}")
     deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
     deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
     _check_depths(layout, deep_a, deep_b, groups_a.num_groups)

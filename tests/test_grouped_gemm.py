@@ -367,6 +367,7 @@ G = GroupedTensor(A, SIZES)
             r"beta must be a number or a tensor \[3\]",
         ),
         (lambda: grouped_gemm(A, torch.eye(K).double().expand(E, K, K), SIZES, out=A), "out overlaps a in memory"),
+        (lambda: grouped_gemm(A.cfloat(), B.cfloat(), SIZES), "a and b must hold real numbers, got torch.complex64"),
     ],
 )
 def test_call_error(call, message):
