@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import legality
 from .autograd import Runtime, Watch, check, refuse_transforms, run, run_computing
-from .buffers import NamedBuffer, check_overlaps
+from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
@@ -44,24 +44,19 @@ class Step:
 
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
+        whole = self.input_names is None
         for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None or self._input_may_change():
+            if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
                 return None
             try:
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
             except ArgumentError as error:
                 raise error.located(str(leaf)) from None
-        return None if self._output_may_change() else x
+        return None if whole and self.module._forward_hooks else x  # hooks may give out something else
 
     def _input_may_change(self) -> bool:
-        """Whether the op is called whole, and somebody may give it another x than the call's: it checks that itself."""
-        module = self.module
-        return self.input_names is None and bool(module._forward_pre_hooks or has_own_forward(module))
-
-    def _output_may_change(self) -> bool:
-        """Whether what comes out may be something else than the op says."""
-        module = self.module
-        return self.input_names is None and bool(module._forward_hooks)
+        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
+        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
 
     def check_late(self, values: list[Any], runtime: Runtime) -> None:
         """:meth:`check`, once its input has been computed."""
@@ -110,8 +105,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    inputs: tuple[int, ...]
-    buffers: tuple[NamedBuffer, ...]
+    inputs: tuple[NamedValue, ...]
+    buffers: tuple[NamedValue, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
@@ -177,12 +172,13 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     builder = _Builder(graph, [d for d in decisions if d.taken])
     steps = tuple(builder.steps())
     results = builder.results()
-    inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
-    buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
+    read = {slot: name for name, slot, keyword in reversed([*_keywords(steps)]) if not keyword.buffer} | {0: "x"}
+    inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
+    buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed, able)
+    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, passed, able)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -407,6 +408,19 @@ def test_create_graph_that_nobody_uses_is_fine():
 def test_torch_func_transforms_raise(transform):
     with pytest.raises(RuntimeError, match=r"Square: torch\.func transforms and vmap are not supported"):
         transform(lambda x: Square()(x).sum())(torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("tangent_of", ["x", "scales"])
+@pytest.mark.parametrize("in_container", [False, True])
+def test_forward_mode_gradients_raise(tangent_of, in_container):
+    given = {"x": torch.ones(2, 4), "scales": torch.ones(2)}
+    op = Sequential(Scale()) if in_container else Scale()
+    with forward_ad.dual_level():
+        assert torch.equal(op(**given), given["x"])  # nothing has a tangent
+        given[tangent_of] = forward_ad.make_dual(given[tangent_of], torch.ones_like(given[tangent_of]))
+        with pytest.raises(RuntimeError, match=r"Scale: forward-mode gradients are not supported; use backward"):
+            op(**given)
 
 
 # ------------------------------------------------------------------------------------------------- autocast
