@@ -193,13 +193,24 @@ class _OpFunction(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
-        if _is_plain(call, douts[0].device.type):
-            return None, *halves.gradients(call, tensors, ctx.lent, douts)
-        with _BackwardScope(call, douts[0].device.type):
-            grads = halves.gradients(call, tensors, ctx.lent, douts)
+        try:
+            if _is_plain(call, douts[0].device.type):
+                return None, *halves.gradients(call, tensors, ctx.lent, douts)
+            with _BackwardScope(call, douts[0].device.type):
+                grads = halves.gradients(call, tensors, ctx.lent, douts)
+        except RuntimeError as error:
+            _explain_batched(call, douts, error)
+            raise
         if differentiated:
             grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
         return None, *grads
+
+
+def _explain_batched(call: Call, douts: Sequence[Tensor], error: RuntimeError) -> None:
+    """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(dout) for dout in douts):
+        name = type(call.op).__name__
+        raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
 
 
 _apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
