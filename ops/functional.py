@@ -47,8 +47,7 @@ def grouped_gemm(
 
     Args:
         a, b: operands, of one dtype, on one device.
-        split_sizes: int32 or int64 [E].
-        offsets: int32 or int64 [E], instead of ``split_sizes``.
+        split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
         layout: see above.
         out: where to write; it is returned.
         accumulate: add to what stands in ``out``: beta = 1.
