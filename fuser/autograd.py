@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from . import halves, settings
-from .buffers import NamedBuffer, check_overlaps
+from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
 from .op import Op, Spec, computes_parameters
@@ -74,6 +75,8 @@ def run(
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
     """
     refuse_transforms([op])
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
@@ -135,9 +138,10 @@ def accepted(op: Op, keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
-    lent = tuple(NamedBuffer(repr(k), i) for i, k in enumerate(keywords, 1) if op.keywords[k].buffer)
+    named = [(k, NamedValue(repr(k), i)) for i, k in enumerate(keywords, 1)]
+    lent = [value for k, value in named if op.keywords[k].buffer]
     if lent:
-        inputs = [0, *(i for i, k in enumerate(keywords, 1) if not op.keywords[k].buffer)]
+        inputs = [NamedValue("x", 0), *(value for k, value in named if not op.keywords[k].buffer)]
         check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
 
 
@@ -151,6 +155,12 @@ def refuse_transforms(modules: Iterable[Any]) -> None:
     if torch._C._are_functorch_transforms_active():
         for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
             raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
+
+
+def _refuse_tangents(op: Op, values: Iterable[Any]) -> None:
+    """Raises where forward-mode AD has given something a tangent, which kernels would drop."""
+    if any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, Tensor)):  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{type(op).__name__}: forward-mode gradients are not supported; use backward()")
 
 
 def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -183,13 +193,24 @@ class _OpFunction(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
-        if _is_plain(call, douts[0].device.type):
-            return None, *halves.gradients(call, tensors, ctx.lent, douts)
-        with _BackwardScope(call, douts[0].device.type):
-            grads = halves.gradients(call, tensors, ctx.lent, douts)
+        try:
+            if _is_plain(call, douts[0].device.type):
+                return None, *halves.gradients(call, tensors, ctx.lent, douts)
+            with _BackwardScope(call, douts[0].device.type):
+                grads = halves.gradients(call, tensors, ctx.lent, douts)
+        except RuntimeError as error:
+            _explain_batched(call, douts, error)
+            raise
         if differentiated:
             grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
         return None, *grads
+
+
+def _explain_batched(call: Call, douts: Sequence[Tensor], error: RuntimeError) -> None:
+    """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(dout) for dout in douts):
+        name = type(call.op).__name__
+        raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
 
 
 _apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply

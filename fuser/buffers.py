@@ -18,18 +18,18 @@ class Lent:
     tensor: Tensor
 
 
-class NamedBuffer(NamedTuple):
-    """A buffer's place in the list of a call's values, and what errors call it."""
+class NamedValue(NamedTuple):
+    """A place in the list of a call's values, and what errors call what stands there."""
 
     name: str
     slot: int
 
 
 def check_overlaps(
-    buffers: tuple[NamedBuffer, ...], inputs: Sequence[int], values: list[Any], parameters: Iterable[Tensor]
+    buffers: Sequence[NamedValue], inputs: Sequence[NamedValue], values: list[Any], parameters: Iterable[Tensor]
 ) -> None:
     """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
-    read = [(f"input {i}" if i else "x", values[i]) for i in inputs if isinstance(values[i], Tensor)]
+    read = [(given.name, values[given.slot]) for given in inputs if isinstance(values[given.slot], Tensor)]
     read += [("a parameter", p) for p in parameters]
     for i, buffer in enumerate(buffers):
         others = [(other.name, values[other.slot]) for other in buffers[:i]] + read

@@ -49,7 +49,7 @@ class Chain(Op):
     def input_tensors(self) -> list[Tensor]:
         tensors: list[Tensor] = []
         for part in self.parts.values():
-            if part._parameters or part._modules:
+            if part._parameters or part._modules or "_is_replica" in part.__dict__:  # whose parameters are attributes
                 tensors += part.input_tensors()
         return tensors
 

@@ -15,7 +15,7 @@ from . import draw, trace
 from .autograd import Runtime, differentiable
 from .graph import OpGraph
 from .halves import call_fwd
-from .op import Op
+from .op import Op, has_own_forward
 from .plan import Plan, Step
 from .saved import tensors_of
 
@@ -187,13 +187,29 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
             elif isinstance(step.module, Op):
                 try:
                     yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
-                except DataDependentOutputException:
+                except Exception as error:
+                    why = _unexplained(step.module, error)
+                    if why is None:
+                        raise
                     values = None
-                    yield replace(plain, kernel="?", reason="it reads values, so it cannot run without data")
+                    yield replace(plain, kernel="?", reason=why)
             else:
                 values = _run_module(step.module, step.x, values, mode)
                 shape = None if values is None else tuple(values[-1].shape)
                 yield replace(plain, kernel="module", reason="not an Op: runs as it is", shape=shape)
+
+
+class _OwnForwardError(Exception):
+    """What calling the op does is not what its halves do."""
+
+
+def _unexplained(op: Op, error: Exception) -> str | None:
+    """Why nobody can say what an op does but by calling it; None: that is an error."""
+    if isinstance(error, DataDependentOutputException):
+        return "it reads values, so it cannot run without data"
+    if isinstance(error, _OwnForwardError):
+        return "it has a forward of its own, which may do anything"
+    return "its hooks may change what it is given" if op._forward_pre_hooks else None
 
 
 def _explain_op(
@@ -205,6 +221,8 @@ def _explain_op(
     mode: FakeTensorMode,
     kept: dict[int, Tensor],
 ) -> ExplainedStep:
+    if has_own_forward(op):
+        raise _OwnForwardError
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "edits"}
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "edits", "changes"}
 
 
 def constant(function: F) -> F:

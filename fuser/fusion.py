@@ -138,9 +138,19 @@ def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None
         pattern: what to look for; its roles are what the class is built with.
         priority: higher is tried first; fusions of equal priority are tried in the order in which they came.
         name: what ``explain`` and ``config(disable_fusions=...)`` call it; the name of the class by default.
+
+    Raises:
+        TypeError: ``pattern`` is no :class:`Pattern`, or the class no :class:`FusedOp`.
+        ValueError: a fusion of that name is there already.
     """
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"register_fusion: expected a Pattern, got {pattern!r}; write @register_fusion(Pattern.path(...))"
+        )
 
     def add(op: T) -> T:
+        if not (isinstance(op, type) and issubclass(op, FusedOp)):
+            raise TypeError(f"register_fusion: expected a subclass of FusedOp, got {op!r}")
         registry.add(Fusion(name or op.__name__, pattern, op, priority))
         return op
 

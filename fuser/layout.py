@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .chain import Composite
+from .chain import Chain, Composite
 from .errors import ArgumentError
-from .op import Op, hooks_of, is_hooked
+from .op import Op, has_own_forward, hooks_of, is_hooked, patched_half
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Layout:
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
+        self._composites: list[tuple[Composite, int]] = []
         self._note(container)
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))
@@ -87,6 +88,9 @@ class Layout:
         """Whether nobody has edited the container, or one inside it, since."""
         for module, children, hooked in self._seen:
             if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
+                return False
+        for composite, changes in self._composites:  # noqa: SIM110  # no generator: this is asked at every call
+            if composite.changes != changes:
                 return False
         return True
 
@@ -148,6 +152,8 @@ class Layout:
 
     def _add(self, module: nn.Module, label: str, index: int) -> Target:
         first = len(self.leaves)
+        if isinstance(module, Composite):
+            self._composites.append((module, module.changes))
         if opens(module, self._container_type):
             self._note(module)
             if not is_hooked(module):
@@ -195,6 +201,13 @@ class Layout:
 
 
 def opens(module: nn.Module, container_type: type[nn.Sequential]) -> bool:
-    """Whether to take a module apart. Hooks, and a forward of its own, only run where it is called whole."""
-    is_container = isinstance(module, container_type) and type(module).forward is container_type.forward
-    return is_container or isinstance(module, Composite)
+    """Whether to take a module apart. Hooks, and code of its own, only run where it is called whole."""
+    if isinstance(module, Composite):
+        return not _has_own_code(module)
+    return isinstance(module, container_type) and type(module).forward is container_type.forward
+
+
+def _has_own_code(composite: Composite) -> bool:
+    kind = type(composite)
+    overrides = kind.fwd is not Chain.fwd or kind.bwd is not Chain.bwd or kind.check is not Chain.check
+    return overrides or has_own_forward(composite) or patched_half(composite) is not None

@@ -6,7 +6,7 @@ import networkx as nx
 
 from .chain import FusedOp
 from .graph import OpGraph
-from .op import is_hooked
+from .op import has_own_forward, is_hooked
 from .pattern import Match
 
 
@@ -35,8 +35,12 @@ def _outside(graph: OpGraph, nodes: set[str]) -> set[tuple[str, str]]:
 
 
 def _hooks(match: Match) -> str | None:
-    hooked = [node for role, node in match.nodes.items() if is_hooked(getattr(match, role))]
-    return f"op {hooked[0]} has hooks, which only run where it is called itself" if hooked else None
+    for role, node in match.nodes.items():
+        op = getattr(match, role)
+        what = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
+        if what:
+            return f"op {node} has {what}, which only run{'s' if what[0] == 'a' else ''} where it is called itself"
+    return None
 
 
 def _entries(graph: OpGraph, nodes: set[str]) -> str | None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from . import draw
 from .binding import OpKwargs
+from .errors import ArgumentError
 from .explanation import Explanation
 from .op import Op
 from .sequential import Sequential
@@ -84,7 +85,8 @@ def explain(
     ['1']
 
     Raises:
-        TypeError: arguments of a call, for something that is neither a container nor an op.
+        ArgumentError: arguments of a call, for something that is neither a container nor an op; else as
+            :meth:`Sequential.explain`.
     """
     if isinstance(module, Op):
         module = Sequential(module)
@@ -92,7 +94,9 @@ def explain(
         return module.explain(*args, op_kwargs=op_kwargs, **shared)
     if not isinstance(module, nn.Module) or args or op_kwargs or shared:
         kind = type(module).__name__
-        raise TypeError(f"explain: expected a fusible.Sequential or an Op, got a {kind}, which takes no arguments here")
+        raise ArgumentError(
+            f"explain: expected a fusible.Sequential or an Op, got a {kind}, which takes no arguments here"
+        )
     return ModelExplanation(tuple(_layers(module, "")))
 
 

@@ -98,7 +98,7 @@ class Op(nn.Module, ABC):
             by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.
-        edits: how often an attribute has been assigned.
+        edits: how often an attribute has been assigned; ``changes``: how often one that is no tensor.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
@@ -110,6 +110,7 @@ class Op(nn.Module, ABC):
     checks_values: bool = True
     replayable: bool = False
     edits: int = 0
+    changes: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -184,11 +185,16 @@ class Op(nn.Module, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "training":
-            self.__dict__["edits"] = self.edits + 1
+            self._count_edit(isinstance(value, Tensor))
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
+        self._count_edit(False)
+
+    def _count_edit(self, of_tensor: bool) -> None:
         self.__dict__["edits"] = self.edits + 1
+        if not of_tensor:
+            self.__dict__["changes"] = self.changes + 1
 
     def trace_refusal(self) -> str | None:
         """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
@@ -233,6 +239,21 @@ def is_hooked(module: nn.Module) -> bool:
     # those of hooks_of, written out: this is asked of every op at every call, and `any` would be two calls more
     after, before = module._forward_hooks or module._backward_hooks, module._forward_pre_hooks
     return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether calling an op does something else than running its halves."""
+    return "forward" in module.__dict__ or type(module).forward is not Op.forward
+
+
+def is_called_whole(op: Op) -> bool:
+    """Whether an op must be called as itself: hooks, and a ``forward`` of its own, run nowhere else."""
+    return is_hooked(op) or has_own_forward(op)
+
+
+def patched_half(op: Op) -> str | None:
+    """Which half was set on the object itself, instead of its class's; None: neither."""
+    return next((half for half in ("fwd", "bwd") if half in op.__dict__), None)
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

@@ -12,7 +12,7 @@ import networkx as nx
 from networkx.algorithms.isomorphism import DiGraphMatcher
 
 from .graph import OpGraph, TensorInfo
-from .op import Op
+from .op import Op, patched_half
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 
@@ -74,8 +74,20 @@ class Pattern:
 
     @classmethod
     def path(cls, **roles: OpTypes | Optional) -> Pattern:
-        """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``."""
+        """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``.
+
+        Raises:
+            TypeError: a role that is no class of :class:`Op`, or tuple of such.
+            ValueError: no role.
+        """
         types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
+        if not roles:
+            raise ValueError("Pattern.path: give at least one role, such as linear=Linear")
+        for role, found in types.items():
+            if not all(
+                isinstance(t, type) and issubclass(t, Op) for t in (found if isinstance(found, tuple) else (found,))
+            ):
+                raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {found!r}")
         missing_ok = frozenset(role for role, t in roles.items() if isinstance(t, Optional))
         return cls(types, optional_roles=missing_ok, chain=tuple(roles))
 
@@ -115,8 +127,11 @@ class Pattern:
         return overrides or next((reason for reason, holds in self.conditions if not holds(match)), None)
 
     def _override(self, match: Match, role: str) -> str | None:
-        """A subclass that computes something else than its base is not what the pattern means."""
+        """An op that computes something else than the class in the pattern is not what the pattern means."""
         op, types = getattr(match, role), self.roles[role]
+        half = patched_half(op)
+        if half:
+            return f"{role} has a {half} of its own, set on the object"
         base = next(t for t in (types if isinstance(types, tuple) else (types,)) if isinstance(op, t))
         same = inspect.isabstract(base) or (type(op).fwd is base.fwd and type(op).bwd is base.bwd)
         return None if same else f"{role} is a {type(op).__name__}, which overrides {base.__name__}"

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from . import legality
 from .autograd import Runtime, Watch, check, refuse_transforms, run, run_computing
-from .buffers import NamedBuffer, check_overlaps
+from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Keyword, Op, Spec, computes_parameters, is_hooked
+from .op import Keyword, Op, Spec, computes_parameters, has_own_forward, is_called_whole, patched_half
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -44,14 +44,19 @@ class Step:
 
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
+        whole = self.input_names is None
         for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None:
+            if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
                 return None
             try:
                 x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
             except ArgumentError as error:
                 raise error.located(str(leaf)) from None
-        return x
+        return None if whole and self.module._forward_hooks else x  # hooks may give out something else
+
+    def _input_may_change(self) -> bool:
+        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
+        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
 
     def check_late(self, values: list[Any], runtime: Runtime) -> None:
         """:meth:`check`, once its input has been computed."""
@@ -64,7 +69,9 @@ class Step:
     @property
     def is_replayable(self) -> bool:
         """Whether all ops that it stands for are."""
-        return self.input_names is not None and all(op.replayable for op in self.module.modules() if isinstance(op, Op))
+        return self.input_names is not None and all(
+            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
+        )
 
     def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
@@ -75,12 +82,18 @@ class Step:
             if watch is not None:
                 watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
-            result = module(x, **keywords)
-            values.extend(result if module.extra_outputs else (result,))
+            values.extend(self._called(module, x, keywords))
         else:
             values.append(module(x))
         for slot in self.dead:
             values[slot] = None
+
+    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
+        try:
+            result = op(x, **keywords)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
+        return result if op.extra_outputs else (result,)
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,8 @@ class Plan:
 
     steps: tuple[Step, ...]
     results: tuple[int, ...]
-    inputs: tuple[int, ...]
-    buffers: tuple[NamedBuffer, ...]
+    inputs: tuple[NamedValue, ...]
+    buffers: tuple[NamedValue, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
@@ -159,12 +172,13 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     builder = _Builder(graph, [d for d in decisions if d.taken])
     steps = tuple(builder.steps())
     results = builder.results()
-    inputs = sorted({0, *(slot for _, slot, keyword in _keywords(steps) if not keyword.buffer)})
-    buffers = tuple(NamedBuffer(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
+    read = {slot: name for name, slot, keyword in reversed([*_keywords(steps)]) if not keyword.buffer} | {0: "x"}
+    inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
+    buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_dead(steps, results), results, tuple(inputs), buffers, decisions, graph, passed, able)
+    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, passed, able)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
@@ -227,7 +241,7 @@ class _Builder:
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        names = None if leaf.op is None or is_hooked(leaf.op) else leaf.op.input_names()
+        names = None if leaf.op is None or is_called_whole(leaf.op) else leaf.op.input_names()
         how = self._late(reads), computes_parameters(leaf.module)
         return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
 

@@ -16,7 +16,7 @@ from .binding import bind
 from .errors import ArgumentError, RefusedError
 from .facts import with_tensors
 from .layout import Layout, Leaf
-from .op import Op, Spec
+from .op import Op, Spec, patched_half
 from .plan import Plan, Step
 
 
@@ -165,6 +165,8 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:
     for leaf in step.leaves:
+        if leaf.op and (half := patched_half(leaf.op)):
+            raise _Refused(f"{leaf}: its {half} was set on the object, whose tensors compiled code does not see")
         why = leaf.op.trace_refusal() if leaf.op and runtime.grad_enabled else None
         if why:
             raise _Refused(f"{leaf}: {why}")

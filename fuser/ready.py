@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import settings
 from .autograd import Runtime, run_again
@@ -41,6 +42,8 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
     if not is_replayed_for(call.values[0]) or any(layout.hooks):
         return None
     if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0:
         return None
     if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from . import ready, settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
+from .errors import ArgumentError
 from .explanation import Explanation, Shape, explain_plan
 from .facts import constant
 from .fusion import registry
@@ -117,12 +118,11 @@ class Sequential(nn.Sequential):
         Takes what :meth:`forward` takes, or nothing, for the last call. Runs nothing.
 
         Raises:
-            ValueError: no arguments, and no call yet.
-            ArgumentError: as :meth:`forward`.
+            ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
             if self._compiled.last is None:
-                raise ValueError("explain: there was no call yet; give it what you would give forward")
+                raise ArgumentError("explain: there was no call yet; give it what you would give forward")
             return self._compiled.last.explain()
         layout, runtime = self._layout(), Runtime.of(x)
         call = bind(layout, x, extra_inputs, op_kwargs, shared)
@@ -195,7 +195,7 @@ class Sequential(nn.Sequential):
         switches, key = settings.current(), call.key()
         for leaf in layout.leaves:
             if leaf.op is not None:
-                key += (leaf.op.decision_key(), is_hooked(leaf.op))
+                key += (leaf.op.decision_key(), leaf.op.changes, is_hooked(leaf.op))
         signature = (*key, runtime, id(switches), registry.version)
         plan = self._compiled.plans.get(signature)
         if plan is None:
@@ -216,6 +216,11 @@ class Sequential(nn.Sequential):
             if wrong is not None:
                 args[-1].append(f"{prefix.removesuffix('.') or type(self).__name__}: {wrong}")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        replica._compiled = _Compiled()  # it has ops of its own
+        return replica
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": _Compiled()}

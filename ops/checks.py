@@ -46,6 +46,10 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
     if buffer.requires_grad:
         raise ArgumentError(f"{name}: requires grad; give buffer.detach(), which is the same memory")
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            f"{name}: was made under torch.inference_mode(), outside of which nothing may write it; give buffer.clone()"
+        )
 
 
 def check_rows(name: str, column: Any, x: Spec) -> None:
@@ -99,6 +103,8 @@ def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: t
         raise ArgumentError(
             f"x: expected {weight.dtype}, the dtype of the weight, got {x.dtype}; cast one, or use autocast"
         )
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        raise ArgumentError(f"x: expected a floating-point tensor of at least 16 bits, got {x.dtype}, as the weight is")
     return x.dtype
 
 

@@ -50,6 +50,7 @@ class ExpertGroup:
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
+        self._addresses: list[int] = []
         self._values: _Values | None = None
         self._whole: _Whole | None = None
 
@@ -71,6 +72,9 @@ class ExpertGroup:
         addresses, known = list(map(Tensor.data_ptr, self.tensors)), self._values
         if known is not None and addresses == known.addresses and first(known.matrices).dtype == self.tensors[0].dtype:
             return known.matrices
+        if addresses != self._addresses:  # other memory may be of another form
+            self.__dict__.pop("is_uniform", None)
+            self._addresses = addresses
         one = as_one(self.tensors)
         matrices: Matrices = self.tensors if one is None else one
         self._values = _Values(addresses, matrices) if type(one) is Tensor and not one.is_inference() else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -64,20 +64,22 @@ class ExpertParameters(Op):
                 continue
             group = self._group(name)
             check_shape(f"{name}0", group.tensors[0], shapes[name])
-            if not group.is_uniform:
-                kinds = [(list(p.shape), p.dtype, p.device) for p in group.tensors]
-                other = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
-                raise ArgumentError(
-                    f"{name}{other}: expected shape {kinds[0][0]}, {kinds[0][1]} on {kinds[0][2]}, like {name}0, "
-                    f"got {kinds[other][0]}, {kinds[other][1]} on {kinds[other][2]}"
-                )
+            if not group.is_uniform and (misfit := _misfit(name, group.tensors)):
+                raise ArgumentError(misfit)
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
         """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
 
         A weight is [E, N, K] however it is stored.
         """
-        values = self._group(name).values() if self.per_group[name] else self.one_parameter(name)
+        values: Matrices
+        if self.per_group[name]:
+            group = self._group(name)
+            values = group.values()
+            if not group.is_uniform:  # somebody has given one of them other memory since the check
+                raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
+        else:
+            values = self.one_parameter(name)
         if dtype is not None and first(values).dtype != dtype:
             values = values.to(dtype) if isinstance(values, Tensor) else tuple(value.to(dtype) for value in values)
         if name == "weight" and self.transposed_weight:
@@ -173,6 +175,18 @@ class ExpertParameters(Op):
             elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
+    """What of the groups' tensors is not like the first; None if they are all."""
+    kinds = [(list(p.shape), p.dtype, p.device) for p in tensors]
+    other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is None:
+        return None
+    return (
+        f"{name}{other}: expected shape {kinds[0][0]}, {kinds[0][1]} on {kinds[0][2]}, like {name}0, "
+        f"got {kinds[other][0]}, {kinds[other][1]} on {kinds[other][2]}"
+    )
 
 
 def _are_alike(tensors: list[Tensor | None]) -> bool:

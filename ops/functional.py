@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
-from ..fuser.buffers import overlap
-from ..fuser.trace import has_no_data
 from . import kernels
 from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
-from .product import Factor, Product, columns_of, fits, in_words, output, output_shape, room_for
+from .product import Factor, Product, output, output_shape, room_for
+from .product_checks import check_factors, check_output, check_types
 
 
 def grouped_gemm(
@@ -48,8 +47,7 @@ def grouped_gemm(
 
     Args:
         a, b: operands, of one dtype, on one device.
-        split_sizes: int32 or int64 [E].
-        offsets: int32 or int64 [E], instead of ``split_sizes``.
+        split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
         layout: see above.
         out: where to write; it is returned.
         accumulate: add to what stands in ``out``: beta = 1.
@@ -67,10 +65,11 @@ def grouped_gemm(
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
+    check_types(a=a, b=b, bias=bias, out=out)
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
-    _check_factors(how, bias, beta)
-    _check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
+    check_factors(how, bias, beta)
+    check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
     if out is not None:
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), _counts(accumulate, beta))
         return out
@@ -151,6 +150,8 @@ def _how(
         if getattr(groups_a, what) != getattr(groups_b, what):
             came = f"a has {getattr(groups_a, what)}, b has {getattr(groups_b, what)}"
             raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
+    if groups_a.dtype.is_complex:
+        raise ArgumentError(f"grouped_gemm: a and b must hold real numbers, got {groups_a.dtype}")
     deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
     deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
     _check_depths(layout, deep_a, deep_b, groups_a.num_groups)
@@ -182,6 +183,10 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
         return GroupedTensor(tensor.contiguous())
     if sizes is None or sizes.dtype not in (torch.int32, torch.int64):
         raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
+    if sizes.device != tensor.device and sizes.device.type != "cpu":
+        raise ArgumentError(
+            f"grouped_gemm: split sizes must be on {tensor.device}, where {name} is, got {sizes.device}"
+        )
     if is_free_to_read(sizes) and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
         raise ArgumentError(
             f"grouped_gemm: split sizes {sizes.tolist()} do not fit into the {tensor.shape[0]} rows of {name}"
@@ -192,54 +197,6 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
 def _counts(accumulate: bool, beta: Factor) -> Factor:
     """How much what stands in ``out`` counts; None where it is not read."""
     return 1.0 if accumulate else beta if isinstance(beta, Tensor) or beta else None
-
-
-def _check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
-    groups, columns = how.a.num_groups, columns_of(how)
-    for name, factor in (("alpha", how.alpha), ("beta", beta)):
-        if not isinstance(factor, (int, float, Tensor, type(None))):
-            raise ArgumentError(
-                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
-            )
-        if isinstance(factor, Tensor) and factor.requires_grad:
-            raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
-        if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):
-            raise ArgumentError(
-                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got shape {list(factor.shape)}"
-            )
-    if bias is not None and isinstance(columns, Tensor):
-        raise ArgumentError("grouped_gemm: a bias needs an output whose groups have the same number of columns")
-    if bias is not None and tuple(bias.shape) != (groups, columns):
-        raise ArgumentError(f"grouped_gemm: bias must be [{groups}, {columns}], got shape {list(bias.shape)}")
-
-
-def _check_output(
-    how: Product,
-    out: Tensor | GroupedTensor | None,
-    out_elements: int | None,
-    accumulate: bool,
-    beta: Factor,
-    tensors: dict[str, Tensor | None],
-) -> None:
-    if accumulate and beta is not None:
-        raise ArgumentError("grouped_gemm: accumulate is beta = 1; give one of them")
-    if out is None and (accumulate or beta is not None):
-        raise ArgumentError("grouped_gemm: accumulate and beta need out=")
-    if out is None:
-        return
-    if out_elements is not None:
-        raise ArgumentError("grouped_gemm: give out or out_elements, not both")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.values()):
-        raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
-    data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(how)
-    if not fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
-        raise ArgumentError(
-            f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {how.a.device}; "
-            f"got shape {list(data.shape)} on {data.device}"
-        )
-    for name, tensor in tensors.items():
-        if not has_no_data(data) and overlap(data, tensor):
-            raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
 
 
 def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,12 @@ def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, ro
     for name, sizes in (("first_dims", first_dims), ("last_dims", last_dims)):
         if sizes is None:
             continue
-        if sizes.dim() != 1 or sizes.dtype not in (torch.int32, torch.int64) or sizes.device != data.device:
+        if (
+            not isinstance(sizes, Tensor)
+            or sizes.dim() != 1
+            or sizes.dtype not in (torch.int32, torch.int64)
+            or sizes.device != data.device
+        ):
             raise ValueError(f"GroupedTensor: {name} must be int32 or int64 [E] on {data.device}, got {sizes!r}")
     if first_dims is not None and last_dims is not None and first_dims.shape != last_dims.shape:
         raise ValueError(f"GroupedTensor: {first_dims.shape[0]} first_dims, but {last_dims.shape[0]} last_dims")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
@@ -69,6 +70,8 @@ class AddExtraInput(Op):
                 raise ArgumentError(f"{name}: expected a tensor of shape {list(x.shape)}, like x, got {came}")
             if tensor.device != x.device:
                 raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
+            if not torch.can_cast(tensor.dtype, x.dtype):
+                raise ArgumentError(f"{name}: {tensor.dtype} cannot be added to x, of {x.dtype}, as which it comes out")
         return x
 
     def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Tensor, None]:

@@ -54,7 +54,8 @@ class ConstantScale(Op):
         self.scale = float(scale)
 
     def check(self, x: Spec) -> Spec:
-        return x
+        whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
+        return x._replace(dtype=torch.get_default_dtype()) if whole else x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, None]:
         return x * self.scale, None

@@ -300,7 +300,7 @@ def test_overlap_with_another_input_is_refused(keyword):
     given = {"scales": torch.ones(T).double(), **({"bias_scale": None} if keyword == "scales" else {})}
     given = {k: v for k, v in given.items() if v is not None} | {keyword: buffer.view(-1)[5 : 5 + T]}
 
-    with pytest.raises(ArgumentError, match=r"overlaps input \d in memory"):
+    with pytest.raises(ArgumentError, match=rf"'output' overlaps op \d \(\w+\): '{keyword}' in memory"):
         model(unit(T, K), split_sizes=SIZES, op_kwargs={0: {"output": buffer}}, **given)
 
 
@@ -355,3 +355,15 @@ def test_buffer_after_a_module_that_is_no_op():
     y = model(unit(T, K), split_sizes=SIZES, op_kwargs={1: {"output": out}})
 
     assert torch.equal(y[:8], 2 * out[:8])
+
+
+@pytest.mark.parametrize("name", ["output", "grad_input"])
+def test_buffer_made_under_inference_mode_is_refused_before_it_is_written(name):
+    with torch.inference_mode():
+        buffer = poisoned(T, K)
+
+    with pytest.raises(ArgumentError, match=rf"{name}: was made under torch.inference_mode\(\), .* give buffer.clone"):
+        layer(K, K)(unit(T, K), split_sizes=SIZES, **{name: buffer})
+    assert buffer.eq(POISON).all()
+    with torch.inference_mode():
+        layer(K, K)(unit(T, K), split_sizes=SIZES, output=buffer)

@@ -385,3 +385,15 @@ def test_no_graph_under_no_grad(op, arguments):
 )
 def test_repr(op, text):
     assert repr(op) == text
+
+
+def test_constant_scale_of_whole_numbers_gives_floating_point_ones():
+    y = Sequential(ConstantScale(0.5), Bias(3))(torch.ones(2, 3, dtype=torch.int64))
+
+    assert torch.equal(y, torch.full((2, 3), 0.5))
+
+
+@pytest.mark.parametrize(("x", "extra"), [(torch.int64, torch.float32), (torch.float32, torch.complex64)])
+def test_an_extra_input_that_would_lose_a_part_is_refused(x, extra):
+    with pytest.raises(ArgumentError, match=f"r: {extra} cannot be added to x, of {x}"):
+        AddExtraInput("r")(torch.ones(2, 3).to(x), r=torch.ones(2, 3).to(extra))

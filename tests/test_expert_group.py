@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU
 
 E, K, F = 3, 4, 6
 SIZES = torch.tensor([2, 0, 3])
@@ -253,3 +253,20 @@ def test_another_main_grad_is_written():
     torch.testing.assert_close(*results)
     assert results[0][0] is not results[1][0]
     assert results[1][0].ne(0).any()
+
+
+@pytest.mark.parametrize("data", [torch.zeros(F - 1, K).double(), torch.zeros(F, K), torch.zeros(K, F).double()])
+@pytest.mark.parametrize("fused", [False, True])
+def test_memory_of_another_form_behind_a_parameter_is_refused(data, fused):
+    op = layer()
+    model = Sequential(op, SwiGLU()) if fused else Sequential(op)
+    model(X, split_sizes=SIZES)
+    before, op.weight2.data = op.weight2.data, data
+
+    for _ in range(2):
+        with pytest.raises(
+            ArgumentError, match=r"weight2: expected shape \[6, 4\], torch.float64 on cpu, like weight0"
+        ):
+            model(X, split_sizes=SIZES)
+    op.weight2.data = before
+    model(X, split_sizes=SIZES)

@@ -50,7 +50,7 @@ class Unready(nn.Module):
 
 
 def test_explain_before_a_call_raises():
-    with pytest.raises(ValueError, match="there was no call yet; give it what you would give forward"):
+    with pytest.raises(ArgumentError, match="there was no call yet; give it what you would give forward"):
         mlp().explain()
 
 

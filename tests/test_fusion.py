@@ -454,5 +454,24 @@ def test_composite_alone_gives_out_the_extra_outputs_that_no_part_reads():
 
 def test_explain_of_an_op_alone_and_of_what_is_neither():
     assert explain(ConstantScale(2.0), X).steps[0].name == "ConstantScale"
-    with pytest.raises(TypeError, match=r"expected a fusible\.Sequential or an Op, got a ReLU"):
+    with pytest.raises(ArgumentError, match=r"expected a fusible\.Sequential or an Op, got a ReLU"):
         explain(nn.ReLU(), X)
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (lambda: register_fusion(FusedOp), r"expected a Pattern, got .*FusedOp.*; write @register_fusion\(Pattern"),
+        (lambda: register_fusion(Pattern.path(a=Identity))(Identity), "expected a subclass of FusedOp, got .*Identity"),
+        (lambda: Pattern.path(a=nn.ReLU), "a must be a class of Op, or a tuple of such, got .*ReLU"),
+        (lambda: Pattern.path(a=optional((Identity, nn.ReLU))), "a must be a class of Op"),
+    ],
+)
+def test_what_is_no_fusion_is_refused_when_it_is_registered(register, message):
+    with pytest.raises(TypeError, match=message):
+        register()
+
+
+def test_a_pattern_has_roles():
+    with pytest.raises(ValueError, match="give at least one role"):
+        Pattern.path()

@@ -312,6 +312,11 @@ A, B = operands("NT")
 G = GroupedTensor(A, SIZES)
 
 
+def inference(*shape):
+    with torch.inference_mode():
+        return torch.zeros(shape, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -367,6 +372,21 @@ G = GroupedTensor(A, SIZES)
             r"beta must be a number or a tensor \[3\]",
         ),
         (lambda: grouped_gemm(A, torch.eye(K).double().expand(E, K, K), SIZES, out=A), "out overlaps a in memory"),
+        (lambda: grouped_gemm(A.cfloat(), B.cfloat(), SIZES), "a and b must hold real numbers, got torch.complex64"),
+        (lambda: grouped_gemm([1], B, SIZES), "a must be a Tensor or GroupedTensor, got a list"),
+        (lambda: grouped_gemm(A, None, SIZES), "b must be a Tensor or GroupedTensor, got a NoneType"),
+        (lambda: grouped_gemm(A, B, SIZES, bias=1.0), "bias must be a Tensor, got a float"),
+        (lambda: grouped_gemm(A, B, SIZES, out=[1]), "out must be a Tensor or GroupedTensor, got a list"),
+        (lambda: grouped_gemm(A, B, SIZES.to("meta")), "split sizes must be on cpu, where a is, got meta"),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=torch.ones(E, device="meta")), "alpha must hold real numbers, on cpu"),
+        (
+            lambda: grouped_gemm(A, B, SIZES, bias=torch.ones(E, N, device="meta")),
+            "bias must hold real numbers, on cpu",
+        ),
+        (lambda: grouped_gemm(A, B, SIZES, out=torch.empty(T, N).int()), "out of torch.int32 cannot hold a product"),
+        (lambda: grouped_gemm(A, B, SIZES, out=torch.empty(T, N).cfloat()), "out of torch.complex64 cannot hold"),
+        (lambda: grouped_gemm(A, B, SIZES, out=inference(T, N)), r"out was made under torch.inference_mode\(\)"),
+        (lambda: grouped_gemm(A, B, SIZES, out=torch.empty(T, N).double().requires_grad_()), "out= is not different"),
     ],
 )
 def test_call_error(call, message):
@@ -467,3 +487,8 @@ def dims(*values):
 def test_grouped_tensor_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_dims_of_a_grouped_tensor_are_a_tensor():
+    with pytest.raises(ValueError, match=r"first_dims must be int32 or int64 \[E\] on cpu, got \[3, 0, 5\]"):
+        GroupedTensor(A, [3, 0, 5])

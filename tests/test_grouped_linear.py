@@ -636,3 +636,12 @@ def test_weight_of_a_subclass_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match="expected a plain tensor, got a Quantised"):
         op(torch.randn(5, 6), split_sizes=[3, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_dtypes_that_have_no_right_gradients_are_refused(dtype):
+    op = GroupedLinear(2, 4, 4, bias=False)
+    op.weight = nn.Parameter(op.weight.detach().to(dtype), requires_grad=False)
+
+    with pytest.raises(ArgumentError, match=f"x: expected a floating-point tensor of at least 16 bits, got {dtype}"):
+        op(torch.ones(5, 4).to(dtype), split_sizes=[2, 3])

@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fusible import ArgumentError, Buffer, Composite, DoubleBackwardError, FusedOp, Identity, Op, Scale, Sequential
+from fusible import (
+    ArgumentError,
+    Buffer,
+    Composite,
+    DoubleBackwardError,
+    FusedOp,
+    GroupedLinear,
+    Identity,
+    Op,
+    Scale,
+    Sequential,
+)
 from fusible.fuser import Keyword
 
 if TYPE_CHECKING:
@@ -407,6 +419,28 @@ def test_create_graph_that_nobody_uses_is_fine():
 def test_torch_func_transforms_raise(transform):
     with pytest.raises(RuntimeError, match=r"Square: torch\.func transforms and vmap are not supported"):
         transform(lambda x: Square()(x).sum())(torch.ones(4))
+
+
+@pytest.mark.parametrize("in_container", [False, True])
+def test_batched_gradients_raise(in_container):
+    op, x = GroupedLinear(1, 4, 4), torch.ones(2, 4, requires_grad=True)
+    y = (Sequential(op) if in_container else op)(x, split_sizes=[2])
+
+    with pytest.raises(RuntimeError, match=r"GroupedLinear: batched gradients \(is_grads_batched, .* not supported"):
+        torch.autograd.grad(y, x, torch.ones(3, 2, 4), is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("tangent_of", ["x", "scales"])
+@pytest.mark.parametrize("in_container", [False, True])
+def test_forward_mode_gradients_raise(tangent_of, in_container):
+    given = {"x": torch.ones(2, 4), "scales": torch.ones(2)}
+    op = Sequential(Scale()) if in_container else Scale()
+    with forward_ad.dual_level():
+        assert torch.equal(op(**given), given["x"])  # nothing has a tangent
+        given[tangent_of] = forward_ad.make_dual(given[tangent_of], torch.ones_like(given[tangent_of]))
+        with pytest.raises(RuntimeError, match=r"Scale: forward-mode gradients are not supported; use backward"):
+            op(**given)
 
 
 # ------------------------------------------------------------------------------------------------- autocast

@@ -14,6 +14,7 @@ import pytest
 import torch
 from emulation import build, harness
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -720,3 +721,26 @@ def test_a_checkpointed_forward_may_be_replayed_or_not(runs: Runs, how: dict[str
     for _ in range(4):
         assert same(experts.step(), expected)
     assert runs.of(experts.step) == (0, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+def test_a_tangent_is_not_dropped(runs: Runs) -> None:
+    experts = Experts()
+    with torch.no_grad():
+        for _ in range(3):
+            experts.forward()
+        with forward_ad.dual_level():
+            experts.scales = forward_ad.make_dual(experts.scales.detach(), torch.ones(T))
+            with pytest.raises(RuntimeError, match="GroupedMLP: forward-mode gradients are not supported"):
+                experts.forward()
+
+
+def test_a_patched_op_is_no_longer_replayed(runs: Runs) -> None:
+    experts = Experts()
+    experts.warm()
+    calls, fwd = [], experts.fc2.fwd
+    experts.fc2.fwd = lambda *args, **kwargs: calls.append(1) or fwd(*args, **kwargs)
+    for _ in range(4):
+        experts.step()
+
+    assert len(calls) == 4

@@ -568,3 +568,40 @@ def test_parametrized_parameters_get_their_gradients(kind, frozen):
     if not frozen:
         torch.testing.assert_close(gradients(model, originals, plain=False), expected)
     torch._dynamo.reset()
+
+
+def test_a_replica_runs_its_own_ops():
+    model, x = Sequential(Identity(), ConstantScale(2.0)), torch.ones(2, 4)
+    model(x)
+    replica = model._replicate_for_data_parallel()
+    replica[1] = ConstantScale(3.0)
+    for _ in range(2):
+        assert torch.equal(model(x), 2 * x)
+        assert torch.equal(replica(x), 3 * x)
+    assert replica._compiled is not model._compiled
+
+
+def replica_of(model):
+    """What ``nn.DataParallel`` makes on another device, and its parameters by the original's."""
+    modules, values = [*model.modules()], {p: p.detach().clone().requires_grad_() for p in model.parameters()}
+    replicas = {module: module._replicate_for_data_parallel() for module in modules}
+    for module, replica in replicas.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = replicas[child]
+        for name, parameter in module._parameters.items():
+            setattr(replica, name, values[parameter])
+    return replicas[model], [*values.values()]
+
+
+@pytest.mark.parametrize("disabled", [set(), {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_replica_trains_its_own_parameters(single, disabled):
+    how = {"single_grouped_weight": single, "single_grouped_bias": single}
+    model = Sequential(GroupedLinear(2, 4, 8, **how), SwiGLU(), Scale(), GroupedLinear(2, 4, 4, **how))
+    x, given = torch.randn(3, 4), {"split_sizes": torch.tensor([1, 2]), "scales": torch.rand(3)}
+    model(x, **given).sum().backward()
+    replica, parameters = replica_of(model)
+    with config(disable_fusions=disabled):
+        replica(x, **given).sum().backward()
+
+    torch.testing.assert_close([p.grad for p in parameters], [p.grad for p in model.parameters()])

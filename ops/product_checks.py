@@ -1,0 +1,90 @@
+"""What ``grouped_gemm`` asks of its arguments, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fuser import ArgumentError
+from ..fuser.buffers import overlap
+from ..fuser.trace import has_no_data
+from .grouped_tensor import GroupedTensor
+from .product import Factor, Product, columns_of, fits, in_words, output_shape
+
+
+def check_types(**tensors: Any) -> None:
+    """``a`` and ``b`` are tensors, plain or grouped; so is ``out``, and ``bias`` a plain one, where they are given."""
+    for name, tensor in tensors.items():
+        types = (Tensor,) if name == "bias" else (Tensor, GroupedTensor)
+        if not isinstance(tensor, types if name in ("a", "b") else (*types, type(None))):
+            names = " or ".join(t.__name__ for t in types)
+            raise ArgumentError(f"grouped_gemm: {name} must be a {names}, got a {type(tensor).__name__}")
+
+
+def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
+    """``alpha`` and ``beta`` are a number, or one a group; the bias has a row for each group."""
+    groups, columns = how.a.num_groups, columns_of(how)
+    for name, factor in (("alpha", how.alpha), ("beta", beta)):
+        if not isinstance(factor, (int, float, Tensor, type(None))):
+            raise ArgumentError(
+                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
+            )
+        if isinstance(factor, Tensor) and factor.requires_grad:
+            raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
+        if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):
+            raise ArgumentError(
+                f"grouped_gemm: {name} must be a number or a tensor [{groups}], got shape {list(factor.shape)}"
+            )
+        if isinstance(factor, Tensor) and factor.dim():
+            _check_reals(name, factor, how)
+    if bias is not None and isinstance(columns, Tensor):
+        raise ArgumentError("grouped_gemm: a bias needs an output whose groups have the same number of columns")
+    if bias is not None and tuple(bias.shape) != (groups, columns):
+        raise ArgumentError(f"grouped_gemm: bias must be [{groups}, {columns}], got shape {list(bias.shape)}")
+    if bias is not None:
+        _check_reals("bias", bias, how)
+
+
+def _check_reals(name: str, tensor: Tensor, how: Product) -> None:
+    if tensor.is_complex() or tensor.device != how.a.device:
+        raise ArgumentError(
+            f"grouped_gemm: {name} must hold real numbers, on {how.a.device}; got {tensor.dtype} on {tensor.device}"
+        )
+
+
+def check_output(
+    how: Product,
+    out: Tensor | GroupedTensor | None,
+    out_elements: int | None,
+    accumulate: bool,
+    beta: Factor,
+    tensors: dict[str, Tensor | None],
+) -> None:
+    """``out`` can hold the product, and shares no memory with what is read, ``tensors``."""
+    if accumulate and beta is not None:
+        raise ArgumentError("grouped_gemm: accumulate is beta = 1; give one of them")
+    if out is None and (accumulate or beta is not None):
+        raise ArgumentError("grouped_gemm: accumulate and beta need out=")
+    if out is None:
+        return
+    if out_elements is not None:
+        raise ArgumentError("grouped_gemm: give out or out_elements, not both")
+    data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(how)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (data, *tensors.values())):
+        raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
+    if not fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
+        raise ArgumentError(
+            f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {how.a.device}; "
+            f"got shape {list(data.shape)} on {data.device}"
+        )
+    if not torch.can_cast(how.a.dtype, data.dtype) or data.is_complex():
+        raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {how.a.dtype}")
+    if data.is_inference() and not torch.is_inference_mode_enabled():
+        raise ArgumentError(
+            "grouped_gemm: out was made under torch.inference_mode(), outside of which nothing may write it"
+        )
+    for name, tensor in tensors.items():
+        if not has_no_data(data) and overlap(data, tensor):
+            raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")

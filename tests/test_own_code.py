@@ -1,0 +1,202 @@
+"""Ops with code of their own, on the object, in a subclass, or in hooks: it runs, in a container as alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fusible import (
+    Activation,
+    ArgumentError,
+    FusedOp,
+    GroupedLinear,
+    Linear,
+    Pattern,
+    Scale,
+    ScaledSwiGLU,
+    Sequential,
+    SwiGLU,
+    config,
+    register_fusion,
+)
+from fusible.fuser import Grads
+from fusible.ops.activations import activation
+
+E, K, F, SIZES = 3, 4, 6, [2, 0, 3]
+FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}
+
+
+def mlp(first: type[GroupedLinear] = GroupedLinear, **how: Any) -> Sequential:
+    return Sequential(first(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, K, **how))
+
+
+def call(model: Sequential, x: Tensor) -> Tensor:
+    y: Tensor = model(x, split_sizes=SIZES, scales=torch.ones(5))
+    return y
+
+
+def steps(model: Sequential) -> list[str]:
+    return [step.name for step in model.explain().steps]
+
+
+# ------------------------------------------------------------------------------------------------- on the object
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_a_patched_fwd_runs_and_declines_the_fusion(index: int) -> None:
+    model, x, seen = mlp(), torch.randn(5, K), []
+    y, original = call(model, x), model[index].fwd
+    model[index].fwd = lambda *args, **kwargs: seen.append(1) or original(*args, **kwargs)
+
+    torch.testing.assert_close(call(model, x), y)
+    assert seen == [1]
+    role = ("fc1", "act", "scale", "fc2")[index]
+    assert f"{role} has a fwd of its own, set on the object" in [f.reason for f in model.explain().fusions]
+    del model[index].fwd
+    call(model, x)
+    assert steps(model) == ["GroupedMLP"]
+
+
+def test_a_patched_bwd_runs() -> None:
+    model, x = mlp(), torch.randn(5, K, requires_grad=True)
+    call(model, x).sum().backward()
+    original = model[1].bwd
+    model[1].bwd = lambda *args: {name: 0 * gradient for name, gradient in original(*args).items()}
+    (dx,) = torch.autograd.grad(call(model, x).sum(), x)
+
+    assert x.grad.any()
+    assert not dx.any()
+
+
+def test_a_patched_op_is_not_replayed() -> None:
+    model = Sequential(Scale())
+    model(torch.ones(2, K), scales=torch.ones(2))
+    assert model._compiled.last.plan.steps[0].is_replayable
+    model[0].fwd = model[0].fwd
+    model(torch.ones(2, K), scales=torch.ones(2))
+
+    assert not model._compiled.last.plan.steps[0].is_replayable
+
+
+def test_a_patched_op_is_not_compiled() -> None:
+    model = Sequential(Linear(K, K))
+    model[0].fwd = model[0].fwd
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(5, K)
+
+    torch.testing.assert_close(compiled(x), model(x))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"op 0 \(Linear\): its fwd was set on the object"):
+        torch.compile(model, backend="eager", fullgraph=True)(x)
+
+
+def test_a_composite_that_is_patched_between_calls_is_not_taken_apart() -> None:
+    model, x = Sequential(ScaledSwiGLU()), torch.randn(5, K)
+    y, original = model(x, scales=torch.ones(5)), model[0].fwd
+    model[0].fwd = lambda *args, **kwargs: ((2 * (ran := original(*args, **kwargs))[0]), ran[1])
+
+    torch.testing.assert_close(model(x, scales=torch.ones(5)), 2 * y)
+
+
+def test_decisions_see_edited_attributes() -> None:
+    @register_fusion(Pattern.path(linear=Linear, act=Activation).where("not relu", lambda m: m.act.spec.name == "relu"))
+    class LinearReLU(FusedOp):
+        linear: Linear
+
+        def fwd(self, x: Tensor) -> tuple[Tensor, None]:
+            return nn.functional.linear(x, self.linear.weight, self.linear.bias).relu_(), None
+
+        def bwd(self, saved: None, dy: Tensor) -> Grads:
+            raise NotImplementedError
+
+    model, x = Sequential(Linear(K, K), Activation("relu")), torch.randn(5, K)
+    with torch.no_grad():
+        model(x)
+        model[1].spec = activation("silu")
+        y = model(x)
+
+        assert steps(model) == ["Linear", "Activation"]
+        torch.testing.assert_close(y, nn.functional.silu(model[0](x)))
+
+
+# ------------------------------------------------------------------------------------------------- in a subclass
+
+
+class Doubling(GroupedLinear):
+    def forward(self, x: Tensor, **keywords: Any) -> Any:
+        return 2 * super().forward(x, **keywords)
+
+
+@pytest.mark.parametrize("disabled", [set(), FUSIONS])
+def test_a_forward_of_a_subclass_runs(disabled: set[str]) -> None:
+    model, x = mlp(Doubling), torch.randn(5, K, requires_grad=True)
+    with config(disable_fusions=disabled):
+        y = call(model, x)
+
+    hidden = model[1](model[0](x, split_sizes=SIZES))
+    torch.testing.assert_close(y, model[3](hidden, split_sizes=SIZES))
+
+
+def test_a_forward_of_a_subclass_declines_the_fusion() -> None:
+    model = mlp(Doubling)
+    call(model, torch.randn(5, K))
+    found = model.explain()
+
+    assert found.fusions[0].reason == "op 0 has a forward of its own, which only runs where it is called itself"
+    assert (found.steps[0].kernel, found.steps[0].reason) == ("?", "it has a forward of its own, which may do anything")
+
+
+class DoublingForward(ScaledSwiGLU):
+    def forward(self, x: Tensor, **keywords: Any) -> Any:
+        return 2 * super().forward(x, **keywords)
+
+
+class DoublingFwd(ScaledSwiGLU):
+    def fwd(self, x: Tensor, *, scales: Tensor, needs_grad: frozenset[str], autocast_dtype: Any) -> Any:
+        return super().fwd(x, scales=2 * scales, needs_grad=needs_grad, autocast_dtype=autocast_dtype)
+
+
+@pytest.mark.parametrize("build", [DoublingForward, DoublingFwd])
+def test_a_composite_with_code_of_its_own_is_not_taken_apart(build: type[ScaledSwiGLU]) -> None:
+    composite, x, scales = build(), torch.randn(5, K), torch.rand(5)
+    y = Sequential(composite)(x, scales=scales)
+
+    torch.testing.assert_close(y, 2 * ScaledSwiGLU()(x, scales=scales))
+    torch.testing.assert_close(y, composite(x, scales=scales))
+
+
+# ------------------------------------------------------------------------------------------------- in hooks
+
+
+def test_a_hook_may_cast_the_input() -> None:
+    model, x = mlp(dtype=torch.float64), torch.randn(5, K)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0].double(),))
+
+    assert call(model, x).dtype == torch.float64
+    assert model.explain().steps[0].name == "GroupedLinear"
+
+
+def test_a_hook_may_cast_the_output() -> None:
+    model, x = mlp(), torch.randn(5, K)
+    model[0].register_forward_hook(lambda module, args, y: y.double())
+    model[3].double()
+
+    assert call(model, x).dtype == torch.float64
+
+
+def test_explain_says_where_hooks_hide_what_runs() -> None:
+    model = Sequential(Linear(K, K))
+    model[0].register_forward_pre_hook(lambda module, args: (args[0].repeat(1, 2),))
+    (step,) = model.explain(torch.randn(5, K // 2)).steps
+
+    assert (step.kernel, step.reason) == ("?", "its hooks may change what it is given")
+
+
+def test_errors_of_a_hooked_op_name_it() -> None:
+    model = mlp()
+    model[0].register_forward_pre_hook(lambda module, args: (args[0].double(),))
+
+    with pytest.raises(ArgumentError, match=r"^op 0 \(GroupedLinear\): x: expected torch.float32"):
+        call(model, torch.randn(5, K))
