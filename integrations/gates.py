@@ -131,7 +131,7 @@ def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:
         return None, f"{_name(experts.act_fn)} is no activation of ours"
     tolerance = 1e-6 if kind in _IN_FLOAT32 else 1e-9
     if not _agrees(experts._apply_gate, op, 2 * (op.spec.limit or 1.0), tolerance):
-        return None, f"{kind}._apply_gate is not what it was when this was written"
+        return None, f"{kind}._apply_gate, with this act_fn, is not what is known of it here"
     return op, ""
 
 

@@ -503,7 +503,7 @@ def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
     assert_same(experts, inputs(experts, 9))
     assert "OwnStep" in steps_of(experts)
-    assert "is not what it was" in str(container_of(experts))
+    assert "is not what is known of it here" in str(container_of(experts))
 
 
 def test_unknown_gate_and_activation_run_as_they_are() -> None:
@@ -584,6 +584,15 @@ def test_explain_says_what_runs_the_experts() -> None:
     assert "set_experts_implementation('fusible')" in str(fusible.explain(model))
     model.set_experts_implementation("fusible")
     assert "no call yet" in str(fusible.explain(model))
+
+
+def test_explain_says_why_a_gate_is_the_models_own() -> None:
+    model = make("mixtral")
+    for experts in experts_of(model):
+        experts.act_fn = nn.Softsign()
+    step(model, "fusible")
+
+    assert all("Softsign is no activation of ours" in layer.reason for layer in fusible.explain(model).layers)
 
 
 @pytest.mark.parametrize("gate", ["known", "unknown"])
