@@ -196,7 +196,8 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
             else:
                 values = _run_module(step.module, step.x, values, mode)
                 shape = None if values is None else tuple(values[-1].shape)
-                yield replace(plain, kernel="module", reason="not an Op: runs as it is", shape=shape)
+                reason = getattr(step.module, "reason", None) or "not an Op: runs as it is"  # a stand-in knows better
+                yield replace(plain, kernel="module", reason=reason, shape=shape)
 
 
 class _OwnForwardError(Exception):

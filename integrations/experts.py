@@ -206,7 +206,7 @@ def _build(experts: Any, parameters: Parameters) -> Sequential:
     op, reason = activation_of(experts)
     gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
     has_norm = getattr(experts, "has_post_expert_norm", False)
-    norm = {"norm": OwnStep(experts, "post_expert_norm")} if has_norm else {}
+    norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
     fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
     return Sequential(OrderedDict(fc1=fc1, act=gate, fc2=fc2, **norm, scale=Scale()))
 

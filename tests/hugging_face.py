@@ -1,11 +1,11 @@
-"""Tiny models of real classes, drawn at random, for the tests of the transformers integration."""
+"""Tiny models of real classes, drawn at random, and their results, for the tests of the transformers integration."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -104,3 +104,18 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def experts_of(model: nn.Module) -> list[Any]:
     """The experts modules of a model."""
     return [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "down_proj")]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The difference of ``a`` from ``b``, relative to ``b`` (Frobenius norm)."""
+    a, b = a.detach(), b.detach()
+    return float((a - b).double().norm() / b.double().norm().clamp_min(1e-12))
+
+
+def results(experts: Any, implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """The output, and the gradients of everything."""
+    experts.config._experts_implementation = implementation
+    y = experts(x, index, weights)
+    leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
+    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}

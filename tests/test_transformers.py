@@ -25,7 +25,7 @@ if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 import transformers
-from hugging_face import MODELS, experts_of, make
+from hugging_face import MODELS, experts_of, make, relative, results
 
 from fusible.integrations import experts as adapter
 from fusible.integrations import transformers as integration
@@ -36,12 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 @pytest.fixture(autouse=True)
 def _warn_again() -> None:
     integration._warned.clear()
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """The difference of ``a`` from ``b``, relative to ``b`` (Frobenius norm)."""
-    a, b = a.detach(), b.detach()
-    return float((a - b).double().norm() / b.double().norm().clamp_min(1e-12))
 
 
 def step(model: Any, implementation: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -123,15 +117,6 @@ def inputs(experts: Any, tokens: int, top_k: int = 2, hidden: int = 32) -> tuple
     x = torch.randn(tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
     index = torch.rand(tokens, experts.down_proj.shape[0], generator=generator).argsort(-1)[:, :top_k]
     return x, index, torch.rand(tokens, top_k, generator=generator, dtype=dtype).requires_grad_()
-
-
-def results(experts: Any, implementation: str, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """The output, and the gradients of everything."""
-    experts.config._experts_implementation = implementation
-    y = experts(x, index, weights)
-    leaves = {"x": x, "weights": weights, **dict(experts.named_parameters())}
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=y.dtype)
-    return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
 
 
 def assert_same(experts: Any, arguments: tuple[Tensor, Tensor, Tensor], tolerance: float = 1e-12) -> None:
@@ -518,7 +503,7 @@ def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
 
     assert_same(experts, inputs(experts, 9))
     assert "OwnStep" in steps_of(experts)
-    assert "is not what it was" in str(container_of(experts))
+    assert "is not what is known of it here" in str(container_of(experts))
 
 
 def test_unknown_gate_and_activation_run_as_they_are() -> None:
@@ -599,6 +584,15 @@ def test_explain_says_what_runs_the_experts() -> None:
     assert "set_experts_implementation('fusible')" in str(fusible.explain(model))
     model.set_experts_implementation("fusible")
     assert "no call yet" in str(fusible.explain(model))
+
+
+def test_explain_says_why_a_gate_is_the_models_own() -> None:
+    model = make("mixtral")
+    for experts in experts_of(model):
+        experts.act_fn = nn.Softsign()
+    step(model, "fusible")
+
+    assert all("Softsign is no activation of ours" in layer.reason for layer in fusible.explain(model).layers)
 
 
 @pytest.mark.parametrize("gate", ["known", "unknown"])

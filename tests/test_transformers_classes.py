@@ -1,0 +1,86 @@
+"""Every experts class that the installed transformers has, found there: what eager gives, in one ``GroupedMLP``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+import transformers
+from hugging_face import relative, results
+
+from fusible.integrations import experts as adapter
+from fusible.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "moe_hidden_size"), 32),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 16),  # 2F = K: shapes do not tell the orientation
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **{"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh", "mlp_hidden_act": "relu2"},
+    **{"swiglu_limit": 1.5, "swiglu_alpha": 1.702, "mlp_gate_softcap": 1.5, "mlp_up_softcap": 1.2},
+    **{"moe_latent_size": None, "post_norm_eps": 1e-6},
+}
+"""What a class may ask its configuration for."""
+
+IN_STEPS = {
+    "Inkling2Experts": ["GroupedLinear", "OwnStep", "GroupedLinear", "Scale"],  # tanh caps either side of its gate
+    "MuseSparkExperts": ["GroupedMLP", "OwnStep", "Scale"],  # a norm before the weights of the router
+}
+IN_FLOAT32 = ("BeamExperts", "Inkling2Experts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts")
+"""Their eager computes, in part, in float32 whatever it is given."""
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    """The module and name of every class that transformers lets others run."""
+    for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        for name in re.findall(r"^@use_experts_implementation.*\nclass (\w+)", file.read_text("utf8"), re.MULTILINE):
+            yield f"transformers.models.{file.parent.name}.{file.stem}", name
+
+
+def draw(module: str, name: str) -> Any:
+    """The experts with random weights."""
+    experts = getattr(import_module(module), name)(transformers.PretrainedConfig(**SIZES)).double()
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.5, generator=generator)
+    return experts
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, two experts for each, and weights that do not sum to one."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, 32, generator=generator, dtype=torch.float64).requires_grad_()
+    index = torch.rand(tokens, 4, generator=generator).argsort(-1)[:, :2]
+    return x, index, torch.rand(tokens, 2, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+CLASSES = {name: module for module, name in classes()}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_gives_what_eager_gives(name: str) -> None:
+    experts = draw(CLASSES[name], name)
+    for tokens in (1, 9):
+        arguments = inputs(tokens)
+        eager, ours = (results(experts, how, *arguments) for how in ("eager", integration.NAME))
+        tolerance = 1e-6 if name in IN_FLOAT32 else 1e-12
+        assert {n for n, t in eager.items() if relative(ours[n], t) > tolerance} == set()
+        with torch.no_grad():
+            assert relative(experts(*arguments), eager["y"]) <= tolerance
+    built = adapter.existing(experts)
+
+    assert built is not None
+    assert [step.name for step in built.container.explain().steps] == IN_STEPS.get(name, ["GroupedMLP"])
