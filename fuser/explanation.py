@@ -196,8 +196,18 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
             else:
                 values = _run_module(step.module, step.x, values, mode)
                 shape = None if values is None else tuple(values[-1].shape)
-                reason = getattr(step.module, "reason", None) or "not an Op: runs as it is"  # a stand-in knows better
-                yield replace(plain, kernel="module", reason=reason, shape=shape)
+                reason = step.module.reason if isinstance(step.module, StandIn) else ""
+                yield replace(plain, kernel="module", reason=reason or "not an Op: runs as it is", shape=shape)
+
+
+class StandIn(nn.Module):
+    """A module in an op's place.
+
+    Attributes:
+        reason: why there is no op for it, which ``explain`` prints.
+    """
+
+    reason: str = ""
 
 
 class _OwnForwardError(Exception):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
+from ..fuser.explanation import StandIn
 from ..fuser.facts import constant
 from ..fuser.op import is_hooked
 from ..ops import GLU, Activation, GroupedLinear, Scale
@@ -59,7 +60,7 @@ def _parameter(experts: Any, name: str) -> Tensor | None:
     return tensor
 
 
-class OwnStep(nn.Module):
+class OwnStep(StandIn):
     """Runs a method or a child of the model's module where we have no op for it. Holds the module weakly."""
 
     def __init__(self, experts: nn.Module, name: str, reason: str = "") -> None:
