@@ -20,7 +20,8 @@ from . import fusion, settings
 from .errors import ArgumentError
 from .facts import field_names, is_record
 from .layout import opens
-from .op import Op, is_hooked
+from .op import Op
+from .own_code import is_hooked
 from .program import Program, TracedStep, run_step
 from .sequential import Sequential
 

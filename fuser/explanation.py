@@ -15,7 +15,8 @@ from . import draw, trace
 from .autograd import Runtime, differentiable
 from .graph import OpGraph
 from .halves import call_fwd
-from .op import Op, has_own_forward
+from .op import Op
+from .own_code import has_own_forward
 from .plan import Plan, Step
 from .saved import tensors_of
 

@@ -150,12 +150,13 @@ def call_fwd(
     op: Op, x: Tensor, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
 ) -> tuple[tuple[Tensor, ...], Any]:
     """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
-    given = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype)
+    given, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype), op.changes
     if autocast_dtype is None:
         returned = op.fwd(x, **given)
     else:  # the op casts what it wants cast; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
             returned = op.fwd(x, **given)
+    op.forget_changes(changes)
     if not isinstance(returned, tuple):
         raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
     result, saved = returned
@@ -165,7 +166,9 @@ def call_fwd(
 def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
     """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
     extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
+    changes = op.changes
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
+    op.forget_changes(changes)
     if not needs_grad <= grads.keys():
         missing = sorted(needs_grad - grads.keys())
         raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")

@@ -10,7 +10,8 @@ from torch import nn
 
 from .chain import Chain, Composite
 from .errors import ArgumentError
-from .op import Op, has_own_forward, hooks_of, is_hooked, patched_half
+from .op import Op
+from .own_code import has_own_forward, hooks_of, is_hooked, patched_half
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import networkx as nx
 
 from .chain import FusedOp
 from .graph import OpGraph
-from .op import has_own_forward, is_hooked
+from .own_code import has_own_forward, is_hooked
 from .pattern import Match
 
 

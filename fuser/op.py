@@ -98,7 +98,8 @@ class Op(nn.Module, ABC):
             by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.
-        edits: how often an attribute has been assigned; ``changes``: how often one that is no tensor.
+        edits: how often an attribute has been assigned.
+        changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
@@ -196,6 +197,11 @@ class Op(nn.Module, ABC):
         if not of_tensor:
             self.__dict__["changes"] = self.changes + 1
 
+    def forget_changes(self, changes: int) -> None:
+        """What an op assigns to itself while it runs is its own affair: conditions are not to read that."""
+        if self.changes != changes:
+            self.__dict__["changes"] = changes
+
     def trace_refusal(self) -> str | None:
         """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
         return None
@@ -232,33 +238,6 @@ class Op(nn.Module, ABC):
 def computes_parameters(module: nn.Module) -> bool:
     """Whether some of its parameters are computed, by ``torch.nn.utils.parametrize``."""
     return any("parametrizations" in inner._modules for inner in module.modules())
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
-    # those of hooks_of, written out: this is asked of every op at every call, and `any` would be two calls more
-    after, before = module._forward_hooks or module._backward_hooks, module._forward_pre_hooks
-    return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether calling an op does something else than running its halves."""
-    return "forward" in module.__dict__ or type(module).forward is not Op.forward
-
-
-def is_called_whole(op: Op) -> bool:
-    """Whether an op must be called as itself: hooks, and a ``forward`` of its own, run nowhere else."""
-    return is_hooked(op) or has_own_forward(op)
-
-
-def patched_half(op: Op) -> str | None:
-    """Which half was set on the object itself, instead of its class's; None: neither."""
-    return next((half for half in ("fwd", "bwd") if half in op.__dict__), None)
-
-
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    """The hooks that run where the module is called, by kind."""
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

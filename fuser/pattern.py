@@ -12,7 +12,8 @@ import networkx as nx
 from networkx.algorithms.isomorphism import DiGraphMatcher
 
 from .graph import OpGraph, TensorInfo
-from .op import Op, patched_half
+from .op import Op
+from .own_code import patched_half
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 

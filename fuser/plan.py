@@ -16,7 +16,8 @@ from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Keyword, Op, Spec, computes_parameters, has_own_forward, is_called_whole, patched_half
+from .op import Keyword, Op, Spec, computes_parameters
+from .own_code import has_own_forward, is_called_whole, patched_half
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)

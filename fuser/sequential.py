@@ -18,7 +18,7 @@ from .facts import constant
 from .fusion import registry
 from .graph import OpGraph
 from .layout import Layout
-from .op import is_hooked
+from .own_code import is_hooked
 from .plan import Plan, compile_plan
 from .replay import SEEN, Forms, aligned
 
@@ -29,6 +29,7 @@ class _Compiled:
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.changes = 0  # of the ops when the plans were made
         self.ready = Forms()
         self.last: _Last | None = None
 
@@ -192,10 +193,14 @@ class Sequential(nn.Sequential):
 
     def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
-        switches, key = settings.current(), call.key()
+        switches, key, changes = settings.current(), call.key(), 0
         for leaf in layout.leaves:
             if leaf.op is not None:
-                key += (leaf.op.decision_key(), leaf.op.changes, is_hooked(leaf.op))
+                key += (leaf.op.decision_key(), is_hooked(leaf.op))
+                changes += leaf.op.changes
+        if changes != self._compiled.changes:  # conditions may have read what has been assigned since
+            self._compiled.plans.clear()
+            self._compiled.changes = changes
         signature = (*key, runtime, id(switches), registry.version)
         plan = self._compiled.plans.get(signature)
         if plan is None:

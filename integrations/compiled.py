@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..fuser import settings
 from ..fuser.compiled import plain, switches
-from ..fuser.op import is_hooked
+from ..fuser.own_code import is_hooked
 from ..ops import grouped_gemm
 from ..ops.activations import ActivationSpec
 from ..ops.checks import product_dtype

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..fuser import Sequential
 from ..fuser.explanation import StandIn
 from ..fuser.facts import constant
-from ..fuser.op import is_hooked
+from ..fuser.own_code import is_hooked
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..fuser import Op
 from ..fuser.facts import constant
-from ..fuser.op import is_hooked
+from ..fuser.own_code import is_hooked
 from ..ops import GLU, Activation, interleaved
 
 _ACTIVATIONS: dict[str, str] = {

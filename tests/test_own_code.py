@@ -129,6 +129,33 @@ class Doubling(GroupedLinear):
         return 2 * super().forward(x, **keywords)
 
 
+class Counting(Activation):
+    """Counts its calls, and its backwards."""
+
+    calls = 0
+
+    def fwd(self, x: Tensor, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().fwd(x, **kwargs)
+
+    def bwd(self, *args: Any, **kwargs: Any) -> Grads:
+        self.calls += 1
+        return super().bwd(*args, **kwargs)
+
+
+def test_an_op_that_counts_its_calls_is_planned_once() -> None:
+    model = Sequential(Linear(K, F), Counting("silu"))
+    for _ in range(3):
+        model(torch.randn(5, K)).sum().backward()
+
+    assert model[1].calls == 6
+    (plan,) = model._compiled.plans.values()
+    model[1].calls = 0
+    model(torch.randn(5, K))
+    (again,) = model._compiled.plans.values()
+    assert again is not plan
+
+
 @pytest.mark.parametrize("disabled", [set(), FUSIONS])
 def test_a_forward_of_a_subclass_runs(disabled: set[str]) -> None:
     model, x = mlp(Doubling), torch.randn(5, K, requires_grad=True)
