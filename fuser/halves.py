@@ -156,7 +156,8 @@ def call_fwd(
     else:  # the op casts what it wants cast; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
             returned = op.fwd(x, **given)
-    op.forget_changes(changes)
+    if op.changes != changes:
+        op.forget_changes(changes)
     if not isinstance(returned, tuple):
         raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
     result, saved = returned
@@ -168,7 +169,8 @@ def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozense
     extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
     changes = op.changes
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
-    op.forget_changes(changes)
+    if op.changes != changes:
+        op.forget_changes(changes)
     if not needs_grad <= grads.keys():
         missing = sorted(needs_grad - grads.keys())
         raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")

@@ -199,8 +199,7 @@ class Op(nn.Module, ABC):
 
     def forget_changes(self, changes: int) -> None:
         """What an op assigns to itself while it runs is its own affair: conditions are not to read that."""
-        if self.changes != changes:
-            self.__dict__["changes"] = changes
+        self.__dict__["changes"] = changes
 
     def trace_refusal(self) -> str | None:
         """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
