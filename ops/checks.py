@@ -46,7 +46,7 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
     if buffer.requires_grad:
         raise ArgumentError(f"{name}: requires grad; give buffer.detach(), which is the same memory")
-    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_free_to_write(buffer):
         raise ArgumentError(
             f"{name}: was made under torch.inference_mode(), outside of which nothing may write it; give buffer.clone()"
         )
@@ -122,6 +122,11 @@ def is_free_to_read(tensor: Tensor) -> bool:
     if tensor.is_meta or has_no_data(tensor):
         return False
     return tensor.device.type == "cpu" or current().debug
+
+
+def is_free_to_write(tensor: Tensor) -> bool:
+    """Whether it may be written here: what was made under ``torch.inference_mode()`` may be written there alone."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fuser import ArgumentError
 from ..fuser.buffers import overlap
 from ..fuser.trace import has_no_data
+from .checks import is_free_to_write
 from .grouped_tensor import GroupedTensor
 from .product import Factor, Product, columns_of, fits, in_words, output_shape
 
@@ -81,7 +82,7 @@ def check_output(
         )
     if not torch.can_cast(how.a.dtype, data.dtype) or data.is_complex():
         raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {how.a.dtype}")
-    if data.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_free_to_write(data):
         raise ArgumentError(
             "grouped_gemm: out was made under torch.inference_mode(), outside of which nothing may write it"
         )
