@@ -25,7 +25,7 @@ if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 import transformers
-from hugging_face import MODELS, experts_of, make, relative, results
+from hugging_face import MODELS, assert_same, experts_of, inputs, make, relative, results
 
 from fusible.integrations import experts as adapter
 from fusible.integrations import transformers as integration
@@ -108,21 +108,6 @@ def module(name: str, dtype: torch.dtype = torch.float64) -> Any:
     experts = experts_of(make(name, dtype))[0]
     experts.config._experts_implementation = "fusible"
     return experts
-
-
-def inputs(experts: Any, tokens: int, top_k: int = 2, hidden: int = 32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, indices without repetition in a token, and weights that do not sum to one."""
-    generator = torch.Generator().manual_seed(4)
-    dtype = experts.down_proj.dtype
-    x = torch.randn(tokens, hidden, generator=generator, dtype=dtype).requires_grad_()
-    index = torch.rand(tokens, experts.down_proj.shape[0], generator=generator).argsort(-1)[:, :top_k]
-    return x, index, torch.rand(tokens, top_k, generator=generator, dtype=dtype).requires_grad_()
-
-
-def assert_same(experts: Any, arguments: tuple[Tensor, Tensor, Tensor], tolerance: float = 1e-12) -> None:
-    eager, ours = results(experts, "eager", *arguments), results(experts, "fusible", *arguments)
-    assert {n for n, t in eager.items() if relative(ours[n], t) > tolerance} == set()
-    assert all(ours[n].shape == t.shape and ours[n].dtype == t.dtype for n, t in eager.items())
 
 
 @pytest.mark.parametrize("name", MODELS)
