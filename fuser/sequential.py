@@ -54,9 +54,10 @@ class _Last(NamedTuple):
 class StateFormat(NamedTuple):
     """What containers load besides their own names and layout, and what they save."""
 
-    read: Callable[[Sequential, dict[str, Any], str], str | None]
-    """Given a container, a state dict to rewrite, and the container's prefix in it; returns what is wrong, if so."""
+    read: Callable[[Sequential, dict[str, Any], str, dict[str, Any]], list[str]]
+    """Given a container, a state dict to rewrite, the container's prefix and metadata in it; returns what is wrong."""
     write: Callable[[Sequential, dict[str, Any], str], None]
+    """Notes in a state dict what it does not say by itself."""
 
 
 _state_formats: list[StateFormat] = []
@@ -209,7 +210,7 @@ class Sequential(nn.Sequential):
         return plan
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, in the logical layout."""
+        """As of any module: the parameters as they are."""
         state = super().state_dict(*args, **kwargs)
         for form in _state_formats:
             form.write(self, state, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
@@ -217,8 +218,7 @@ class Sequential(nn.Sequential):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for form in _state_formats:
-            wrong = form.read(self, state_dict, prefix)
-            if wrong is not None:
+            for wrong in form.read(self, state_dict, prefix, args[0]):
                 args[-1].append(f"{prefix.removesuffix('.') or type(self).__name__}: {wrong}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..ops.activations import Interleaved, gated
+from ..ops.stored import SUFFIX, note, noted
 from . import layouts
 from .layouts import Layer
 
@@ -92,6 +94,23 @@ def to_transformer_engine(
     return _convert_back(state, names, convert)
 
 
+def with_layout(state: State, name: str, layout: str | Interleaved) -> dict[str, Any]:
+    """The same state dict, which now says in which order a linear before a GLU has rows of gate and up.
+
+    A container reorders what it loads by this. Its own ``state_dict()`` says it already, as do the conversions here.
+
+    Args:
+        name: of the linear, in every layer that has one, or in full.
+        layout: as of a GLU: ``"concat"``, gate before up, or ``interleaved(n)``.
+    """
+    pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(weight0?|basic_ops\.\d+\.weight)$"
+    block = gated("silu", None, 1.0, 0.0, layout).block or 0
+    linears = {match["linear"] for key in state if (match := re.match(pattern, key))}
+    if not linears:
+        raise ValueError(f"with_layout: the state dict has no weight of {name!r}")
+    return {**state, **{f"{linear}{SUFFIX}": note(block) for linear in linears}}
+
+
 def _convert(
     state: State, pattern: str, names: Names, convert: Callable[[Mapping[str, Tensor]], Layer]
 ) -> dict[str, Any]:
@@ -115,10 +134,11 @@ def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], Layer])
 def _convert_back(state: State, names: Names, convert: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Any]:
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
+        block = noted(rest.pop(f"{prefix}{names[0]}.{SUFFIX}", None))
         for name, part in zip(names, (up, down), strict=True):
             for key in part:
                 del rest[f"{prefix}{name}.{key}"]
-        layer = Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias"))
+        layer = layouts.concat(Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias")), block)
         rest |= {f"{prefix}{name}": tensor for name, tensor in convert(layer).items()}
     return rest
 
@@ -149,5 +169,6 @@ def _ours(layer: Layer, prefix: str, names: Names) -> dict[str, Tensor]:
         f"{second}.weight": layer.down,
         f"{first}.bias": layer.up_bias,
         f"{second}.bias": layer.down_bias,
+        f"{first}.{SUFFIX}": note(0),
     }
     return {name: tensor for name, tensor in named.items() if tensor is not None}

@@ -1,6 +1,6 @@
 """How others store the experts of one layer, and how we do: pure functions on tensors.
 
-Ours is the logical layout: a matrix an expert, [out, in], gate rows before up rows, whatever a kernel reads.
+A :class:`Layer` is the logical layout: a matrix an expert, [out, in], gate rows before up rows, whatever a GLU reads.
 """
 
 from __future__ import annotations
@@ -64,6 +64,14 @@ def deinterleave(tensor: Tensor, block: int, dim: int) -> Tensor:
     return _swapped(tensor, dim, (-1, 2, block))
 
 
+def concat(layer: Layer, block: int | None) -> Layer:
+    """The layer with gate before up, of one where they alternate in blocks, if there is one."""
+    if not block:
+        return layer
+    bias = None if layer.up_bias is None else deinterleave(layer.up_bias, block, -1)
+    return layer._replace(up=deinterleave(layer.up, block, -2), up_bias=bias)
+
+
 def _swapped(tensor: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
     """A dimension, counted from the end, taken apart into three, of which the first two change places."""
     end = dim % tensor.dim() + 2
@@ -111,13 +119,10 @@ def to_torchtitan(layer: Layer) -> dict[str, Tensor]:
 def from_transformer_engine(up: Part, down: Part, glu_interleave_size: int | None) -> Layer:
     """``weight0``, ``weight1``, … and ``bias0``, … of the two linears."""
     weight, bias = _stacked(up, "weight"), _stacked(up, "bias")
-    assert weight is not None
-    if glu_interleave_size is not None:
-        weight = deinterleave(weight, glu_interleave_size, -2)
-        bias = None if bias is None else deinterleave(bias, glu_interleave_size, -1)
     down_weight = _stacked(down, "weight")
+    assert weight is not None
     assert down_weight is not None
-    return fitting(Layer(weight, down_weight, bias, _stacked(down, "bias")))
+    return fitting(concat(Layer(weight, down_weight, bias, _stacked(down, "bias")), glu_interleave_size))
 
 
 def to_transformer_engine(layer: Layer, glu_interleave_size: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

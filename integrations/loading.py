@@ -1,8 +1,8 @@
-"""What ``load_state_dict`` of a container of experts understands by itself, and what its ``state_dict`` writes.
+"""What ``load_state_dict`` of a container understands by itself besides its own names.
 
-It reads the names of torchtitan and of transformers, where the shapes leave one reading; the linears themselves read
-one tensor or one an expert. It writes the logical layout: gate rows before up rows, also where the GLU reads them
-interleaved, and interleaves again what it loads.
+It reads the names of torchtitan and of transformers, where the shapes leave one reading, and those of
+TransformerEngine; the linears themselves read one tensor or one an expert. :mod:`row_order` brings rows of gate and up
+into the order in which the container reads them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from ..fuser import Composite, Sequential
 from ..fuser.sequential import StateFormat, add_state_format
-from ..ops import GroupedLinear
+from ..ops import GroupedLinear, Linear
 from ..ops.glu import Activated
-from . import layouts
+from ..ops.stored import SUFFIX, note, take_basic_ops
+from . import layouts, row_order
 from .layouts import Layer
 
 _TITAN = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("w13", "w2"))
@@ -33,22 +34,22 @@ class _Experts(NamedTuple):
     activation: Activated
 
 
-def read(container: Sequential, state: dict[str, Any], prefix: str) -> str | None:
-    """Puts our names and layout into ``state``; returns what is wrong with what stands there, if something is."""
-    experts, wrong = _experts(container), None
-    if experts is not None:
-        wrong = _read_foreign(experts, state, prefix)
-        for name in container._modules:  # every op of TransformerEngine has some; none of ours
-            state.pop(f"{prefix}{name}._extra_state", None)
-    for linear, block, name in _interleaved(container):
-        _each(linear, state, f"{prefix}{name}.", lambda t, dim, b=block: layouts.interleave(t, b, dim))
-    return wrong
+def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
+    """Puts our names and layout into ``state``; returns what is wrong with what stands there."""
+    experts = _experts(container)
+    wrong = None if experts is None else _read_foreign(experts, state, prefix)
+    if wrong is not None:
+        return [wrong]
+    for name, module in container.named_modules():
+        if isinstance(module, Linear):
+            take_basic_ops(state, f"{prefix}{name}.")
+        elif not isinstance(module, GroupedLinear) and not _has_extra_state(module):
+            state.pop(f"{prefix}{name}.{SUFFIX}", None)  # every op of TransformerEngine has some
+    return row_order.settle(container, state, prefix, metadata)
 
 
-def write(container: Sequential, state: dict[str, Any], prefix: str) -> None:
-    """Puts the logical layout into ``state``, which a ``state_dict`` has filled."""
-    for linear, block, name in _interleaved(container):
-        _each(linear, state, f"{prefix}{name}.", lambda t, dim, b=block: layouts.deinterleave(t, b, dim))
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str | None:
@@ -67,6 +68,7 @@ def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str 
         for name in part:
             del state[f"{prefix}{name}"]
         _put(experts, layer, state, prefix)
+        state[f"{prefix}{experts.names[0]}.{SUFFIX}"] = note(0)
         return None
     return None
 
@@ -127,23 +129,4 @@ def _first(module: nn.Module) -> nn.Module:
     return next(module.children(), module) if isinstance(module, Composite) else module
 
 
-def _interleaved(container: Sequential) -> Iterator[tuple[GroupedLinear, int, str]]:
-    """The grouped linears whose rows a GLU reads interleaved, with the block, and their names."""
-    for name, after in _followers(container):
-        activation, linear = _first(after), container._modules[name]
-        if isinstance(activation, Activated) and activation.spec.block and isinstance(linear, GroupedLinear):
-            yield linear, activation.spec.block, name
-
-
-def _each(linear: GroupedLinear, state: dict[str, Any], prefix: str, change: Any) -> None:
-    """Changes every weight and bias of a linear along the dimension of its output features."""
-    for kind, stacked_dims in (("weight", 3), ("bias", 2)):
-        for key in (f"{prefix}{kind}", *(f"{prefix}{kind}{i}" for i in range(linear.num_groups))):
-            tensor = state.get(key)
-            if isinstance(tensor, Tensor) and tensor.dim() in (stacked_dims, stacked_dims - 1):
-                dim = -2 if kind == "weight" and not linear.transposed_weight else -1
-                if tensor.shape[dim] == linear.out_features:  # else loading it tells
-                    state[key] = change(tensor, dim)
-
-
-add_state_format(StateFormat(read, write))
+add_state_format(StateFormat(read, row_order.write_notes))

@@ -14,6 +14,7 @@ from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
 from .checks import check_shape
 from .expert_group import ExpertGroup, as_one
+from .stored import drop_note
 
 
 class ExpertParameters(Op):
@@ -167,6 +168,7 @@ class ExpertParameters(Op):
                     parameter.data = part
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        drop_note(state_dict, prefix, args[-1])
         self._groups.clear()
         for name, split in self.per_group.items():
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]

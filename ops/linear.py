@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Op, Spec
 from .checks import check_matrix_input, check_shape, product_dtype
+from .stored import drop_note, take_basic_ops
 
 
 class Linear(Op):
@@ -54,6 +55,11 @@ class Linear(Op):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        take_basic_ops(state_dict, prefix)
+        drop_note(state_dict, prefix, args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
         dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)

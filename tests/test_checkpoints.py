@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusible import Activation, GroupedLinear, Scale, ScaledSwiGLU, Sequential, SwiGLU, interleaved
+from fusible import Activation, GroupedLinear, Identity, Linear, Scale, ScaledSwiGLU, Sequential, SwiGLU, interleaved
 from fusible.examples.torchtitan_experts import FusedExperts
 from fusible.integrations import checkpoints, layouts
 
@@ -28,6 +28,11 @@ def container(
 def result(model: Any) -> Tensor:
     x = torch.randn(5, K, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     return model(x, **CALL).detach()
+
+
+def saying(state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """As conversions return it: it says that gate rows stand before up rows."""
+    return state | {f"{prefix}0._extra_state": torch.tensor(0)}
 
 
 def gated(rows: Tensor, weights: dict[str, Tensor], *, transposed: bool = False) -> Tensor:
@@ -53,7 +58,7 @@ def test_hugging_face_there_and_back(transposed: bool, interleaved_: bool) -> No
         *(f"{prefix}{n}" for n in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")),
     }
     assert theirs[f"{prefix}gate_up_proj"].shape == ((E, K, 2 * F) if transposed else (E, 2 * F, K))
-    assert_same_states(checkpoints.from_hugging_face(theirs, NAMES, **flags), state)
+    assert_same_states(checkpoints.from_hugging_face(theirs, NAMES, **flags), saying(state, prefix))
 
 
 def assert_same_states(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -90,7 +95,7 @@ def test_torchtitan_there_and_back() -> None:
         "experts.w3": (E, F, K),
     }
     assert torch.equal(theirs["experts.w1"], state["experts.0.weight"][:, :F])
-    assert_same_states(checkpoints.from_torchtitan(theirs, NAMES), state)
+    assert_same_states(checkpoints.from_torchtitan(theirs, NAMES), saying(state, "experts."))
 
 
 def test_torchtitan_suffixes_and_stacked_gate_and_up() -> None:
@@ -99,8 +104,8 @@ def test_torchtitan_suffixes_and_stacked_gate_and_up() -> None:
     suffixed = {"w1_EFD": theirs["w1"], "w3_EFD": theirs["w3"], "w2_EDF": theirs["w2"]}
     stacked = {"w13": torch.stack([theirs["w1"], theirs["w3"]], 2), "w2": theirs["w2"]}
 
-    assert_same_states(checkpoints.from_torchtitan(suffixed, NAMES), state)
-    assert_same_states(checkpoints.from_torchtitan(stacked, NAMES), state)
+    assert_same_states(checkpoints.from_torchtitan(suffixed, NAMES), saying(state))
+    assert_same_states(checkpoints.from_torchtitan(stacked, NAMES), saying(state))
 
 
 def test_torchtitan_has_no_biases() -> None:
@@ -117,7 +122,8 @@ def test_transformer_engine_there_and_back(size: int | None) -> None:
     assert set(theirs) == {f"mlp.{op}.{kind}{i}" for op in (0, 2) for kind in ("weight", "bias") for i in range(E)}
     assert torch.equal(theirs["mlp.0.weight1"], expected)
     theirs["mlp.0._extra_state"] = None
-    assert_same_states(checkpoints.from_transformer_engine(theirs, NAMES, glu_interleave_size=size), state)
+    found = checkpoints.from_transformer_engine(theirs, NAMES, glu_interleave_size=size)
+    assert_same_states(found, saying(state, "mlp."))
 
 
 def test_missing_part_is_named() -> None:
@@ -146,33 +152,137 @@ def test_load_state_dict_reads(source: str, how: dict[str, Any]) -> None:
         state = checkpoints.to_transformer_engine(state, NAMES, te_names=NAMES)
     elif source != "ours":
         state = getattr(checkpoints, f"to_{source}")(state, NAMES)
+    if source in ("ours", "transformer_engine"):
+        state = checkpoints.with_layout(state, "0", "concat")
     model = torch.nn.ModuleDict({"experts": container(bias=source != "torchtitan", **how)})
     model.load_state_dict({f"experts.{name}": tensor for name, tensor in state.items()})
 
     torch.testing.assert_close(result(model["experts"]), result(original))
 
 
-@pytest.mark.parametrize(
-    "how", [{}, {"layout": interleaved(2)}, {"layout": interleaved(2), "single_grouped_weight": False}]
-)
-def test_state_dict_is_the_logical_layout(how: dict[str, Any]) -> None:
-    original = container()
-    model = container(**how)
+LAYOUTS = ["concat", interleaved(1), interleaved(2), interleaved(4)]
+
+
+def nested(layout: Any) -> Sequential:
+    """The experts of :func:`container`, with the first linear in a container of its own."""
+    flat = container(layout=layout)
+    return Sequential(Sequential(flat[0]), *flat[1:])
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("of", LAYOUTS)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_state_dict_of_any_layout_loads_into_any(of: Any, to: Any, single: bool) -> None:
+    original, model = container(layout=of), container(layout=to, single_grouped_weight=single)
+    state = original.state_dict()
+    for loaded in (state, state if of == "concat" else {n: t.clone() for n, t in state.items()}):
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        model.load_state_dict(loaded)
+        torch.testing.assert_close(result(model), result(original))
+
+
+@pytest.mark.parametrize("make", [container, nested])
+@pytest.mark.parametrize("single", [True, False])
+def test_state_dict_holds_the_parameters_as_they_are(make: Any, single: bool) -> None:
+    model = (
+        container(layout=interleaved(2), single_grouped_weight=single) if make is container else nested(interleaved(2))
+    )
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    path = "0" if make is container else "0.0"
+
+    assert set(state) == {*parameters, f"{path}._extra_state"}
+    assert int(state.pop(f"{path}._extra_state")) == 2
+    assert [n for n, p in parameters.items() if state[n].data_ptr() != p.data_ptr()] == []
+    assert all(model.state_dict(keep_vars=True)[n] is p for n, p in parameters.items())
+
+
+def test_state_dict_of_others_holds_no_more_than_the_parameters() -> None:
+    for model in (container(), container(gated=False), nested("concat")):
+        assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [container, nested])
+def test_functional_call_with_the_state_dict(make: Any) -> None:
+    model = make(layout=interleaved(2))
+    x = torch.randn(5, K, dtype=torch.float64)
+    for _ in range(3):
+        found = torch.func.functional_call(model, model.state_dict(), (x,), CALL)
+        assert torch.equal(found, model(x, **CALL))
+
+
+@pytest.mark.parametrize("of", LAYOUTS)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_nested_linear_is_in_the_order_of_the_flat_one(of: Any, to: Any) -> None:
+    original, model = container(layout=of), nested(to)
+    state = checkpoints.with_layout(original.state_dict(), "0", of)
+    model.load_state_dict({name.replace("0.", "0.0.", 1) if name[0] == "0" else name: t for name, t in state.items()})
+    again = nested(of)
+    again.load_state_dict(model.state_dict())
+
+    torch.testing.assert_close(result(model), result(original))
+    torch.testing.assert_close(result(again), result(original))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ops_in_between_that_keep_columns(layout: Any) -> None:
+    def make(layout: Any) -> Sequential:
+        return Sequential(Linear(K, 2 * F), Scale(), Sequential(Identity(), SwiGLU(layout=layout))).double()
+
+    original, model = make("concat"), make(layout)
     model.load_state_dict(original.state_dict())
-    saved = model.state_dict()
-    reread = container()
-    reread.load_state_dict(saved)
-
-    assert_same_states(reread.state_dict(), original.state_dict())
-    torch.testing.assert_close(result(reread), result(model))
+    x, scales = torch.randn(5, K).double(), CALL["scales"]
+    torch.testing.assert_close(model(x, scales=scales), original(x, scales=scales))
 
 
-def test_parameters_are_interleaved_and_the_saved_are_not() -> None:
-    model = container(layout=interleaved(1))
+def test_files_from_before_there_were_notes() -> None:
+    """Gate before up, however the GLU reads; where a container was nested, they do not say."""
+    original, model = container(), container(layout=interleaved(2))
+    state = original.state_dict()
+    for about in state._metadata.values():
+        about.pop("interleaved", None)
+    model.load_state_dict(state)
+    old = nested("concat").state_dict()
+    del old._metadata[""]["interleaved"]
 
-    assert torch.equal(model.state_dict()["0.weight"][:, :F], model[0].weight[:, ::2])
-    assert torch.equal(model.state_dict()["0.bias"][:, F:], model[0].bias[:, 1::2])
-    assert model.state_dict()["3.weight"].data_ptr() == model[3].weight.data_ptr()
+    torch.testing.assert_close(result(model), result(original))
+    nested("concat").load_state_dict(old)
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight may have rows .* in blocks of 2.*does not say.*with_layout"):
+        nested(interleaved(2)).load_state_dict(old)
+
+
+def test_order_that_nothing_tells_is_refused() -> None:
+    model = torch.nn.ModuleDict({"experts": container(layout=interleaved(2))})
+    before, state = result(model["experts"]), dict(model.named_parameters())
+    told = checkpoints.with_layout(state, "experts.0", interleaved(2))
+
+    with pytest.raises(
+        RuntimeError, match=r"experts: experts\.0\.weight may have .*with_layout\(state, 'experts\.0', "
+    ):
+        model.load_state_dict(state)
+    model.load_state_dict(told)
+    assert torch.equal(result(model["experts"]), before)
+    with pytest.raises(ValueError, match="no weight of '7'"):
+        checkpoints.with_layout(state, "7", "concat")
+
+
+def test_note_that_does_not_fit_is_refused() -> None:
+    model = container()
+
+    with pytest.raises(RuntimeError, match=r"0\.weight: 3 does not divide its rows"):
+        model.load_state_dict(checkpoints.with_layout(model.state_dict(), "0", interleaved(3)))
+    interleaved_linear = {"weight": model[0].weight, "bias": model[0].bias, "_extra_state": torch.tensor(2)}
+    with pytest.raises(RuntimeError, match="alternate in blocks of 2, and no GLU of a container reads them"):
+        model[0].load_state_dict(interleaved_linear)
+
+
+@pytest.mark.parametrize("to", ["hugging_face", "torchtitan", "transformer_engine"])
+def test_conversions_of_interleaved_rows(to: str) -> None:
+    plain, model = container(bias=to != "torchtitan"), container(layout=interleaved(2), bias=to != "torchtitan")
+    model.load_state_dict(plain.state_dict())
+    convert = getattr(checkpoints, f"to_{to}")
+
+    assert_same_states(convert(model.state_dict(), NAMES), convert(plain.state_dict(), NAMES))
 
 
 def test_composite_with_interleaved_gate() -> None:
@@ -235,13 +345,57 @@ def test_other_containers_are_left_alone() -> None:
         model.load_state_dict({**model.state_dict(), "w1": torch.zeros(1), "w2": torch.zeros(1), "w3": torch.zeros(1)})
 
 
+def of_transformer_engine(state: dict[str, Any], *ops: str) -> dict[str, Any]:
+    """With the extra state that every op there has, an activation too: bytes."""
+    return state | {f"{op}._extra_state": torch.empty(0, dtype=torch.uint8) for op in ops}
+
+
 def test_extra_state_of_transformer_engine_is_left_out() -> None:
-    """Every op there has some, an activation too."""
-    original, model = container(), container()
+    original, model = container(gated=False), container(gated=False)
     theirs = checkpoints.to_transformer_engine(original.state_dict(), NAMES, te_names=NAMES)
-    model.load_state_dict(theirs | {f"{name}._extra_state": torch.empty(0) for name in "013"})
+    model.load_state_dict(of_transformer_engine(theirs, "0", "1", "3"))
 
     assert_same_states(model.state_dict(), original.state_dict())
+
+
+@pytest.mark.parametrize("theirs", LAYOUTS)
+@pytest.mark.parametrize("ours", LAYOUTS)
+def test_gated_experts_of_transformer_engine_need_their_layout(theirs: Any, ours: Any) -> None:
+    """Their files do not say what the activation there read."""
+    original, model = container(), container(layout=ours)
+    size = None if theirs == "concat" else theirs.block
+    file = checkpoints.to_transformer_engine(original.state_dict(), NAMES, te_names=NAMES, glu_interleave_size=size)
+    file = of_transformer_engine(file, "0", "1", "3")
+
+    with pytest.raises(RuntimeError, match=r"0\.weight is TransformerEngine's, whose files do not say.*with_layout"):
+        model.load_state_dict(file)
+    model.load_state_dict(checkpoints.with_layout(file, "0", theirs))
+    torch.testing.assert_close(result(model), result(original))
+
+
+def test_lone_linears_of_transformer_engine() -> None:
+    grouped, dense = GroupedLinear(E, K, F), Linear(K, F)
+    parts = {f"{kind}{i}": t for kind, p in grouped.named_parameters() for i, t in enumerate(p.detach().clone())}
+    parts = of_transformer_engine({f"0.{name}": t for name, t in parts.items()}, "0")
+    ops = {"basic_ops.0.weight": dense.weight.detach().clone(), "basic_ops.1.bias": dense.bias.detach().clone()}
+    ops = of_transformer_engine({f"0.{name}": t for name, t in ops.items()}, "0.basic_ops.0", "0.basic_ops.1")
+    for op, file in ((grouped, parts), (dense, ops)):
+        expected = {name: p.detach().clone() for name, p in op.named_parameters()}
+        for module, state in ((op, {n.removeprefix("0."): t for n, t in file.items()}), (Sequential(op), file)):
+            for parameter in op.parameters():
+                torch.nn.init.zeros_(parameter)
+            module.load_state_dict(state)
+            assert_same_states(op.state_dict(), expected)
+
+
+def test_gated_dense_layers_of_transformer_engine_need_their_layout() -> None:
+    original, model = (Sequential(Linear(K, 2 * F, bias=b), SwiGLU(layout=how)) for b, how in [(False, "concat")] * 2)
+    file = of_transformer_engine({"0.basic_ops.0.weight": original[0].weight.detach()}, "0.basic_ops.0", "1")
+
+    with pytest.raises(RuntimeError, match=r"0\.weight is TransformerEngine's"):
+        model.load_state_dict(file)
+    model.load_state_dict(checkpoints.with_layout(file, "0", "concat"))
+    assert torch.equal(model[0].weight, original[0].weight)
 
 
 def test_our_own_names_come_first() -> None:

@@ -112,13 +112,14 @@ def test_sharded_parameters_outside_of_the_hooks_are_refused(mesh: DeviceMesh) -
         model[0](torch.randn(5, 6), split_sizes=[2, 3])
 
 
-def test_saved_shards_are_the_logical_layout(mesh: DeviceMesh) -> None:
+def test_saved_shards_are_the_parameters(mesh: DeviceMesh) -> None:
     model = fully_shard(experts(layout=interleaved(2)), mesh=mesh)
     plain = experts(layout=interleaved(2))
-    saved = model.state_dict()
+    saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     assert isinstance(saved["0.weight"], DTensor)
-    assert torch.equal(saved["0.weight"].full_tensor(), plain.state_dict()["0.weight"])
+    assert torch.equal(saved["0.weight"].full_tensor(), plain[0].weight)
+    assert int(saved["0._extra_state"]) == 2
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     model.load_state_dict(saved)
