@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent
 BUILD = Path(
     "build", "cuda"
 )  # ninja runs at the root with relative names, so no path of this machine enters the binary
+LIBRARY = BUILD / "_C.so"  # copied to where setuptools wants it
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 FLAGS = f"-O3 -std=c++20 {ARCHITECTURE} -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v -Icsrc"
 OLDEST_NVCC = (12, 4)
@@ -37,7 +39,7 @@ class BuildError(Exception):
 def find_nvcc() -> str:
     """Path of nvcc, from CUDA_HOME or PATH; raises BuildError where there is none that is new enough."""
     home = os.environ.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin") if home else None)
+    nvcc = shutil.which(os.path.join(home, "bin", "nvcc") if home else "nvcc")
     if nvcc is None:
         raise BuildError("no nvcc in " + (f"CUDA_HOME={home}" if home else "PATH (and CUDA_HOME is not set)"))
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
@@ -63,8 +65,8 @@ def find_ninja() -> str:
 
 
 def wants_cuda() -> bool:
-    """What FUSIBLE_BUILD_CUDA asks for, given whether nvcc is here."""
-    choice = os.environ.get("FUSIBLE_BUILD_CUDA", "auto")
+    """What FUSIBLE_BUILD_CUDA asks for, given whether nvcc is here; empty is as good as unset."""
+    choice = os.environ.get("FUSIBLE_BUILD_CUDA") or "auto"
     if choice not in ("auto", "0", "1"):
         raise SystemExit(f"FUSIBLE_BUILD_CUDA must be auto, 0 or 1, got {choice!r}")
     if choice == "0":
@@ -91,11 +93,21 @@ def object_of(source: Path) -> Path:
     return BUILD / source.relative_to("csrc").with_suffix(source.suffix + ".o")
 
 
-def write_ninja_file(nvcc: str, target: Path) -> None:
-    """One object per source and the shared library. The log of each compilation is kept: `check_kernels` reads it."""
+def in_command(word: str) -> str:
+    """A word of a command in a ninja file: quoted for the shell, then for ninja."""
+    return shlex.quote(word).replace("$", "$$")
+
+
+def write_ninja_file(nvcc: str) -> None:
+    """One object per source and the shared library. The log of each compilation is kept: `check_kernels` reads it.
+
+    Names of files are relative, so nothing else depends on where the checkout lies.
+    """
     import pybind11
 
-    python = f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
+    nvcc = in_command(nvcc)
+    includes = map(Path, (sysconfig.get_paths()["include"], pybind11.get_include()))
+    python = " ".join(in_command(f"-I{p.relative_to(ROOT) if p.is_relative_to(ROOT) else p}") for p in includes)
     lines = [
         f"builddir = {BUILD}",
         "rule compile",
@@ -113,7 +125,7 @@ def write_ninja_file(nvcc: str, target: Path) -> None:
         if source.name == "bindings.cpp":  # the only one that sees Python: a new environment rebuilds this object alone
             lines.append(f"  python = {python}")
         objects.append(str(object_of(source)))
-    lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
+    lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)
     (ROOT / BUILD / "build.ninja").write_text("\n".join(lines))
 
@@ -159,13 +171,14 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_ninja_file(find_nvcc(), target)
+        write_ninja_file(find_nvcc())
         jobs = str(len(os.sched_getaffinity(0)))
         if subprocess.run(
             [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", jobs], cwd=ROOT, check=False
         ).returncode:
             raise SystemExit("the CUDA kernels do not compile (see above); FUSIBLE_BUILD_CUDA=0 installs without them")
         check_kernels()
+        shutil.copy(ROOT / LIBRARY, target)
 
 
 class ListKernels(Command):
