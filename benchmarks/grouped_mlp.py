@@ -50,7 +50,7 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
     errors = {name: problem.errors(c.result()) for name, c in contestants.items() if name != YARDSTICK}
     allowed = {name: 2 * error + tiny for name, error in errors.get("loop", {}).items()}
     for name, found in errors.items():
-        bad = {tensor: error for tensor, error in found.items() if error > allowed.get(tensor, tiny)}
+        bad = {tensor: error for tensor, error in found.items() if not error <= allowed.get(tensor, tiny)}  # or NaN
         if bad:
             raise InaccurateError(f"{name}: relative errors {bad}, allowed {allowed or tiny}")
     return {name: max(found.values()) for name, found in errors.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -41,6 +42,7 @@ from fusible.benchmarks.problem import (
 )
 from fusible.ops.backends.problem import GroupedGemm
 
+needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 PRODUCTS = ["fc1", "fc2", "dgrad1", "dgrad2", "wgrad1", "wgrad2"]
 SMALL = ["--experts", "3", "--features", "16", "--hidden", "24", "--tokens", "20", "--rounds", "1", "--dtype", "fp32"]
 
@@ -101,10 +103,11 @@ def test_errors_see_a_wrong_gradient_of_one_expert() -> None:
     assert max(error for name, error in errors.items() if name != "w1") < 1e-6
 
 
-def test_wrong_contestant_is_not_timed() -> None:
+@pytest.mark.parametrize("factor", [1.01, math.nan, math.inf])
+def test_wrong_contestant_is_not_timed(factor: float) -> None:
     p = problem()
     right = CONTESTANTS["loop"](p)
-    wrong = Contestant(lambda: right.forward() * 1.01, right.leaves, right.dy)
+    wrong = Contestant(lambda: right.forward() * factor, right.leaves, right.dy)
 
     with pytest.raises(InaccurateError, match="wrong: relative errors"):
         grouped_mlp.measure(p, {"loop": right, "wrong": wrong}, 1)
@@ -239,6 +242,7 @@ def test_bench_of_grouped_gemm_runs_without_ours(capsys: pytest.CaptureFixture[s
     assert "| TFLOP/s " in capsys.readouterr().out
 
 
+@needs_matplotlib
 def test_roofline_prints_writes_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, plot = tmp_path / "roof", tmp_path / "roof.svg"
     roofline.main([*SMALL, "--device", "cpu", "--out", str(out), "--plot", str(plot)])
@@ -252,6 +256,7 @@ def test_roofline_prints_writes_and_draws(capsys: pytest.CaptureFixture[str], tm
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
 
 
+@needs_matplotlib
 def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = tmp_path / "curves.svg"
     loss_curves.main(["--device", "cpu", "--steps", "3", "--out", str(tmp_path / "curves"), "--plot", str(plot)])
@@ -284,6 +289,7 @@ def test_bound_is_the_lower_of_both_ceilings() -> None:
     assert roof.bound(flops=5000, moved=10) == 100
 
 
+@needs_matplotlib
 def test_bench_draws(tmp_path: Path) -> None:
     plot = tmp_path / "bench.png"
     grouped_mlp.main([*SMALL, "--device", "cpu", "--contestants", "fused", "loop", "--plot", str(plot)])
@@ -430,6 +436,37 @@ def test_wrong_implementation_of_transformers_is_not_timed(monkeypatch: pytest.M
 
     with pytest.raises(InaccurateError, match="fusible: relative error"):
         hf.check(block, ["eager", "grouped_mm", "fusible"])
+
+
+def check_of_transformers(monkeypatch: pytest.MonkeyPatch, **errors: float) -> Callable[..., dict[str, float]]:
+    """The check of the benchmark, for implementations that are so far from the truth."""
+    monkeypatch.setattr(hf, "error", lambda block, name: errors[name.replace(" ", "_")])
+    return lambda *names: hf.check(SimpleNamespace(dtype=torch.float32), names)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["eager", "grouped_mm", "fusible", "fusible compiled"])
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_implementation_that_is_not_finite_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, error: float
+) -> None:
+    names = ("eager", "grouped_mm", "fusible", "fusible compiled")
+    check = check_of_transformers(
+        monkeypatch, **{name.replace(" ", "_"): error if name == wrong else 1e-7 for name in names}
+    )
+
+    with pytest.raises(InaccurateError, match=f"{wrong}: relative error {error}"):
+        check(*names)
+
+
+def test_our_implementation_is_compared_with_whichever_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = check_of_transformers(monkeypatch, eager=1e-3, grouped_mm=1e-5, fusible=1e-3, fusible_compiled=0.0)
+
+    assert check("eager", "fusible") == {"eager": 1e-3, "fusible": 1e-3}
+    assert check("fusible") == {"fusible": 1e-3}  # eager is the yardstick all the same
+    assert check("eager", "grouped_mm") == {"eager": 1e-3, "grouped_mm": 1e-5}  # nothing of ours
+    for names in (("grouped_mm", "fusible"), ("eager", "grouped_mm", "fusible"), ("grouped_mm", "fusible compiled")):
+        with pytest.raises(InaccurateError, match=r"fusible: relative error 1\.00e-03, allowed 2\.1"):
+            check(*names)
 
 
 def test_bench_of_routing_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
