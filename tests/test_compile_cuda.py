@@ -70,13 +70,15 @@ def test_autocast() -> None:
 
 def test_nothing_waits_for_the_device() -> None:
     model, given = experts(dtype=torch.bfloat16), batch(100, SPLITS[0])
-    compiled = torch.compile(model, fullgraph=True)
+    compiled, expected = torch.compile(model, fullgraph=True), results(model, model, given)
     results(compiled, model, given)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results(compiled, model, given)
+        found = results(compiled, model, given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+    assert_same(found, expected)
 
 
 def test_cuda_graphs_of_inductor_replay_with_other_splits() -> None:

@@ -91,13 +91,15 @@ def test_runs_on_our_kernels(name: str) -> None:
 def test_does_not_wait_for_the_device(name: str) -> None:
     experts = module(name)
     arguments = inputs(experts, 64)
-    results(experts, "fusible", *arguments)
+    expected = results(experts, "fusible", *arguments)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results(experts, "fusible", *arguments)
+        found = results(experts, "fusible", *arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+    assert {n for n, t in expected.items() if not torch.equal(found[n], t)} == set()
 
 
 def test_graph_replays_with_other_tokens_and_experts() -> None:
