@@ -109,7 +109,7 @@ def test_matrices_anywhere(gpu: Gpu, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sizes_of_one_group(gpu: Gpu, layout: Layout) -> None:
-    for size, variant in product((1, 63, 64, 65, 129, 193), VARIANTS[layout][::2]):
+    for size, variant in product((1, 17, 33, 49, 63, 64, 65, 129, 193), VARIANTS[layout][::2]):
         check(gpu, layout, (size,), k=72, n=136, tail=size % 5, variant=variant)
 
 
@@ -203,7 +203,7 @@ def test_epilogues_of_every_activation(gpu: Gpu, name: str) -> None:
 def test_epilogues_of_types_and_shapes(gpu: Gpu, name: str) -> None:
     check_fused(gpu, name, dtype=torch.float16, scales=torch.float16, index=torch.int32)
     check_fused(gpu, name, (70, 0, 200), features=8, columns=8, scales=None, tail=0)
-    for size in (1, 64, 129):
+    for size in (1, 17, 33, 49, 64, 129):
         check_fused(gpu, name, (size,), features=72, columns=136, tail=size % 5)
 
 

@@ -235,7 +235,28 @@ def test_shapes(layout: Layout, variant: int) -> None:
 
 @pytest.mark.parametrize(("layout", "variant"), TILES)
 def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
-    for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 384, 385, 1000, 2500):
+    """At the edges of tiles, and one row into each quarter of 64."""
+    for size in (
+        1,
+        2,
+        *range(17, 114, 16),
+        63,
+        64,
+        127,
+        128,
+        129,
+        191,
+        192,
+        193,
+        255,
+        256,
+        257,
+        320,
+        384,
+        385,
+        1000,
+        2500,
+    ):
         check(Case(layout, (size,), tail=size % 5, variant=variant))
 
 
