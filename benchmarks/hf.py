@@ -125,12 +125,7 @@ class Block:
 
     def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
         """The block's forward without gradients, as a function."""
-
-        def run() -> Tensor:
-            with torch.no_grad():
-                return self.run(implementation, x)
-
-        return run
+        return torch.no_grad()(partial(self.run, implementation, x))
 
     def step(self, implementation: str, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
         """Forward and backward."""
@@ -188,18 +183,17 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     """The error of each.
 
     Raises:
-        InaccurateError: something is not finite; or ours is among them, compiled or not, and more than twice as far
-            from the truth as the best of the others, or as eager where there is no other.
+        InaccurateError: one is not finite; or ours runs, more than twice as far from the truth as the best other.
     """
     errors = {name: error(block, name) for name in implementations}
-    for name, found in errors.items():
-        if not math.isfinite(found):
-            raise InaccurateError(f"{name}: relative error {found}")
+    broken = [f"{name}: relative error {found}" for name, found in errors.items() if not math.isfinite(found)]
+    if broken:
+        raise InaccurateError("; ".join(broken))
     if set(implementations) <= set(STOCK):
         return errors
     others = [errors[name] for name in implementations if name in STOCK] or [error(block, "eager")]
     allowed = 2 * min(others) + 8 * torch.finfo(block.dtype).eps
-    ours = errors["fusible"] if "fusible" in errors else error(block, "fusible")
+    ours = errors["fusible"] if "fusible" in errors else error(block, "fusible")  # what compiled ones are compared with
     if not ours <= allowed:
         raise InaccurateError(f"fusible: relative error {ours:.2e}, allowed {allowed:.2e}")
     return errors
