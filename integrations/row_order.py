@@ -70,9 +70,9 @@ def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> No
     blocks = {gated.path: gated.block for gated in gated_linears(container) if gated.block}
     for path, block in blocks.items():
         state[f"{prefix}{path}.{SUFFIX}"] = note(block)
-    metadata = getattr(state, "_metadata", None)
-    if metadata is not None:
-        metadata[prefix.removesuffix(".")][METADATA] = blocks
+    about = getattr(state, "_metadata", {}).get(prefix[:-1])  # what torch keeps there of the container
+    if about is not None:
+        about[METADATA] = blocks
 
 
 def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:

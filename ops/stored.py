@@ -18,8 +18,8 @@ SETTLED: Any = object()
 
 
 def note(block: int) -> Tensor:
-    """What a state dict has under :data:`SUFFIX` of a linear."""
-    return torch.tensor(block)
+    """What a state dict has under :data:`SUFFIX` of a linear: a number on the host, whatever device is the default."""
+    return torch.tensor(block, device="cpu")
 
 
 def noted(value: Any) -> int | None:

@@ -197,6 +197,18 @@ def test_state_dict_holds_the_parameters_as_they_are(make: Any, single: bool) ->
     assert all(model.state_dict(keep_vars=True)[n] is p for n, p in parameters.items())
 
 
+def test_note_stands_under_the_prefix_on_the_host() -> None:
+    model = container(layout=interleaved(2))
+    holder = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": model})})
+    with torch.device("meta"), pytest.warns(FutureWarning, match="Positional args"):
+        by_position = model.state_dict(None, "a.b.")
+    for state in (by_position, model.state_dict(prefix="a.b."), holder.state_dict()):
+        assert [name for name in state if name.endswith("_extra_state")] == ["a.b.0._extra_state"]
+        assert state["a.b.0._extra_state"].device.type == "cpu"
+        assert state._metadata["a.b"]["interleaved"] == {"0": 2}
+    assert "aa0._extra_state" in model.state_dict(prefix="aa")  # no dot, which torch allows
+
+
 def test_state_dict_of_others_holds_no_more_than_the_parameters() -> None:
     for model in (container(), container(gated=False), nested("concat")):
         assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
