@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
@@ -22,6 +24,7 @@ class ExpertParameters(Op):
     ``load_state_dict`` reads either form, whichever the op has.
     """
 
+    caches = frozenset({"_groups"})
     num_groups: int
     per_group: dict[str, bool]
     transposed_weight: bool
@@ -154,6 +157,12 @@ class ExpertParameters(Op):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": {}}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As of any module, by its state; without this, a parametrization would have all attributes copied as they are."""
+        copy = memo[id(self)] = object.__new__(type(self))
+        copy.__setstate__(deepcopy(type_before_parametrizations(self).__getstate__(self), memo))
+        return copy
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """So are the parts of a copy or a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -161,6 +170,8 @@ class ExpertParameters(Op):
 
     def _gather(self) -> None:
         for name in (name for name, split in self.per_group.items() if split):
+            if not self._parameters.keys() >= set(self.parameter_names(name)):
+                continue  # some of them are computed
             parameters = self.expert_parameters(name)
             if not parameters[0].is_meta and as_one(parameters) is None:
                 for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):
