@@ -98,7 +98,7 @@ class Op(nn.Module, ABC):
             by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.
-        caches: names of attributes that hold what was found of the parameters: a view (:mod:`parametrized`) has its own.
+        caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
         edits: how often an attribute has been assigned.
         changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of

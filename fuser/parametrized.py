@@ -1,4 +1,4 @@
-"""Ops with parameters that ``torch.nn.utils.parametrize`` computes: each is computed once for a run, and held by a view.
+"""Ops with parameters that ``torch.nn.utils.parametrize`` computes: each is computed once for a run, held by a view.
 
 A view is an object of the op's class that shares all of its attributes but those parameters, in whose place it has
 tensors of its own. Whatever checks, runs or describes an op reads a view of it: then nothing is computed again, and no
@@ -7,12 +7,12 @@ thread sees what another one has computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .op import Op
 from .trace import Outline
@@ -80,7 +80,7 @@ def view_of(op: AnyOp, value: Callable[[Op, str], Tensor]) -> AnyOp:
     modules = {name: parts.get(name, m) for name, m in op._modules.items() if name != "parametrizations"}
     held = {"_parameters": {**op._parameters, **values}, "_modules": modules, "_computed": tuple(values)}
     held |= {name: type(vars(op)[name])() for name in op.caches} | values | parts | {"_outline": None}
-    view = object.__new__(_view_class(type(op), tuple(held)))
+    view: AnyOp = object.__new__(_view_class(type(op), tuple(held)))
     object.__setattr__(view, "__dict__", op.__dict__)
     for name, tensor in held.items():
         object.__setattr__(view, name, tensor)
@@ -93,15 +93,15 @@ def _view_class(cls: type[AnyOp], slots: tuple[str, ...]) -> type[AnyOp]:
     return type(cls.__name__, (cls,), {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _lists(op: Op) -> Mapping[str, Any]:
+def _lists(op: Op) -> dict[str, Any]:
     """What computes which parameter of the op."""
-    lists: Any = op._modules.get("parametrizations")
-    return lists if isinstance(lists, torch.nn.ModuleDict) else {}
+    lists = op._modules.get("parametrizations")
+    return dict(lists.items()) if isinstance(lists, nn.ModuleDict) else {}
 
 
 def _outline(op: Op, name: str, form: Form | Tensor) -> Tensor:
     why = (
-        f"{type(op).__name__}: a parametrization computes the values of {name} when fwd runs, and they are there for fwd "
-        "alone; what bwd needs of them, fwd must return"
+        f"{type(op).__name__}: a parametrization computes the values of {name} when fwd runs, and they are there for "
+        "fwd alone; what bwd needs of them, fwd must return"
     )
     return Outline(tuple(form.shape), form.dtype, form.device, form.requires_grad, why)

@@ -84,7 +84,8 @@ class Step:
 
     def computed(self) -> Step:
         """The same on parameters that are computed here, for one run; they may be others than have been checked."""
-        op = computed(self.module)  # type: ignore[type-var]
+        assert isinstance(self.module, Op)
+        op = computed(self.module)
         return replace(self.with_op(op), computes=False, input_names=op.input_names())
 
     def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:

@@ -193,5 +193,3 @@ def _stand_in(like: Any) -> Any:
     """An argument without data: all that binding and plans ask of one."""
     kind, *what = like
     return Outline((0,), *what, "a plan reads no values") if kind == "tensor" else what[0]
-
-

@@ -48,7 +48,7 @@ class Outline(Tensor):
     """The form of a tensor: shape, dtype, device. Whatever asks for values fails, and says ``why`` there are none."""
 
     why: str
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

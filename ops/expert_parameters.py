@@ -158,9 +158,10 @@ class ExpertParameters(Op):
         return {**self.__dict__, "_groups": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As of any module, by its state; without this, a parametrization would have all attributes copied as they are."""
+        """By the state, as any module is copied; a parametrization would have each attribute copied as it is."""
         copy = memo[id(self)] = object.__new__(type(self))
-        copy.__setstate__(deepcopy(type_before_parametrizations(self).__getstate__(self), memo))
+        state: Any = type_before_parametrizations(self).__getstate__
+        copy.__setstate__(deepcopy(state(self), memo))
         return copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
