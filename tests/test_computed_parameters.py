@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,22 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from fusible import ArgumentError, Bias, GroupedLinear, Linear, Op, Scale, Sequential, SwiGLU, config
+from fusible import (
+    Activation,
+    ArgumentError,
+    Bias,
+    FusedOp,
+    GroupedLinear,
+    Linear,
+    Op,
+    Pattern,
+    Scale,
+    Sequential,
+    SwiGLU,
+    config,
+    register_fusion,
+)
+from fusible.fuser import registry
 
 E, K, F, T = 3, 4, 6, 10
 SIZES = torch.tensor([3, 0, 5])
@@ -257,6 +273,31 @@ def test_explain_leaves_buffers_as_they_are(norm: Callable[..., nn.Module]) -> N
     torch.testing.assert_close(list(model.buffers()), before, rtol=0, atol=0)
 
 
+class Scaled(FusedOp):
+    """A bias and a gain in one."""
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Any]:
+        return (x + self.bias.bias) * self.gain.gain, {"bias": None, "gain": (x + self.bias.bias, self.gain.gain)}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_conditions_read_what_will_be_computed(trains: bool) -> None:
+    pattern = Pattern.path(bias=Bias, gain=Gain).where("the gain is frozen", lambda m: m.gain.gain.requires_grad)
+    model, x = Sequential(Bias(K), Gain(True)), unit(T, K, dtype=torch.float32)
+    model[1].gain.requires_grad_(trains)
+    counters = [counted(op, name) for op, name in zip(model, ("bias", "gain"), strict=True)]
+    with registry.restored():
+        register_fusion(pattern)(Scaled)
+        assert [s.name for s in model.explain(x).steps] == (
+            ["Scaled"] if trains else [type(op).__name__ for op in model]
+        )
+        assert [counter.calls for counter in counters] == [0, 0]
+        got = step(model, x)
+
+    assert [counter.calls for counter in counters] == [1, 1]
+    torch.testing.assert_close(got, step(model, x))
+
+
 def test_wrong_arguments_raise_before_anything_is_computed() -> None:
     model, output = mlp(), torch.zeros(T, K, dtype=torch.float64)
     counters = [counted(model[index], "weight") for index in (0, 3)]
@@ -312,6 +353,32 @@ def test_a_run_assigns_to_the_op_itself() -> None:
 
     assert (op.runs, counter.calls) == (1, 1)
     torch.testing.assert_close([dx, gradient], [72 * x, 2 * 12 * x.square().sum(0)])
+
+
+def test_values_live_no_longer_than_what_they_were_saved_for() -> None:
+    op, alive = Linear(K, F), list[weakref.ref[Tensor]]()
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(op, name, nn.Tanh())
+        op.parametrizations[name].register_forward_hook(lambda *seen: alive.append(weakref.ref(seen[-1])))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.shape, torch.zeros):
+        y = op(unit(T, K, dtype=torch.float32))
+
+    assert [value() is None for value in alive] == [True, True]
+    y.sum().backward()
+    assert op.parametrizations.weight.original.grad is not None
+
+
+def test_an_op_at_two_places_computes_for_each() -> None:
+    op, given = GroupedLinear(E, K, K, dtype=torch.float64), keywords()
+    parametrize.register_parametrization(op, "weight", Dropped())
+    counter, model, results = counted(op, "bias"), Sequential(op, Activation("relu"), op), []
+    for disabled in FUSED:
+        torch.manual_seed(2)
+        with config(disable_fusions=disabled):
+            results.append(step(model, torch.ones(T, K, dtype=torch.float64), split_sizes=given["split_sizes"]))
+
+    torch.testing.assert_close(*results)
+    assert counter.calls == 4
 
 
 def test_a_backward_that_reads_what_was_computed_says_so() -> None:
