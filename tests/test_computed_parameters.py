@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -152,8 +152,14 @@ def eager(model: nn.Module) -> Any:
     return model
 
 
-def compiled(model: nn.Module) -> Any:
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
@@ -193,6 +199,8 @@ def test_a_scope_of_torchs_cache_computes_once() -> None:
     assert counter.calls == 1
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("run", [eager, compiled], ids=["eager", "compiled"])
 def test_spectral_norm_is_torchs(run: Callable[[nn.Module], Any], mode: str) -> None:
