@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 
 from . import halves, settings
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
-from .op import Op, Spec, computes_parameters
+from .op import Op, Spec
+from .parametrized import computed, computes_parameters, foreseen, is_certain
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -87,12 +87,6 @@ def run(
     return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
 
 
-def run_computing(*call: Any) -> tuple[Tensor, ...]:
-    """:func:`run` of an op that computes some of its parameters: autograd is given what the op reads."""
-    with parametrize.cached():
-        return run(*call)
-
-
 def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
     wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
     if watch is None:
@@ -116,13 +110,16 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     given = accepted(op, keywords)
     runtime = Runtime.of(x)
     refuse_transforms([op])
+    computes = computes_parameters(op)
     try:
-        check(op, Spec.of(x), given, runtime)
+        (check_foreseen if computes else check)(op, Spec.of(x), given, runtime)
         _check_buffers(op, x, given)
+        if computes:
+            op = computed(op)
+            check(op, Spec.of(x), given, runtime)
     except ArgumentError as error:
         raise error.located(type(op).__name__) from None
-    how = run_computing if computes_parameters(op) else run
-    outputs = how(op, x, given, runtime)
+    outputs = run(op, x, given, runtime)
     return outputs if op.extra_outputs else outputs[0]
 
 
@@ -148,6 +145,16 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
 def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
     """``op.check`` with the reserved names that it declares."""
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
+
+
+def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
+    """:func:`check` before the parameters are computed; None where only their values will tell."""
+    try:
+        return check(foreseen(op), x, keywords, runtime)
+    except Exception as error:
+        if isinstance(error, ArgumentError) and is_certain(op):
+            raise
+        return None  # it is checked again with the values
 
 
 def refuse_transforms(modules: Iterable[Any]) -> None:

@@ -38,6 +38,9 @@ class Chain(Op):
         """The ops that this one stands for, by role, in order."""
         return self._modules  # type: ignore[return-value]
 
+    def inner_ops(self) -> Mapping[str, Op]:
+        return self.parts
+
     def takes(self, role: str, keyword: str) -> str | None:
         """The name under which the chain takes a keyword of a part; None if it takes none such."""
         long = f"{role}_{keyword}"

@@ -17,6 +17,7 @@ from .graph import OpGraph
 from .halves import call_fwd
 from .op import Op
 from .own_code import has_own_forward
+from .parametrized import form_of, view_of
 from .plan import Plan, Step
 from .saved import tensors_of
 
@@ -236,10 +237,11 @@ def _explain_op(
     if has_own_forward(op):
         raise _OwnForwardError
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
-    named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
-    needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
+    op = view_of(op, lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
+    named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
+    needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}

@@ -66,7 +66,8 @@ class Fresh(NamedTuple):
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
         kept, lent, rest = pack(saved)
         once, order = _each_once(kept)
-        return Ran(outputs, once, lent, Call(self.op, self.names, wanted, rest, settings.current(), order))
+        op = self.op if self.op._outline is None else self.op._outline
+        return Ran(outputs, once, lent, Call(op, self.names, wanted, rest, settings.current(), order))
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""

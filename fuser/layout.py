@@ -12,6 +12,7 @@ from .chain import Chain, Composite
 from .errors import ArgumentError
 from .op import Op
 from .own_code import has_own_forward, hooks_of, is_hooked, patched_half
+from .parametrized import foreseen
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Layout:
             op = leaf.op
             if op is None:
                 continue
-            twice = sorted(op.keywords.keys() & set(op.input_names()))
+            twice = sorted(op.keywords.keys() & set(foreseen(op).input_names()))
             if twice:
                 raise ArgumentError(f"{leaf}: {twice[0]!r} is both a keyword and a parameter; rename one")
             for name, keyword in op.keywords.items():

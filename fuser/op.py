@@ -98,6 +98,7 @@ class Op(nn.Module, ABC):
             by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.
+        caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
         edits: how often an attribute has been assigned.
         changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
@@ -106,12 +107,15 @@ class Op(nn.Module, ABC):
 
     keywords: Mapping[str, Keyword] = {}
     untraced: frozenset[str] = frozenset()
+    caches: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
     replayable: bool = False
     edits: int = 0
     changes: int = 0
+    _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
+    _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,7 +147,7 @@ class Op(nn.Module, ABC):
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters by name, as they are now: a replaced parameter is seen at the next call.
 
-        One that is parametrized is what its parametrization gives, which autograd then passes through.
+        In a run, one that is parametrized is what its parametrization gives, which autograd then passes through.
         """
         return zip(self.input_names(), self.input_tensors(), strict=True)
 
@@ -176,12 +180,11 @@ class Op(nn.Module, ABC):
     def _named(self) -> Iterable[tuple[str, Tensor]]:
         if not self._modules:
             return [(name, p) for name, p in self._parameters.items() if p is not None]
-        named = self.named_parameters(remove_duplicate=False)
-        if "parametrizations" not in self._modules:
-            return named
-        computed: Any = self._modules["parametrizations"]
-        others: list[tuple[str, Tensor]] = [(n, p) for n, p in named if not n.startswith("parametrizations.")]
-        return others + [(name, getattr(self, name)) for name in computed]
+        return self.named_parameters(remove_duplicate=False)
+
+    def inner_ops(self) -> Mapping[str, Op]:
+        """The ops that it stands for, by role."""
+        return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -232,11 +235,6 @@ class Op(nn.Module, ABC):
         from .autograd import run_alone
 
         return run_alone(self, x, keywords)
-
-
-def computes_parameters(module: nn.Module) -> bool:
-    """Whether some of its parameters are computed, by ``torch.nn.utils.parametrize``."""
-    return any("parametrizations" in inner._modules for inner in module.modules())
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

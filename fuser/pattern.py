@@ -14,6 +14,7 @@ from networkx.algorithms.isomorphism import DiGraphMatcher
 from .graph import OpGraph, TensorInfo
 from .op import Op
 from .own_code import patched_half
+from .parametrized import foreseen
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 
@@ -31,7 +32,10 @@ def optional(types: OpTypes) -> Optional:
 
 @dataclass(frozen=True)
 class Match:
-    """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing."""
+    """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
+
+    Parameters that a parametrization computes are not computed for it: all but their values can be read.
+    """
 
     graph: OpGraph
     nodes: dict[str, str]
@@ -40,11 +44,12 @@ class Match:
     def __getattr__(self, role: str) -> Any:
         if role not in self.roles:
             raise AttributeError(f"no role {role!r} in this match; it has {', '.join(self.roles)}")
-        return self.graph.op(self.nodes[role]) if role in self.nodes else None
+        op = self.ops()[role]
+        return op if op is None else foreseen(op)
 
     def ops(self) -> dict[str, Any]:
         """What the fused op is built with."""
-        return {role: getattr(self, role) for role in self.roles}
+        return {role: self.graph.op(self.nodes[role]) if role in self.nodes else None for role in self.roles}
 
     def given(self, role: str, port: str) -> bool:
         """Whether the op of a role reads anything at ``port``."""

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from . import legality
-from .autograd import Runtime, Watch, check, refuse_transforms, run, run_computing
+from .autograd import Runtime, Watch, check, check_foreseen, refuse_transforms, run
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
 from .layout import Leaf
-from .op import Keyword, Op, Spec, computes_parameters
+from .op import Keyword, Op, Spec
 from .own_code import has_own_forward, is_called_whole, patched_half
+from .parametrized import computed, computes_parameters, foreseen
 from .settings import Config
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -30,13 +31,14 @@ class Step:
 
     module: nn.Module
     leaves: tuple[Leaf, ...]
+    roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
     leaf_reads: tuple[Reads | None, ...]  # None where an op reads what is made inside the step
     reads: Reads
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     late: bool  # reads what an earlier step computes, besides x
-    computes: bool  # some of its parameters
+    computes: bool  # some of the parameters of its ops
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
 
     @property
@@ -45,12 +47,12 @@ class Step:
 
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
-        whole = self.input_names is None
+        whole, look = self.input_names is None, check_foreseen if self.computes else check
         for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
             if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
                 return None
             try:
-                x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
+                x = look(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
             except ArgumentError as error:
                 raise error.located(str(leaf)) from None
         return None if whole and self.module._forward_hooks else x  # hooks may give out something else
@@ -74,12 +76,27 @@ class Step:
             op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
         )
 
+    def with_op(self, op: Op) -> Step:
+        """The same with another op, or view of it, in place of its own."""
+        parts = [op if role == "" else op.inner_ops()[role] for role in self.roles]
+        leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.leaves, parts, strict=True)])
+        return replace(self, module=op, leaves=leaves)
+
+    def computed(self) -> Step:
+        """The same on parameters that are computed here, for one run; they may be others than have been checked."""
+        assert isinstance(self.module, Op)
+        op = computed(self.module)
+        return replace(self.with_op(op), computes=False, input_names=op.input_names())
+
     def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            how = run_computing if self.computes else run
-            values += how(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
+            if self.computes:
+                step = self.computed()
+                step.check(Spec.of(x), values, runtime)
+                return step.run(values, runtime)
+            values += run(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
             if watch is not None:
                 watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
@@ -242,9 +259,9 @@ class _Builder:
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        names = None if leaf.op is None or is_called_whole(leaf.op) else leaf.op.input_names()
-        how = self._late(reads), computes_parameters(leaf.module)
-        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
+        names = None if leaf.op is None or is_called_whole(leaf.op) else foreseen(leaf.op).input_names()
+        how = self._late(reads), leaf.op is not None and computes_parameters(leaf.op)
+        return Step(leaf.module, (leaf,), ("",), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -255,8 +272,9 @@ class _Builder:
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
-        how = self._late(reads), computes_parameters(fused)
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), *how)
+        role_of = {node: role for role, node in match.nodes.items()}
+        names, how = foreseen(fused).input_names(), (self._late(reads), computes_parameters(fused))
+        return Step(fused, leaves, tuple([role_of[n] for n in nodes]), leaf_reads, reads, x, outputs, names, *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

@@ -18,7 +18,9 @@ from .facts import with_tensors
 from .layout import Layout, Leaf
 from .op import Op, Spec
 from .own_code import patched_half
+from .parametrized import computes_parameters, foreseen
 from .plan import Plan, Step
+from .trace import Outline
 
 
 class TracedStep(NamedTuple):
@@ -65,14 +67,12 @@ class Prepared:
 
     Attributes:
         step: its module, and those of its leaves, have no tensors.
-        roles: of each leaf, which part of a fused op it is; "" for the op itself.
         slots: of x and of the tensors among the keywords, in the order in which they come.
         names: of the modules' tensors, which come next.
         given: slot -> value, of the keywords that are no tensors.
     """
 
     step: Step
-    roles: tuple[str, ...]
     slots: tuple[int, ...]
     names: tuple[str, ...]
     given: Mapping[int, Any]
@@ -83,14 +83,13 @@ class Prepared:
         """Checks and runs the step with these tensors."""
         arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
         values = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
-        op: Op = with_tensors(self.step.module, dict(zip(self.names, own, strict=True)))
-        parts: list[Any] = [op if role == "" else op._modules[role] for role in self.roles]
-        leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.step.leaves, parts, strict=True)])
-        x = values[self.step.x]
+        step = self.step.with_op(with_tensors(self.step.module, dict(zip(self.names, own, strict=True))))
+        x = values[step.x]
         with settings.using(self.config):
-            replace(self.step, leaves=leaves).check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
-            keywords = {name: values[slot] for name, slot in self.step.reads}
-            return run(op, x, keywords, self.runtime, self.step.input_names)
+            step = step.computed() if step.computes else step
+            step.check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
+            keywords = {name: values[slot] for name, slot in step.reads}
+            return run(step.module, x, keywords, self.runtime, step.input_names)  # type: ignore[arg-type]
 
 
 _prepared: dict[str, Prepared] = {}
@@ -131,7 +130,8 @@ def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
     runtime, given = Runtime.of(values[0]), accepted(op, _given(call[2], values))
     reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
     outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
-    step = Step(op, (Leaf("", 0, op),), (reads,), reads, 0, outputs, op.input_names(), False, False)
+    names_of = foreseen(op).input_names(), False, computes_parameters(op)
+    step = Step(op, (Leaf("", 0, op),), ("",), (reads,), reads, 0, outputs, *names_of)
     return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 
@@ -156,11 +156,11 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
     _check_traceable(step, runtime)
     given = {slot: bound[slot] for _, slot in step.reads if slot < len(bound) and not isinstance(bound[slot], Tensor)}
     slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in given]]))
-    roles = _roles(step)
-    dotted = tuple([f"{r}.{n}" if r else n for r, label in zip(roles, labels, strict=True) for n in names[label]])
+    by_role = zip(step.roles, labels, strict=True)
+    dotted = tuple([f"{role}.{name}" if role else name for role, label in by_role for name in names[label]])
     bare = replace(step, module=with_tensors(step.module, {}), leaves=tuple([_bare(leaf) for leaf in step.leaves]))
     handle = f"step {next(_numbers)}: {step.name}"
-    _prepared[handle] = Prepared(bare, roles, slots, dotted, given, runtime, settings.current())
+    _prepared[handle] = Prepared(bare, slots, dotted, given, runtime, settings.current())
     return TracedStep(handle, labels, slots, (), len(step.outputs))
 
 
@@ -168,21 +168,9 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
     for leaf in step.leaves:
         if leaf.op and (half := patched_half(leaf.op)):
             raise _Refused(f"{leaf}: its {half} was set on the object, whose tensors compiled code does not see")
-        why = leaf.op.trace_refusal() if leaf.op and runtime.grad_enabled else None
+        why = foreseen(leaf.op).trace_refusal() if leaf.op and runtime.grad_enabled else None
         if why:
             raise _Refused(f"{leaf}: {why}")
-
-
-def _roles(step: Step) -> tuple[str, ...]:
-    """Of each leaf of a step, the role of its op in the fused op."""
-    if step.leaves[0].module is step.module:
-        return ("",)
-    parts = dict(step.module._modules)
-    found = []
-    for leaf in step.leaves:
-        found.append(next(role for role, part in parts.items() if part is leaf.module))
-        del parts[found[-1]]  # an op may stand at two places
-    return tuple(found)
 
 
 def _bare(leaf: Leaf) -> Leaf:
@@ -204,17 +192,4 @@ def _given(slots: Any, values: list[Any]) -> dict[str, Any]:
 def _stand_in(like: Any) -> Any:
     """An argument without data: all that binding and plans ask of one."""
     kind, *what = like
-    return _StandIn(*what) if kind == "tensor" else what[0]
-
-
-class _StandIn(Tensor):
-    @staticmethod
-    def __new__(cls, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> _StandIn:
-        return Tensor._make_wrapper_subclass(cls, (0,), dtype=dtype, device=device, requires_grad=requires_grad)
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise AssertionError(f"{func} of a tensor without data")
+    return Outline((0,), *what, "a plan reads no values") if kind == "tensor" else what[0]

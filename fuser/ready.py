@@ -22,6 +22,7 @@ from .fusion import registry
 from .halves import Again
 from .halves import Call as BackwardCall
 from .layout import Layout
+from .parametrized import computes_parameters
 from .plan import Plan
 from .recorder import PLAIN
 from .replay import SEEN, is_replayed_for, stream_of
@@ -51,6 +52,8 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
     key += [op.edits for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:
+        if op._modules and computes_parameters(op):
+            return None
         pool += op.held(runtime.grad_enabled)
     for value in call.values:
         if type(value) not in PLAIN:

@@ -19,6 +19,7 @@ from .fusion import registry
 from .graph import OpGraph
 from .layout import Layout
 from .own_code import is_hooked
+from .parametrized import foreseen
 from .plan import Plan, compile_plan
 from .replay import SEEN, Forms, aligned
 
@@ -197,7 +198,8 @@ class Sequential(nn.Sequential):
         switches, key, changes = settings.current(), call.key(), 0
         for leaf in layout.leaves:
             if leaf.op is not None:
-                key += (leaf.op.decision_key(), is_hooked(leaf.op))
+                known = leaf.op if not leaf.op._modules else foreseen(leaf.op)
+                key += (known.decision_key(), is_hooked(leaf.op))
                 changes += leaf.op.changes
         if changes != self._compiled.changes:  # conditions may have read what has been assigned since
             self._compiled.plans.clear()

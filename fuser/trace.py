@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import arg_tree_leaves
 
 
 class KernelCall(NamedTuple):
@@ -43,7 +44,27 @@ def active() -> bool:
     return _trace.get() is not None
 
 
-WITHOUT_DATA = (FakeTensor, FunctionalTensor)
+class Outline(Tensor):
+    """The form of a tensor: shape, dtype, device. Whatever asks for values fails, and says ``why`` there are none."""
+
+    why: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, why: str
+    ) -> Outline:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+    def __init__(self, *form: Any) -> None:
+        self.why = form[-1]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(next(t.why for t in arg_tree_leaves(*args, **kwargs or {}) if isinstance(t, Outline)))
+
+
+WITHOUT_DATA = (FakeTensor, FunctionalTensor, Outline)
 
 
 def has_no_data(tensor: Tensor) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import cache
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
@@ -23,6 +25,7 @@ class ExpertParameters(Op):
     ``load_state_dict`` reads either form, whichever the op has.
     """
 
+    caches = frozenset({"_groups"})
     num_groups: int
     per_group: dict[str, bool]
     transposed_weight: bool
@@ -155,6 +158,13 @@ class ExpertParameters(Op):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_groups": {}}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """By the state, as any module is copied; a parametrization would have each attribute copied as it is."""
+        copy = memo[id(self)] = object.__new__(type(self))
+        state: Any = type_before_parametrizations(self).__getstate__
+        copy.__setstate__(deepcopy(state(self), memo))
+        return copy
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """So are the parts of a copy or a pickle."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -162,6 +172,8 @@ class ExpertParameters(Op):
 
     def _gather(self) -> None:
         for name in (name for name, split in self.per_group.items() if split):
+            if not self._parameters.keys() >= set(self.parameter_names(name)):
+                continue  # some of them are computed
             parameters = self.expert_parameters(name)
             if not parameters[0].is_meta and as_one(parameters) is None:
                 for parameter, part in zip(parameters, torch.stack([p.data for p in parameters]), strict=True):

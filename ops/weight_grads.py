@@ -31,7 +31,7 @@ class WeightGrads(ExpertParameters):
         """Sets the protocol; to be called once the weights are registered."""
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._delayed: deque[Callable[[], None]] = deque()
+        self._delayed: deque[Callable[[WeightGrads], None]] = deque()
         self._hooks: list[Callable[[], None]] = []
         self._mark_weights()
 
@@ -52,7 +52,7 @@ class WeightGrads(ExpertParameters):
         """
         if "weight" not in needs_grad or x is None:
             return {}
-        if self._modules and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
+        if self._computed and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
             self._refuse_computed()
         rows = x
         left, right = (rows, dy) if self.transposed_weight else (dy, rows)
@@ -106,7 +106,7 @@ class WeightGrads(ExpertParameters):
             return
         with torch.no_grad():
             while self._delayed:
-                self._delayed[0]()
+                self._delayed[0](self)
                 self._delayed.popleft()  # once it is done: what raises can be mended, and is not lost
         for hook in self._hooks:
             hook()
@@ -128,13 +128,13 @@ class WeightGrads(ExpertParameters):
 
     def _mark_weights(self) -> None:
         """Tells Megatron's hooks that the gradients come later; neither copied parameters nor assigned ones know."""
-        for parameter in self.expert_parameters("weight") if self.delay_wgrad_compute else ():
-            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        for name in self.parameter_names("weight") if self.delay_wgrad_compute else ():
+            if (parameter := self._parameters.get(name)) is not None:  # else it is computed
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def _refuse_computed(self) -> None:
         """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""
-        computed: Any = self._modules.get("parametrizations", ())
-        for name in [name for name in computed if name.startswith("weight")]:
+        for name in [name for name in self._computed if name.startswith("weight")]:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} is computed by a parametrization, so its gradient must go through "
                 "autograd: without accumulate_into_main_grad and delay_wgrad_compute"
@@ -158,11 +158,12 @@ class WeightGrads(ExpertParameters):
         recorder.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
 
-        def later() -> None:
+        def later(op: WeightGrads) -> None:
             if [t._version for t in reads] != versions:
-                op = type(self).__name__
-                raise RuntimeError(f"{op}.backward_dw: x or the gradient of y was modified in place since the backward")
-            self._finish(wgrad, names)
+                raise RuntimeError(
+                    f"{type(op).__name__}.backward_dw: x or the gradient of y was modified in place since the backward"
+                )
+            op._finish(wgrad, names)
 
         self._delayed.append(later)
 

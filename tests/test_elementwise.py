@@ -57,6 +57,14 @@ def test_wide_scales_are_not_rounded_first():
     assert torch.equal(Scale()(x, scales=scales), (x.float() * scales[:, None]).to(HALF))
 
 
+def test_products_are_not_rounded_before_they_are_summed_for_the_scales():
+    x, dy = torch.tensor([[1 + 2**-7, 1 + 2**-6]], dtype=HALF), torch.tensor([[1 + 2**-7, -1]], dtype=HALF)
+    scales = torch.ones(1, dtype=HALF, requires_grad=True)
+    Scale()(x, scales=scales).backward(dy)
+
+    assert scales.grad.tolist() == [2**-14]
+
+
 def test_gradient_of_wide_scales_is_summed_wide():
     x, scales, dy = unit(8, 512, dtype=HALF, grad=False), unit(8, dtype=torch.float32), unit(8, 512, dtype=HALF)
     grads = run(Scale(), {"x": x, "scales": scales}, dy)
@@ -148,6 +156,13 @@ def test_bias_keeps_the_dtype_of_x():
     assert Bias(3)(torch.ones(2, 3, dtype=HALF)).dtype == HALF
 
 
+def test_gradient_of_a_wide_bias_is_not_rounded_to_the_dtype_of_x():
+    op, dy = Bias(1), torch.tensor([[256.0], [1.0]], dtype=HALF)
+    op(torch.ones(2, 1, dtype=HALF)).backward(dy)
+
+    assert op.bias.grad.tolist() == [257]
+
+
 def test_bias_gradcheck():
     op = Bias(3, dtype=torch.float64)
 
@@ -199,6 +214,13 @@ def test_extra_output_alone_returns_both():
 
     assert torch.equal(y, extra)
     assert x.grad.eq(3).all()
+
+
+def test_extra_output_that_is_made_without_grad_requires_none():
+    with torch.no_grad():
+        _, extra = MakeExtraOutput("r")(unit(3, 4))
+
+    assert not extra.requires_grad
 
 
 def test_extra_output_gradcheck():

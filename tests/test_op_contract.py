@@ -256,6 +256,32 @@ def test_gradients_arrive_by_name():
     assert torch.equal(op.bias.grad, dy.sum(0))
 
 
+def test_a_buffer_is_not_differentiated():
+    class Doubled(Op):
+        def fwd(self, x: Tensor, *, out: Buffer):
+            return out.copy_(2 * x).detach(), None
+
+        def bwd(self, saved, dy: Tensor):
+            return {"x": 2 * dy}
+
+    x, out = torch.ones(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    Doubled()(x, out=out).sum().backward()
+
+    assert x.grad.eq(2).all()
+    assert out.grad is None
+
+
+@pytest.mark.parametrize("wrap", [lambda op: op, Sequential])
+def test_a_parameter_that_is_registered_between_calls_is_missed_in_the_backward(wrap):
+    op, x = GroupedLinear(2, 4, 4, bias=False), torch.ones(3, 4)
+    model = wrap(op)
+    model(x, split_sizes=[1, 2])
+    op.register_parameter("extra", nn.Parameter(torch.ones(4)))
+
+    with pytest.raises(RuntimeError, match=r"GroupedLinear\.bwd returned no gradient for \['extra'\]"):
+        model(x, split_sizes=[1, 2]).sum().backward()
+
+
 def test_parameters_of_inner_modules_are_named_by_their_path():
     class Wrapped(Op):
         def __init__(self):

@@ -100,6 +100,18 @@ def test_a_composite_that_is_patched_between_calls_is_not_taken_apart() -> None:
     torch.testing.assert_close(model(x, scales=torch.ones(5)), 2 * y)
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
+def test_a_forward_that_is_set_on_a_nested_container_runs(called: bool) -> None:
+    model, x = Sequential(Sequential(Linear(K, K)), Activation("relu")), torch.randn(5, K)
+    if called:
+        model(x)
+    model[0].forward = lambda x: x + 1
+
+    torch.testing.assert_close(model(x), (x + 1).relu())
+    del model[0].forward
+    torch.testing.assert_close(model(x), model[0][0](x).relu())
+
+
 def test_decisions_see_edited_attributes() -> None:
     @register_fusion(Pattern.path(linear=Linear, act=Activation).where("not relu", lambda m: m.act.spec.name == "relu"))
     class LinearReLU(FusedOp):
@@ -145,11 +157,14 @@ class Counting(Activation):
 
 def test_an_op_that_counts_its_calls_is_planned_once() -> None:
     model = Sequential(Linear(K, F), Counting("silu"))
+    plans = []
     for _ in range(3):
         model(torch.randn(5, K)).sum().backward()
+        plans += model._compiled.plans.values()
 
     assert model[1].calls == 6
-    (plan,) = model._compiled.plans.values()
+    plan = plans[0]
+    assert plans == [plan] * 3
     model[1].calls = 0
     model(torch.randn(5, K))
     (again,) = model._compiled.plans.values()

@@ -124,6 +124,12 @@ def test_path_does_not_match_where_ops_are_joined_otherwise_too():
     assert matched(pattern, MakeExtraOutput("r"), ConstantScale(2.0), AddExtraInput("r")) == []
 
 
+def test_path_does_not_match_where_a_second_port_joins_the_same_ops():
+    pattern = Pattern.path(make=MakeExtraOutput, add=AddExtraInput)
+
+    assert matched(pattern, MakeExtraOutput("r"), AddExtraInput("r")) == []
+
+
 def test_two_ports_between_the_same_ops_are_one_edge():
     pattern = Pattern.path(make=MakeExtraOutput, add=AddExtraInput).edge("make", "add", "r")
 
@@ -183,16 +189,23 @@ def test_first_condition_that_fails_gives_the_reason():
     assert refusal(no, Identity()) == "second"
 
 
-def test_subclass_that_computes_something_else_is_refused():
-    class Tripled(ConstantScale):
-        def fwd(self, x):
-            return 3 * x, None
+class Tripled(ConstantScale):
+    def fwd(self, x):
+        return 3 * x, None
 
-    reason = "a is a Tripled, which overrides ConstantScale"
 
-    assert refusal(Pattern.path(a=ConstantScale), Tripled(2.0)) == reason
-    assert refusal(Pattern.path(a=Tripled), Tripled(2.0)) is None
-    assert refusal(Pattern.path(a=Op), Tripled(2.0)) is None
+class Straight(ConstantScale):
+    def bwd(self, saved, dy):
+        return {"x": dy}
+
+
+@pytest.mark.parametrize("half", [Tripled, Straight], ids=["fwd", "bwd"])
+def test_subclass_that_computes_something_else_is_refused(half):
+    reason = f"a is a {half.__name__}, which overrides ConstantScale"
+
+    assert refusal(Pattern.path(a=ConstantScale), half(2.0)) == reason
+    assert refusal(Pattern.path(a=half), half(2.0)) is None
+    assert refusal(Pattern.path(a=Op), half(2.0)) is None
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from fusible import (
     AddExtraInput,
     ArgumentError,
+    Bias,
     ConstantScale,
     GroupedLinear,
     Identity,
+    Linear,
     MakeExtraOutput,
     Pattern,
     Scale,
@@ -118,6 +120,15 @@ def test_what_a_decision_may_read_recompiles(change, compiled):
     model = mlp()
     model(X, SIZES, ONES, SIZES)
     change(model)
+
+    assert len(compiled) == 2
+
+
+def test_freezing_a_parameter_of_any_op_recompiles(compiled):
+    model = Sequential(Linear(4, 4), Bias(4))
+    for flag in (True, False, True):
+        model[1].bias.requires_grad_(flag)
+        model(X)
 
     assert len(compiled) == 2
 
