@@ -135,7 +135,8 @@ def gradients(
         written = [tensor for each in targets for tensor in each.tensors]
         given += dict(zip(map(id, written), written, strict=True)).values()  # each once
     addresses = list(map(Tensor.data_ptr, given))
-    key = len(given), targets and tuple([each.facts for each in targets]), *[op.edits for op in call.ops]
+    facts = tuple([each.facts for each in targets]) if targets else ()
+    key = len(given), facts, *[op.edits for op in call.ops]
     rows = douts[0].shape[0] if douts[0].dim() else 0
     entry = call.forms.entry(key, given, rows)
     known = entry.what

@@ -204,9 +204,7 @@ def test_main_grad_in_a_buffer_of_the_backward_is_refused(fused):
     with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU"}):
         y = model(x, split_sizes=SIZES, op_kwargs={0: {"grad_input": memory[: T * K].view(T, K)}})
 
-    with pytest.raises(
-        RuntimeError, match=r"a buffer for a gradient overlaps in memory what that of .*weight is"
-    ):
+    with pytest.raises(RuntimeError, match=r"a buffer for a gradient overlaps in memory what that of .*weight is"):
         y.sum().backward()
     assert memory.eq(0).all()
 
