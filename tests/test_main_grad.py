@@ -249,6 +249,16 @@ def test_writing_main_grad_counts_as_a_change_in_place(single):
     assert all(g._version > before[name] for name, g in main_grads(model).items())
 
 
+def test_each_main_grad_in_one_buffer_counts_its_changes():
+    model = with_main_grad(mlp(False, accumulate_into_main_grad=True))
+    buffer = torch.zeros(E, 2 * F, K, dtype=torch.float64)
+    for i, part in enumerate(buffer):
+        getattr(model[0], f"weight{i}").main_grad = part.data  # which counts for itself
+    step(model, unit(T, K))
+
+    assert all(getattr(model[0], f"weight{i}").main_grad._version for i in range(E))
+
+
 @pytest.mark.parametrize("delay", [True, False])
 @pytest.mark.parametrize("single", [True, False])
 def test_a_deleted_main_grad_is_freed(single, delay):

@@ -139,7 +139,7 @@ def test_zeros_are_nobody_elses():
 def test_one_expert_that_wants_zeros_is_enough():
     op = layer(single=False)
     step(op)
-    op.weight0.grad.fill_(7.0)
+    op.weight1.grad.fill_(7.0)
     op.zero_grad()
     op.weight1.zero_out_wgrad = True
     step(op)
