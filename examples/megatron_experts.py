@@ -76,6 +76,7 @@ def main() -> None:
     reduced: list[str] = []
     for i, name in ((0, "fc1"), (2, "fc2")):
         op: Any = layer._ops[0][i]
+        assert op.weight.skip_backward_post_hook  # so that Megatron registers its hook here, not with autograd
         assert op.need_backward_dw()  # whatever asks this while it sets up takes part in delayed gradients
 
         def reduce(name: str = name, weight: nn.Parameter = op.weight) -> None:

@@ -107,6 +107,12 @@ class WeightGrads(ExpertParameters):
         """Adds a function that :meth:`backward_dw` calls when the gradients are there."""
         self._hooks.append(hook)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        of_weight = name.startswith("weight") and name.removeprefix("weight").isdecimal() == self.per_group["weight"]
+        if of_weight and param is not None and self.__dict__.get("delay_wgrad_compute"):
+            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._main_grads.forget()
         self._stand_ins.forget()
@@ -121,7 +127,7 @@ class WeightGrads(ExpertParameters):
         self._mark_weights()
 
     def _mark_weights(self) -> None:
-        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor assigned ones know."""
+        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor loaded ones know."""
         for parameter in self.expert_parameters("weight") if self.delay_wgrad_compute else ():
             parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
