@@ -76,7 +76,15 @@ def main() -> None:
     reduced: list[str] = []
     for i, name in ((0, "fc1"), (2, "fc2")):
         op: Any = layer._ops[0][i]
-        op.register_wgrad_accumulation_and_reduce_hooks(lambda name=name: reduced.append(name))
+        assert op.weight.skip_backward_post_hook  # so that Megatron registers its hook here, not with autograd
+        assert op.need_backward_dw()  # whatever asks this while it sets up takes part in delayed gradients
+
+        def reduce(name: str = name, weight: nn.Parameter = op.weight) -> None:
+            assert weight.grad is not None  # a stand-in, which says that main_grad is complete
+            weight.grad = None
+            reduced.append(name)
+
+        op.register_wgrad_accumulation_and_reduce_hooks(reduce)
 
     y, _ = layer(x, sizes, probs, output, grad_input)
     y.backward(dy)
@@ -85,6 +93,7 @@ def main() -> None:
     assert x.grad.data_ptr() == grad_input.data_ptr()
     main_grads: list[Tensor] = [p.main_grad for p in layer.parameters()]  # type: ignore[attr-defined]
     assert not any(main_grad.any() for main_grad in main_grads)  # nothing yet: they are delayed
+    assert all(layer._ops[0][i].has_delayed_wgrad() for i in (0, 2))  # type: ignore[operator]
     layer.backward_dw()
 
     expected = reference(layer, x, sizes, probs)

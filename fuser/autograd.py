@@ -202,9 +202,9 @@ class _OpFunction(torch.autograd.Function):
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
         try:
             if _is_plain(call, douts[0].device.type):
-                return None, *halves.gradients(call, tensors, ctx.lent, douts)
+                return None, *halves.gradients(call, tensors, ctx.lent, douts, ctx)
             with _BackwardScope(call, douts[0].device.type):
-                grads = halves.gradients(call, tensors, ctx.lent, douts)
+                grads = halves.gradients(call, tensors, ctx.lent, douts, ctx)
         except RuntimeError as error:
             _explain_batched(call, douts, error)
             raise

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .autograd import Runtime, check
 from .halves import call_bwd, call_fwd, evaluate
-from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec, Targets
+from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs, Spec
 
 
 class Chain(Op):
@@ -59,9 +59,8 @@ class Chain(Op):
     def memory(self) -> list[Tensor]:
         return [tensor for part in self.parts.values() for tensor in part.memory()]
 
-    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
-        found = [t for name, part in self.parts.items() if (t := part.targets(wanted, f"{role}{name}.")) is not None]
-        return Targets.joined(found) if found else None
+    def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
+        return [each for name, part in self.parts.items() for each in part.deliveries(wanted, f"{role}{name}.")]
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")

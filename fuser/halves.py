@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import settings
-from .op import Gradient, Grads, Op
+from .buffers import overlap
+from .op import Delivery, Gradient, Grads, Op, Targets
 from .recorder import Recorder
 from .records import Record, replay_of
 from .replay import Forms, Replay, aligned, stream_of
@@ -115,29 +116,66 @@ class Again(NamedTuple):
 
 
 def gradients(
-    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
+    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
 ) -> list[Tensor | None]:
-    """Runs the backward; the gradients in the order of the names."""
+    """Runs the backward of an autograd node; the gradients in the order of the names."""
+    targets: tuple[Targets, ...] = ()
+    wanted = call.wanted
+    deliveries = call.op.deliveries(wanted)
+    if deliveries:
+        asked = [each for each in deliveries if _is_asked(node, call.names.index(each.name))]
+        if len(asked) < len(deliveries):
+            wanted = wanted - {each.name for each in deliveries if each not in asked}
+        if lent or call.forms is not None:
+            targets = tuple([each.targets() for each in asked])
+            _refuse_overlaps(call.op, asked, targets, lent)
     if call.forms is None:
-        return _gradients(call, tensors, lent, douts)
-    targets = call.op.targets(call.wanted)
-    given = [*tensors, *lent, *douts] if targets is None else [*tensors, *lent, *douts, *targets.tensors]
+        return _gradients(call, tensors, lent, douts, wanted)
+    given = [*tensors, *lent, *douts]
+    if targets:
+        written = [tensor for each in targets for tensor in each.tensors]
+        given += dict(zip(map(id, written), written, strict=True)).values()  # each once
     addresses = list(map(Tensor.data_ptr, given))
-    key = len(given), targets and targets.facts, *[op.edits for op in call.ops]
+    facts = tuple([each.facts for each in targets]) if targets else ()
+    key = len(given), facts, *[op.edits for op in call.ops]
     rows = douts[0].shape[0] if douts[0].dim() else 0
     entry = call.forms.entry(key, given, rows)
     known = entry.what
     if known is _REFUSED or not aligned(addresses):
-        return _gradients(call, tensors, lent, douts)
+        return _gradients(call, tensors, lent, douts, wanted)
     if known is None:
         with Recorder(given) as recorder:
-            grads = _gradients(call, tensors, lent, douts)
+            grads = _gradients(call, tensors, lent, douts, wanted)
         _note(entry, recorder.record(rows, grads), rows)
         return grads
     made = known.run(given, addresses, rows, stream_of(given[0]))
-    if targets is not None:
-        targets.written()
+    for each in targets:
+        if each.done is not None:
+            each.done()
     return [None if i is None else made[i] for i in known.made]
+
+
+def _is_asked(node: Any, position: int) -> bool:
+    """Whether the backward that runs wants the gradient of a node's input: not if it is for others, as ``grad`` is.
+
+    What the node says of its inputs was settled in the forward, so the engine is asked whether it will go on from here.
+    """
+    producer = node.next_functions[position][0]
+    try:
+        return producer is None or bool(torch._C._will_engine_execute_node(producer))
+    except RuntimeError:  # a leaf whose gradient ``grad`` returns, or no engine, which could leave something out
+        return True
+
+
+def _refuse_overlaps(op: Op, asked: Sequence[Delivery], targets: Sequence[Targets], lent: Sequence[Tensor]) -> None:
+    """Raises where a buffer of the backward shares memory with what it writes besides."""
+    for buffer in lent:
+        for delivery, each in zip(asked, targets, strict=True):
+            if any(overlap(buffer, tensor) for tensor in each.written):
+                raise RuntimeError(
+                    f"{type(op).__name__}: a buffer for a gradient overlaps in memory what that of {delivery.name} is "
+                    "added to; give a buffer of its own"
+                )
 
 
 def _note(entry: Any, record: Record | None, rows: int) -> None:
@@ -199,16 +237,20 @@ def with_reserved(
 
 
 def _gradients(
-    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
+    call: Call,
+    tensors: Sequence[Tensor],
+    lent: Sequence[Tensor],
+    douts: tuple[Tensor, ...],
+    wanted: frozenset[str],
 ) -> list[Tensor | None]:
-    grads = call_bwd(call.op, call.saved(tensors, lent), douts, call.wanted)
+    grads = call_bwd(call.op, call.saved(tensors, lent), douts, wanted)
     for name in grads:
         if name not in call.names:
             raise RuntimeError(
                 f"{type(call.op).__name__}.bwd returned gradients for {sorted(grads.keys() - set(call.names))}, "
                 f"which it does not read; it returned {sorted(grads)}"
             )
-    return [evaluate(grads[name]) if name in call.wanted else None for name in call.names]
+    return [evaluate(grads[name]) if name in wanted else None for name in call.names]
 
 
 def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:

@@ -57,27 +57,32 @@ class Keyword(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What a ``bwd`` writes besides the gradients that it returns.
+    """Where a gradient goes that ``bwd`` does not return.
 
     Attributes:
-        tensors: where it writes.
+        tensors: that it writes, or returns aliases of.
         facts: what else decides how.
-        written: to be called once it has been written by others: says so to whoever wants to know.
+        written: those of the tensors that it writes.
+        done: to be called once others have written them: says so to whoever wants to know.
     """
 
-    tensors: list[Tensor]
+    tensors: Sequence[Tensor]
     facts: tuple[Any, ...]
-    written: Callable[[], None]
+    written: Sequence[Tensor] = ()
+    done: Callable[[], None] | None = None
 
-    @classmethod
-    def joined(cls, several: Sequence[Targets]) -> Targets:
-        """All of them as one."""
 
-        def written() -> None:
-            for targets in several:
-                targets.written()
+class Delivery(NamedTuple):
+    """A gradient that ``bwd`` delivers by itself: to memory that it finds, or later.
 
-        return cls([t for targets in several for t in targets.tensors], tuple([t.facts for t in several]), written)
+    Attributes:
+        name: of the input, as autograd's wishes have it.
+        targets: finds where the gradient goes, and raises where it cannot go there. A backward asks before it writes
+            anything, and only if it wants the gradient.
+    """
+
+    name: str
+    targets: Callable[[], Targets]
 
 
 class Op(nn.Module, ABC):
@@ -95,7 +100,7 @@ class Op(nn.Module, ABC):
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
         replayable: whether calls of a form may be replayed (:mod:`replay`): all that ``fwd`` and ``bwd`` do is launched
-            by the kernels' library, returned, or declared by :meth:`targets`, and depends on nothing but what
+            by the kernels' library, returned, or declared by :meth:`deliveries`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.
         caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
@@ -167,9 +172,9 @@ class Op(nn.Module, ABC):
         """:meth:`memory` and, where autograd records, :meth:`input_tensors`; each tensor once."""
         return self.input_tensors()
 
-    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
-        """What ``bwd`` will write besides the gradients that it returns; ``role`` precedes its names in ``wanted``."""
-        return None
+    def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
+        """The wanted gradients that ``bwd`` does not return; ``role`` precedes the op's names in ``wanted``."""
+        return ()
 
     def decision_key(self) -> tuple[Any, ...]:
         """What fusions may read of the parameters; part of the key of the plan cache."""

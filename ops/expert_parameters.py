@@ -44,6 +44,16 @@ class ExpertParameters(Op):
         for i, part in enumerate(() if single else data):
             self.register_parameter(f"{name}{i}", nn.Parameter(part))
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Assigning comes here as well. What was found of parameters would keep one alive that is replaced."""
+        super().register_parameter(name, param)
+        for key, group in [*self._groups.items()]:
+            number = name.removeprefix(key)
+            if name == key or not number.isdecimal() or type(param) is not nn.Parameter:
+                continue  # something else, or what FSDP puts there while it keeps the others
+            if not any(tensor is param for tensor in group.tensors[int(number) :][:1]):
+                del self._groups[key]
+
     def parameter_names(self, name: str) -> list[str]:
         """The registered names of an expert parameter, in group order."""
         return list(_names(name, self.num_groups)) if self.per_group[name] else [name]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..fuser import Grads, recorder
-from ..fuser.op import Targets
+from ..fuser.op import Delivery, Targets
 from . import kernels
+from .checks import is_plain
+from .delayed import Delayed
 from .expert_group import ExpertGroup
 from .expert_parameters import ExpertParameters
 from .kernels import Layout, Matrices
+from .main_grads import Destination, MainGrads
+from .stand_ins import StandIns
 
 Wgrad = Callable[..., Matrices]
 """Computes ``dy^T x`` by group, in the shape of the weight; takes ``out``, ``out_dtype``, ``beta`` of the kernel."""
@@ -23,7 +27,7 @@ Wgrad = Callable[..., Matrices]
 class WeightGrads(ExpertParameters):
     """The weight-gradient half of :class:`GroupedLinear`."""
 
-    untraced = frozenset({"_delayed", "_hooks", "_groups"})
+    untraced = frozenset({"_delayed", "_hooks", "_groups", "_main_grads", "_stand_ins"})
     accumulate_into_main_grad: bool
     delay_wgrad_compute: bool
 
@@ -31,7 +35,7 @@ class WeightGrads(ExpertParameters):
         """Sets the protocol; to be called once the weights are registered."""
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._delayed: deque[Callable[[WeightGrads], None]] = deque()
+        self._delayed, self._main_grads, self._stand_ins = Delayed[WeightGrads](), MainGrads(), StandIns()
         self._hooks: list[Callable[[], None]] = []
         self._mark_weights()
 
@@ -65,58 +69,54 @@ class WeightGrads(ExpertParameters):
             return {"weight": None}
         if self.accumulate_into_main_grad:
             names = self._trained()
-            self._into_main_grad(wgrad, names)
-            return {"weight": self._stand_in(names)}
+            return {"weight": self._into_main_grad(wgrad, names)}
         dtype = self.one_parameter("weight").dtype
         return {"weight": lambda: wgrad(out_dtype=dtype)}  # type: ignore[dict-item, return-value]
 
-    def targets(self, wanted: frozenset[str], role: str = "") -> Targets | None:
-        """The ``main_grad`` of the weights, where their gradients go there."""
-        if not self.accumulate_into_main_grad or self.delay_wgrad_compute or f"{role}weight" not in wanted:
-            return None
-        names = self._trained()
-        parameters = self._of_names(names)
-        group, add = self._main_grads(names, parameters)
-        flags, zeros = _attributes(parameters, "grad_added_to_main_grad", "zero_out_wgrad")
-        flagged = [flag is not None for flag in flags]
-
-        def written() -> None:
-            torch.autograd.graph.increment_version(group.tensors)
-            if any(flagged):
-                _flag(parameters)
-
-        values = group.values() if self.per_group["weight"] else group.tensors[0]
-        facts = names, tuple(add), tuple(flagged), any(zeros)
-        return Targets([values] if isinstance(values, Tensor) else list(values), facts, written)
+    def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
+        """The gradient of the weights, where it goes to ``main_grad`` or is delayed."""
+        if not (self.accumulate_into_main_grad or self.delay_wgrad_compute) or f"{role}weight" not in wanted:
+            return ()
+        return (Delivery(f"{role}weight", partial(self._targets, role)),)
 
     def need_backward_dw(self) -> bool:
-        """Whether weight gradients wait for :meth:`backward_dw`."""
+        """Whether weight gradients are delayed, so that each backward needs a :meth:`backward_dw`."""
+        return self.delay_wgrad_compute
+
+    def has_delayed_wgrad(self) -> bool:
+        """Whether weight gradients wait for :meth:`backward_dw` now."""
         return bool(self._delayed)
 
     def backward_dw(self) -> None:
         """Computes the delayed weight gradients, first in first out, and adds them to ``.grad`` or ``main_grad``.
 
-        With nothing delayed it does nothing. Then :meth:`register_wgrad_accumulation_and_reduce_hooks`' hooks run.
+        With nothing delayed it does nothing. Then :meth:`register_wgrad_accumulation_and_reduce_hooks`' hooks run. A
+        weight that has been frozen since the backward gets nothing. Any thread may call it.
 
         Raises:
-            RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; or an ``x`` or a gradient of
-                ``y`` that was modified in place meanwhile. What could not be computed stays delayed.
+            RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; an ``x`` or a gradient of ``y``
+                that was modified in place meanwhile; or a weight of another shape. What could not be computed stays
+                delayed, and nothing of it has been added.
         """
-        if not self._delayed:
-            return
         with torch.no_grad():
-            while self._delayed:
-                self._delayed[0](self)
-                self._delayed.popleft()  # once it is done: what raises can be mended, and is not lost
-        for hook in self._hooks:
+            ran = self._delayed.run(self)
+        for hook in self._hooks if ran else ():
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Adds a function that :meth:`backward_dw` calls when the gradients are there."""
         self._hooks.append(hook)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_delayed": deque()}
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        of_weight = name.startswith("weight") and name.removeprefix("weight").isdecimal() == self.per_group["weight"]
+        if of_weight and param is not None and self.__dict__.get("delay_wgrad_compute"):
+            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._main_grads.forget()
+        self._stand_ins.forget()
+        return super()._apply(fn, recurse)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,7 +127,7 @@ class WeightGrads(ExpertParameters):
         self._mark_weights()
 
     def _mark_weights(self) -> None:
-        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor assigned ones know."""
+        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor loaded ones know."""
         for name in self.parameter_names("weight") if self.delay_wgrad_compute else ():
             if (parameter := self._parameters.get(name)) is not None:  # else it is computed
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
@@ -153,105 +153,101 @@ class WeightGrads(ExpertParameters):
         everything = len(names) == self.num_groups or not self.per_group["weight"]
         return self.expert_parameters("weight") if everything else [getattr(self, name) for name in names]
 
+    def _targets(self, role: str) -> Targets:
+        if self.delay_wgrad_compute:
+            return Targets((), (role, "delayed"))
+        names = self._trained()
+        parameters = self._of_names(names)
+        goes = self._destination(names, parameters)
+        values = goes.group.values() if self.per_group["weight"] else goes.group.tensors[0]
+        tensors = (values,) if isinstance(values, Tensor) else tuple(values)
+        shared = (self._stand_ins.memory(*self._stand_in_form(parameters[0])),) if any(goes.flagged) else ()
+
+        def done() -> None:
+            torch.autograd.graph.increment_version(goes.group.tensors)
+            goes.flag(parameters)
+
+        facts = role, names, tuple(goes.add), tuple(goes.flagged), goes.zeros
+        return Targets((*tensors, *shared), facts, tensors, done)
+
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
         recorder.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
+        weight = self.one_parameter("weight")
+        shape, device = weight.shape, weight.device
 
-        def later(op: WeightGrads) -> None:
+        def later(op: WeightGrads) -> None:  # the op itself: what runs the backward may be a view of it
+            name = f"{type(op).__name__}.backward_dw"
             if [t._version for t in reads] != versions:
-                raise RuntimeError(
-                    f"{type(op).__name__}.backward_dw: x or the gradient of y was modified in place since the backward"
-                )
-            op._finish(wgrad, names)
+                raise RuntimeError(f"{name}: x or the gradient of y was modified in place since the backward")
+            trained = op._trained()
+            left = tuple([weight for weight in names if weight in trained])
+            if left:
+                _refuse_replaced(name, left, op._of_names(left), shape, device)
+                op._finish(wgrad, left)
 
-        self._delayed.append(later)
+        self._delayed.add(later)
 
     def _finish(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
-        if self.accumulate_into_main_grad:
-            self._into_main_grad(wgrad, names)
-            _flag(self._of_names(names))
-            return
+        if self._computed:
+            self._refuse_computed()
         parameters = self._of_names(names)
-        grads = []
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            grads.append(parameter.grad)
-        self._write(wgrad, names, ExpertGroup(tuple(grads)), [True] * len(names))
+        if self.accumulate_into_main_grad:
+            stand_in = self._into_main_grad(wgrad, names)
+            if stand_in is not None:  # autograd's backward is over: who waits for a gradient looks for it in .grad
+                self._give(stand_in, names)
+            return
+        grads = [torch.empty_like(p) if p.grad is None else p.grad for p in parameters]
+        self._write(wgrad, names, ExpertGroup(tuple(grads)), [p.grad is not None for p in parameters])
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
 
-    def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> None:
-        self._write(wgrad, names, *self._main_grads(names, self._of_names(names)))
+    def _give(self, stand_in: Tensor, names: tuple[str, ...]) -> None:
+        """Sets ``.grad`` of those that want to know of ``main_grad``, as autograd does where nothing is delayed."""
+        stand_ins = stand_in.unbind() if self.per_group["weight"] else (stand_in,)
+        for name, part in zip(self.parameter_names("weight"), stand_ins, strict=True):
+            parameter = getattr(self, name)
+            if name in names and getattr(parameter, "grad_added_to_main_grad", False) and parameter.grad is None:
+                parameter.grad = part.detach()
 
-    def _main_grads(self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]) -> tuple[ExpertGroup, list[bool]]:
-        """Where the gradients of the named weights go, and which are added to what is there."""
-        op = type(self).__name__
-        fetchers, grads, overwrite = _attributes(parameters, "get_main_grad", "main_grad", "overwrite_main_grad")
-        fetched = tuple([g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)])
-        group = self._groups.get("main_grad")
-        if group is None or not group.holds(fetched):
-            checked = [_main_grad(op, *each) for each in zip(names, parameters, fetched, strict=True)]
-            group = self._groups["main_grad"] = ExpertGroup(tuple(checked))
-        return group, [not o for o in overwrite]
+    def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> Tensor | None:
+        """Adds the gradients there; returns what autograd is given for them, as Megatron's hooks expect it."""
+        parameters = self._of_names(names)
+        goes = self._destination(names, parameters)
+        self._write(wgrad, names, goes.group, goes.add)
+        goes.flag(parameters)
+        return self._stand_ins.of(*self._stand_in_form(parameters[0]), goes.zeros) if any(goes.flagged) else None
+
+    def _destination(self, names: tuple[str, ...], parameters: Sequence[nn.Parameter]) -> Destination:
+        return self._main_grads.of(type(self).__name__, names, parameters, self._parameters.values())
+
+    def _stand_in_form(self, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        return weight, (self.num_groups, *weight.shape) if self.per_group["weight"] else tuple(weight.shape)
 
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
         everything = names == tuple(self.parameter_names("weight"))
-        if everything and len(set(add)) == 1:
+        if everything and len(set(add)) == 1 and targets.is_uniform:
             wgrad(
                 out=targets.values() if self.per_group["weight"] else targets.tensors[0], beta=1.0 if add[0] else None
             )
             torch.autograd.graph.increment_version(targets.tensors)
             return
-        gradient = wgrad(out_dtype=targets.tensors[0].dtype)
+        gradient = wgrad(out_dtype=reduce(torch.promote_types, {target.dtype for target in targets.tensors}))
         for name, target, adds in zip(names, targets.tensors, add, strict=True):
             part = gradient[self.parameter_names("weight").index(name)]
             target.add_(part) if adds else target.copy_(part)
 
-    def _stand_in(self, names: tuple[str, ...]) -> Tensor | None:
-        """What autograd is given for gradients that lie in ``main_grad``, as Megatron's optimizer hooks expect it."""
-        flagged = _flag(self._of_names(names))
-        if not flagged:
-            return None
-        zeros = any(_attributes(flagged, "zero_out_wgrad")[0])
-        groups = (self.num_groups,) if self.per_group["weight"] else ()
-        gradient = flagged[0].new_empty((*groups, *flagged[0].shape))
-        return gradient.zero_() if zeros else gradient
 
-
-def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Says of those that want to know that their gradients are in ``main_grad``; returns them."""
-    (flags,) = _attributes(parameters, "grad_added_to_main_grad")
-    flagged = [p for p, flag in zip(parameters, flags, strict=True) if flag is not None]
-    for parameter in flagged:
-        parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return flagged
-
-
-def _attributes(parameters: Sequence[nn.Parameter], *names: str) -> list[list[Any]]:
-    """Of each name what each parameter has under it, None if nothing; plain ones are not asked by a failing look-up."""
-    plain = nn.Parameter
-    own = [p.__dict__ if type(p) is plain else {name: getattr(p, name, None) for name in names} for p in parameters]
-    return [[each.get(name) for each in own] for name in names]
-
-
-def _main_grad(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
-    """The parameter's ``main_grad`` in the parameter's shape, same memory; itself if it has that shape."""
-    if not isinstance(grad, Tensor):
-        raise RuntimeError(
-            f"{op}: accumulate_into_main_grad needs {name}.main_grad, which is not set; "
-            "set it to a tensor of the parameter's shape before the backward"
-        )
-    if grad.numel() != parameter.numel() or not grad.is_floating_point() or grad.device != parameter.device:
-        raise RuntimeError(
-            f"{op}: {name}.main_grad must be floating-point, on {parameter.device}, of shape {list(parameter.shape)}; "
-            f"got {grad.dtype} on {grad.device}, shape {list(grad.shape)}"
-        )
-    if grad.shape == parameter.shape:
-        return grad
-    try:
-        return grad.view(parameter.shape)
-    except RuntimeError:
-        raise RuntimeError(
-            f"{op}: {name}.main_grad, of shape {list(grad.shape)} and strides {list(grad.stride())}, "
-            f"cannot be viewed as {list(parameter.shape)}; make it contiguous"
-        ) from None
+def _refuse_replaced(
+    op: str, names: Sequence[str], parameters: Sequence[nn.Parameter], shape: torch.Size, device: torch.device
+) -> None:
+    """Raises where a weight has become another one since the backward, which the gradient does not fit."""
+    for name, parameter in zip(names, parameters, strict=True):
+        if parameter.shape != shape or parameter.device != device or not is_plain(type(parameter)):
+            raise RuntimeError(
+                f"{op}: {name} was a parameter of shape {list(shape)} on {device} in the backward, "
+                f"now it is a {type(parameter).__name__} of shape {list(parameter.shape)} on {parameter.device}; "
+                "call backward_dw() before replacing it"
+            )

@@ -107,6 +107,20 @@ def test_a_replaced_parameter_gets_the_gradient():
     torch.testing.assert_close(grads(op), expected(op))
 
 
+def test_replaced_parameters_are_freed_before_the_next_call():
+    op = layer()
+    step(op)
+    gone = weakref.ref(op.weight1)
+    gc.collect()
+    gc.disable()
+    try:
+        op.weight1 = nn.Parameter(torch.zeros(F, K).double())
+        assert gone() is None
+    finally:
+        gc.enable()
+    step(op)
+
+
 def test_new_data_of_a_parameter_is_read():
     op = layer(bias=False)
     before = op(X, split_sizes=SIZES)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from reference import assert_same, named_grads, unit
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from fusible import GroupedLinear, Sequential, SwiGLU, config
@@ -143,6 +146,202 @@ def test_unfit_main_grad_is_an_error_in_the_backward(main_grad, message):
 
     with pytest.raises(RuntimeError, match="GroupedLinear: .*weight.main_grad.*" + message):
         step(model, unit(T, K))
+
+
+def unfit(kind, weight):
+    """A ``main_grad`` of the right shape that cannot be written."""
+    if kind == "expanded":
+        return torch.zeros(1, *weight.shape[1:], dtype=weight.dtype).expand(weight.shape)
+    if kind == "the weight itself":
+        return weight.detach()
+    if kind == "sparse":
+        return torch.zeros(weight.shape, dtype=weight.dtype).to_sparse()
+    if kind == "float8":
+        return torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+    with torch.inference_mode():
+        return torch.zeros(weight.shape, dtype=weight.dtype)
+
+
+UNFIT = {
+    "expanded": r"strides \[0, 4, 1\], has elements that share memory",
+    "the weight itself": "overlaps a parameter of the op in memory",
+    "sparse": r"must be a plain dense tensor, got torch\.sparse_coo",
+    "inference": r"was made under torch\.inference_mode\(\)",
+    "float8": "must have at least 16 bits",
+}
+
+
+@pytest.mark.parametrize("delay", [True, False])
+@pytest.mark.parametrize("kind", UNFIT)
+def test_main_grad_that_cannot_be_written_is_refused_in_words(kind, delay):
+    model = with_main_grad(mlp(accumulate_into_main_grad=True, delay_wgrad_compute=delay))
+    before = model[0].weight.detach().clone()
+    model[0].weight.main_grad = unfit(kind, model[0].weight)
+
+    if delay:
+        step(model, unit(T, K))
+    with pytest.raises(RuntimeError, match=r"GroupedLinear: weight\.main_grad.*" + UNFIT[kind]):
+        model[0].backward_dw() if delay else step(model, unit(T, K))
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_main_grad_in_the_memory_of_another_tensor_of_the_op_is_refused(other):
+    model = with_main_grad(mlp(False, accumulate_into_main_grad=True))
+    fc1 = model[0]
+    fc1.weight2.main_grad = [fc1.weight1.detach(), fc1.weight0.main_grad][other]
+
+    with pytest.raises(RuntimeError, match=r"weight\d\.main_grad overlaps (a parameter|weight\d\.main_grad)"):
+        step(model, unit(T, K))
+    assert fc1.weight0.main_grad.eq(FIRST).all()
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_main_grad_in_a_buffer_of_the_backward_is_refused(fused):
+    model, x = with_main_grad(mlp(accumulate_into_main_grad=True)), unit(T, K)
+    memory = torch.zeros(E * 2 * F * K, dtype=torch.float64)
+    model[0].weight.main_grad = memory.view(E, 2 * F, K)
+    with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU"}):
+        y = model(x, split_sizes=SIZES, op_kwargs={0: {"grad_input": memory[: T * K].view(T, K)}})
+
+    with pytest.raises(RuntimeError, match=r"a buffer for a gradient overlaps in memory what that of .*weight is"):
+        y.sum().backward()
+    assert memory.eq(0).all()
+
+
+def test_interleaved_main_grads_are_written():
+    """They share no memory, though each begins before the other ends."""
+    op, x = GroupedLinear(2, K, F, bias=False, accumulate_into_main_grad=True, single_grouped_weight=False), unit(T, K)
+    memory = torch.zeros(F, 2 * K)
+    for i, weight in enumerate(op.parameters()):
+        weight.main_grad = memory[:, i * K : (i + 1) * K]
+    op(x.float(), split_sizes=[4, 6]).sum().backward()
+
+    torch.testing.assert_close(memory[0], torch.cat([x[:4].sum(0), x[4:].sum(0)]).detach().float())
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+@pytest.mark.parametrize("delay", [True, False])
+def test_main_grads_of_several_dtypes(overwrite, delay):
+    model = with_main_grad(mlp(False, accumulate_into_main_grad=True, delay_wgrad_compute=delay, dtype=torch.float32))
+    x = unit(T, K, dtype=torch.float32)
+    for weight in weights(model).values():
+        weight.overwrite_main_grad = overwrite
+    model[0].weight2.main_grad = torch.full_like(model[0].weight2, FIRST, dtype=torch.float64)
+    model[2].weight0.main_grad = torch.full_like(model[2].weight0, FIRST, dtype=torch.bfloat16)
+    step(model, x)
+    model[0].backward_dw()
+    model[2].backward_dw()
+    expected = {name: g + (0 if overwrite else FIRST) for name, g in expected_grads(model, x).items()}
+
+    dtypes = {name: g.dtype for name, g in main_grads(model).items()}
+    assert set(dtypes.values()) == {torch.float32, torch.float64, torch.bfloat16}
+    for name, gradient in main_grads(model).items():
+        torch.testing.assert_close(gradient, expected[name].to(dtypes[name]))
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_writing_main_grad_counts_as_a_change_in_place(single):
+    model = with_main_grad(mlp(single, accumulate_into_main_grad=True))
+    before = {name: g._version for name, g in main_grads(model).items()}
+    step(model, unit(T, K))
+
+    assert all(g._version > before[name] for name, g in main_grads(model).items())
+
+
+def test_each_main_grad_in_one_buffer_counts_its_changes():
+    model = with_main_grad(mlp(False, accumulate_into_main_grad=True))
+    buffer = torch.zeros(E, 2 * F, K, dtype=torch.float64)
+    for i, part in enumerate(buffer):
+        getattr(model[0], f"weight{i}").main_grad = part.data  # which counts for itself
+    step(model, unit(T, K))
+
+    assert all(getattr(model[0], f"weight{i}").main_grad._version for i in range(E))
+
+
+@pytest.mark.parametrize("delay", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_deleted_main_grad_is_freed(single, delay):
+    model = with_main_grad(mlp(single, accumulate_into_main_grad=True, delay_wgrad_compute=delay))
+    step(model, unit(T, K))
+    model[0].backward_dw()
+    model[2].backward_dw()
+    memory = [StorageWeakRef(g.untyped_storage()) for g in main_grads(model).values()]
+    for weight in weights(model).values():
+        del weight.main_grad
+
+    assert all(storage.expired() for storage in memory)
+
+
+def test_new_memory_behind_a_main_grad_is_judged_again():
+    model = with_main_grad(mlp(accumulate_into_main_grad=True))
+    step(model, unit(T, K))
+    model[0].weight.main_grad.data = model[0].weight.detach()
+
+    with pytest.raises(RuntimeError, match="overlaps a parameter of the op"):
+        step(model, unit(T, K))
+
+
+WAYS = [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}]
+WAYS.append(WAYS[0] | WAYS[1])
+
+
+def untouched(model):
+    return (
+        all(g.eq(FIRST).all() for g in main_grads(model).values())
+        and not any(op.has_delayed_wgrad() for op in (model[0], model[2]))
+        and not any(getattr(p, "grad_added_to_main_grad", False) for p in weights(model).values())
+    )
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("single", [True, False])
+def test_a_gradient_of_x_alone_leaves_the_weights_gradients_alone(single, fused, how):
+    model, x = with_main_grad(mlp(single, **how)), unit(T, K)
+    for p in weights(model).values():
+        p.grad_added_to_main_grad = False
+    expected = mlp(single)
+    expected.load_state_dict(model.state_dict())
+    with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU"}):
+        (gradient,) = torch.autograd.grad(model(x, split_sizes=SIZES)[:8].square().sum(), [x])
+        model(x, split_sizes=SIZES)[:8].square().sum().backward(inputs=[x])
+
+    torch.testing.assert_close(gradient, torch.autograd.grad(step_loss(expected, x), [x])[0])
+    assert untouched(model)
+
+
+def step_loss(model, x):
+    return model(x, split_sizes=SIZES)[:8].square().sum()
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_gradient_of_one_weight_leaves_the_others_alone(how):
+    model, x = with_main_grad(mlp(**how)), unit(T, K)
+    step_loss(model, x).backward(inputs=[model[2].weight])
+    model[0].backward_dw()
+    model[2].backward_dw()
+    expected = expected_grads(model, x)["2.weight"]
+    got = model[2].weight.main_grad - FIRST if "accumulate_into_main_grad" in how else model[2].weight.grad
+
+    assert model[0].weight.main_grad.eq(FIRST).all()
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_gradient_of_x_needs_no_main_grad():
+    model, x = mlp(accumulate_into_main_grad=True), unit(T, K)
+
+    assert torch.autograd.grad(step_loss(model, x), [x])[0].shape == x.shape
+
+
+@pytest.mark.parametrize("how", WAYS[:2])
+def test_a_gradient_of_x_under_checkpointing_leaves_the_weights_gradients_alone(how):
+    model, x = with_main_grad(mlp(**how)), unit(T, K)
+    loss = checkpoint(lambda x: step_loss(model, x), x, use_reentrant=False)
+    torch.autograd.grad(loss, [x])
+
+    assert untouched(model)
 
 
 @pytest.mark.parametrize("fused", FUSED)
@@ -302,14 +501,20 @@ def test_overwriting_x_before_backward_dw_is_detected(fused):
         model[0].backward_dw()
 
 
-def test_need_backward_dw():
+def test_has_delayed_wgrad_between_a_backward_and_backward_dw():
     model = mlp(delay_wgrad_compute=True)
-    states = [model[0].need_backward_dw()]
+    states = [model[0].has_delayed_wgrad()]
     step(model, unit(T, K))
-    states.append(model[0].need_backward_dw())
+    states.append(model[0].has_delayed_wgrad())
     model[0].backward_dw()
 
-    assert [*states, model[0].need_backward_dw()] == [False, True, False]
+    assert [*states, model[0].has_delayed_wgrad()] == [False, True, False]
+
+
+@pytest.mark.parametrize("delay", [True, False])
+def test_need_backward_dw_says_whether_delay_is_configured(delay):
+    """Megatron asks while it sets up, when nothing can wait yet."""
+    assert mlp(delay_wgrad_compute=delay)[0].need_backward_dw() is delay
 
 
 def test_hooks_run_after_the_gradients_are_there():
@@ -337,7 +542,7 @@ def test_delayed_into_main_grad(single):
 
     assert untouched
     torch.testing.assert_close(main_grads(model), {n: g + FIRST for n, g in expected_grads(model, x).items()})
-    assert all(p.grad_added_to_main_grad and p.grad is None for p in weights(model).values())
+    assert all(p.grad_added_to_main_grad and p.grad.shape == p.shape for p in weights(model).values())
 
 
 def test_delayed_without_main_grad_is_an_error_in_backward_dw():
@@ -347,11 +552,11 @@ def test_delayed_without_main_grad_is_an_error_in_backward_dw():
 
     with pytest.raises(RuntimeError, match=r"weight.main_grad, which is not set"):
         model[0].backward_dw()
-    assert model[0].need_backward_dw()
+    assert model[0].has_delayed_wgrad()
     with_main_grad(model)
     model[0].backward_dw()
     torch.testing.assert_close(model[0].weight.main_grad, expected_grads(model, x)["0.weight"] + FIRST)
-    assert not model[0].need_backward_dw()
+    assert not model[0].has_delayed_wgrad()
 
 
 @pytest.mark.parametrize("fused", FUSED)
@@ -389,7 +594,7 @@ def test_frozen_weight_delays_nothing():
     model[0].weight.requires_grad_(False)
     step(model, unit(T, K))
 
-    assert not model[0].need_backward_dw()
+    assert not model[0].has_delayed_wgrad()
 
 
 def test_a_copy_has_no_delayed_gradients():
@@ -398,8 +603,68 @@ def test_a_copy_has_no_delayed_gradients():
     other = copy.deepcopy(model)
     model[0].backward_dw()
 
-    assert not other[0].need_backward_dw()
+    assert not other[0].has_delayed_wgrad()
     assert other[0].weight.grad is None
+
+
+@pytest.mark.parametrize("how", WAYS[1:])
+def test_backward_dw_refuses_a_weight_of_another_shape(how):
+    model, x = with_main_grad(mlp(**how)), unit(T, K)
+    step(model, x)
+    weight = model[0].weight
+    model[0].weight = torch.nn.Parameter(torch.zeros(E, F, K, dtype=torch.float64))
+
+    with pytest.raises(RuntimeError, match=r"backward_dw: weight was a parameter of shape \[3, 12, 4\].*\[3, 6, 4\]"):
+        model[0].backward_dw()
+    assert model[0].weight.grad is None
+    model[0].weight = weight
+    model[0].backward_dw()
+    got = weight.main_grad - FIRST if "accumulate_into_main_grad" in how else weight.grad
+    torch.testing.assert_close(got, expected_grads(model, x)["0.weight"])
+
+
+def test_a_gradient_that_cannot_be_computed_leaves_no_grad():
+    model, x = mlp(delay_wgrad_compute=True), unit(T, K)
+    step(model, x)
+    x.detach().zero_()
+
+    with pytest.raises(RuntimeError, match="modified in place"):
+        model[0].backward_dw()
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.parametrize("how", WAYS[1:])
+@pytest.mark.parametrize("single", [True, False])
+def test_a_weight_frozen_before_backward_dw_gets_nothing(single, how):
+    model, x = with_main_grad(mlp(single, **how)), unit(T, K)
+    step(model, x)
+    frozen = model[0].weight if single else model[0].weight1
+    frozen.requires_grad_(False)
+    model[0].backward_dw()
+
+    assert frozen.grad is None
+    assert frozen.main_grad.eq(FIRST).all()
+    assert not model[0].has_delayed_wgrad()
+    if not single:
+        last = model[0].weight2
+        got = last.main_grad - FIRST if "accumulate_into_main_grad" in how else last.grad
+        torch.testing.assert_close(got, expected_grads(model, x)["0.weight2"])
+
+
+def test_backward_dw_of_several_threads_adds_each_gradient_once():
+    op, count = GroupedLinear(1, 1, 1, bias=False, delay_wgrad_compute=True), 400
+    for _ in range(count):
+        op(torch.ones(1, 1), split_sizes=[1]).sum().backward()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for result in [pool.submit(op.backward_dw) for _ in range(4)]:
+                result.result()
+    finally:
+        sys.setswitchinterval(before)
+
+    assert op.weight.grad.item() == count
 
 
 def assigned(model):
@@ -407,7 +672,14 @@ def assigned(model):
     return model
 
 
-@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy, assigned], ids=["made", "copied", "assigned"])
+def attached(model):
+    """As Megatron builds ops without memory, and attaches the parameters that its optimizer knows."""
+    for name, p in weights(model).items():
+        model.get_submodule(name[0]).register_parameter(name[2:], torch.nn.Parameter(p.detach().clone()))
+    return model
+
+
+@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy, assigned, attached])
 @pytest.mark.parametrize("single", [True, False])
 def test_delayed_weights_ask_for_no_post_hook(single, change):
     model = change(mlp(single, delay_wgrad_compute=True))

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fusible import GLU, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
+from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, records, replay
 from fusible.ops.backends import extension
 
@@ -744,3 +744,60 @@ def test_a_patched_op_is_no_longer_replayed(runs: Runs) -> None:
         experts.step()
 
     assert len(calls) == 4
+
+
+def with_flagged_main_grads(**how: Any) -> Experts:
+    experts = Experts(accumulate_into_main_grad=True, **how)
+    for p in experts.model.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape), False
+    return experts
+
+
+@pytest.mark.parametrize("how", [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}])
+def test_a_gradient_of_x_alone_does_not_replay_those_of_weights(runs: Runs, how: dict[str, Any]) -> None:
+    experts = Experts(**how)
+    for p in experts.model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    alone = [torch.autograd.grad(experts.forward(), [experts.x], experts.dy)[0] for _ in range(4)]
+    counts = runs.of(lambda: torch.autograd.grad(experts.forward(), [experts.x], experts.dy))
+    untouched = not any(p.main_grad.any() for p in experts.model.parameters())
+    waiting = experts.fc1.has_delayed_wgrad()
+    experts.step()
+    experts.fc1.backward_dw()
+
+    assert counts == (0, 2)
+    assert all(torch.equal(gradient, alone[0]) for gradient in alone)
+    assert untouched
+    assert not waiting
+    weight = experts.fc1.weight
+    assert (weight.main_grad if weight.grad is None else weight.grad).any()
+
+
+def test_weights_of_one_form_in_one_op_are_replayed_with_one_stand_in(runs: Runs) -> None:
+    experts = with_flagged_main_grads()
+    experts.fc2 = GroupedLinear(GROUPS, K, K, bias=False, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    experts.fc1 = GroupedLinear(GROUPS, K, K, bias=False, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    experts.model = Sequential(experts.fc1, Activation("silu"), Scale(), experts.fc2)
+    for p in experts.model.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape), False
+    experts.warm()
+
+    assert runs.of(experts.step) == (0, 2)
+    grads = [p.grad for p in experts.model.parameters()]
+    assert grads[0] is not None
+    assert grads[1] is not None
+    assert grads[0].data_ptr() == grads[1].data_ptr()
+
+
+def test_a_replay_refuses_main_grad_in_a_buffer_of_the_backward(runs: Runs) -> None:
+    experts = with_flagged_main_grads()
+    memory = torch.zeros(experts.fc1.weight.numel())
+    experts.fc1.weight.main_grad = memory.view(experts.fc1.weight.shape)
+    buffers = [torch.zeros(T, K, dtype=torch.bfloat16), memory.view(torch.bfloat16)[: T * K].view(T, K)]
+    for _ in range(4):
+        experts.forward(op_kwargs={0: {"grad_input": buffers[0]}}).backward(experts.dy)
+    memory.zero_()
+
+    with pytest.raises(RuntimeError, match=r"GroupedMLP: a buffer for a gradient overlaps .* what that of fc1\.weight"):
+        experts.forward(op_kwargs={0: {"grad_input": buffers[1]}}).backward(experts.dy)
+    assert not memory.any()

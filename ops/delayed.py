@@ -1,0 +1,42 @@
+"""Work that waits for somebody to ask for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from threading import RLock
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Delayed(Generic[T]):
+    """Functions of their owner, first in first out. Any thread may add some; one at a time runs them. A copy starts empty."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[T], None]] = deque()
+        self._running = RLock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Delayed, ()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, function: Callable[[T], None]) -> None:
+        """Puts one behind the others."""
+        self._waiting.append(function)
+
+    def run(self, owner: T) -> bool:
+        """Runs all for their owner; whether there were any. One that raises stays the first, so that it can be mended."""
+        ran = False
+        with self._running:
+            while self._waiting:
+                function = self._waiting.popleft()  # before it runs, as it may ask for the others
+                try:
+                    function(owner)
+                except BaseException:
+                    self._waiting.appendleft(function)
+                    raise
+                ran = True
+        return ran
