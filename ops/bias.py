@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Grads, Op, Spec
-from .checks import check_features, check_floats, check_shape
+from .checks import check_features, check_floats, check_parameter
 
 
 class Bias(Op):
@@ -35,7 +35,7 @@ class Bias(Op):
     def check(self, x: Spec) -> Spec:
         check_floats(x)
         check_features(x, self.features)
-        check_shape("bias", self.bias, (self.features,))
+        check_parameter("bias", self.bias, (self.features,), x.device)
         return x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, None]:

@@ -14,6 +14,7 @@ from ..fuser.trace import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _PLAIN = (Tensor, nn.Parameter)
+NOT_DENSE = "expected a dense tensor, whose memory is its values"
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
@@ -78,13 +79,26 @@ def check_features(x: Spec, features: int) -> None:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
 
 
-def check_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Of a parameter, which anybody may have replaced."""
+def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
+
+    It runs at every call on a host, so it reads attributes and calls nothing.
+    """
+    if parameter.layout is not torch.strided or parameter.is_nested:
+        raise ArgumentError(f"{name}: {NOT_DENSE}, got one of {parameter.layout}; give its to_dense()")
     if parameter.shape != shape:
         raise ArgumentError(
             f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
             "to change sizes, build another op"
         )
+    if parameter.device != device:
+        raise ArgumentError(
+            f"{name}: expected a parameter on {device}, where x is, got one on {parameter.device}; "
+            f"move all of the op, op.to({str(device)!r})"
+        )
+    dtype = parameter.dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ArgumentError(f"{name}: expected a floating-point parameter of at least 16 bits, got {dtype}")
 
 
 def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
-from .checks import check_shape
+from .checks import check_parameter
 from .expert_group import ExpertGroup, as_one
 
 
@@ -56,14 +56,14 @@ class ExpertParameters(Op):
             raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
         return found
 
-    def check_shapes(self, **shapes: tuple[int, ...]) -> None:
-        """Of the parameters, which anybody may have replaced; given are those of one group."""
+    def check_parameters(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
+        """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
         for name, split in self.per_group.items():
             if not split:
-                check_shape(name, self.one_parameter(name), (self.num_groups, *shapes[name]))
+                check_parameter(name, self.one_parameter(name), (self.num_groups, *shapes[name]), device)
                 continue
             group = self._group(name)
-            check_shape(f"{name}0", group.tensors[0], shapes[name])
+            check_parameter(f"{name}0", group.tensors[0], shapes[name], device)
             if not group.is_uniform and (misfit := _misfit(name, group.tensors)):
                 raise ArgumentError(misfit)
 

@@ -115,7 +115,7 @@ class GroupedLinear(WeightGrads):
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
-            key += (type(p), p.dtype, p.device, p.requires_grad, p.shape, group is None or group.is_uniform)
+            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform)
         return tuple(key)
 
     def check(
@@ -130,7 +130,7 @@ class GroupedLinear(WeightGrads):
     ) -> Spec:
         weight = self.one_parameter("weight")
         dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
-        self.check_shapes(weight=self._matrix_shape(), bias=(self.out_features,))
+        self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:

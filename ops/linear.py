@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Op, Spec
-from .checks import check_matrix_input, check_shape, product_dtype
+from .checks import check_matrix_input, check_parameter, product_dtype
 
 
 class Linear(Op):
@@ -57,9 +57,9 @@ class Linear(Op):
 
     def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
         dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
-        check_shape("weight", self.weight, (self.out_features, self.in_features))
+        check_parameter("weight", self.weight, (self.out_features, self.in_features), x.device)
         if self.bias is not None:
-            check_shape("bias", self.bias, (self.out_features,))
+            check_parameter("bias", self.bias, (self.out_features,), x.device)
         return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None) -> tuple[Tensor, Saved]:

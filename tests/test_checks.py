@@ -1,0 +1,111 @@
+"""What an op asks of every tensor that a kernel will read by its address: device, dtype, layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fusible import (
+    ArgumentError,
+    Bias,
+    GroupedLinear,
+    Linear,
+    Scale,
+    Sequential,
+    SwiGLU,
+    config,
+)
+from fusible.fuser import plan
+
+E, K, N, T = 2, 8, 16, 4
+SIZES = torch.tensor([3, 1])
+
+
+def experts(single=True, **how):
+    form = {"single_grouped_weight": single, "single_grouped_bias": single, **how}
+    return Sequential(GroupedLinear(E, K, N, **form), SwiGLU(), Scale(), GroupedLinear(E, N // 2, K, **form))
+
+
+def call(model, x, **keywords):
+    given = {"split_sizes": SIZES, "scales": torch.ones(T)} if isinstance(model[0], GroupedLinear) else {}
+    return model(x, **{**given, **keywords})
+
+
+def spoiled(parameter, fault):
+    """The same shape, as no kernel can read it."""
+    data = parameter.detach()
+    values = {
+        "elsewhere": lambda: data.to("meta"),
+        "whole numbers": data.int,
+        "8 bits": lambda: data.to(torch.float8_e4m3fn),
+        "complex": data.cfloat,
+        "sparse": data.to_sparse,
+    }[fault]()
+    return nn.Parameter(values, requires_grad=not fault.startswith("whole"))
+
+
+SAID = {
+    "elsewhere": "expected a parameter on cpu, where x is, got one on meta; move all of the op, op.to('cpu')",
+    "whole numbers": "expected a floating-point parameter of at least 16 bits, got torch.int32",
+    "8 bits": "expected a floating-point parameter of at least 16 bits, got torch.float8_e4m3fn",
+    "complex": "expected a floating-point parameter of at least 16 bits, got torch.complex64",
+    "sparse": "expected a dense tensor, whose memory is its values, got one of torch.sparse_coo; give its to_dense()",
+}
+MODELS = {
+    "experts": lambda: experts(),
+    "one each": lambda: experts(single=False),
+    "Linear": lambda: Sequential(Linear(K, N)),
+    "Bias": lambda: Sequential(Bias(K)),
+}
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bias_that_no_kernel_can_read_is_refused_by_name(name, fused, fault):
+    model, x, last = MODELS[name](), torch.randn(T, K), 3 if name in ("experts", "one each") else 0
+    bias = "bias0" if name == "one each" else "bias"
+    with config(disable_fusions=() if fused else ("GroupedMLP", "GroupedLinearGLU", "GLUScale")):
+        call(model, x)
+        for other in range(E if name == "one each" else 1):
+            parameter = f"bias{other}" if name == "one each" else "bias"
+            setattr(model[last], parameter, spoiled(getattr(model[last], parameter), fault))
+        with pytest.raises(ArgumentError) as raised:
+            call(model, x)
+
+    assert str(raised.value) == f"op {last} ({type(model[last]).__name__}): {bias}: {SAID[fault]}"
+
+
+@pytest.mark.parametrize("fault", ["whole numbers", "8 bits", "sparse"])
+@pytest.mark.parametrize("name", ["experts", "one each", "Linear"])
+def test_a_weight_that_no_kernel_can_read_is_refused_under_autocast_too(name, fault):
+    model, x = MODELS[name](), torch.randn(T, K)
+    weights = ["weight0", "weight1"] if name == "one each" else ["weight"]
+    for weight in weights:
+        setattr(model[0], weight, spoiled(getattr(model[0], weight), fault))
+
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError) as raised:
+        call(model, x)
+    assert f"{weights[0]}: {SAID[fault]}" in str(raised.value)
+
+
+def test_an_op_alone_refuses_a_bias_elsewhere():
+    op = GroupedLinear(E, K, N)
+    op.bias = spoiled(op.bias, "elsewhere")
+
+    with pytest.raises(ArgumentError, match=r"^GroupedLinear: bias: expected a parameter on cpu, where x is"):
+        op(torch.randn(T, K), split_sizes=SIZES)
+
+
+@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("parameter", ["weight", "bias"])
+def test_shapes_that_have_passed_are_checked_again_with_another_kind_of_parameter(parameter, fault, monkeypatch):
+    monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)  # as where everything is on a device
+    model, x = experts(), torch.randn(T, K)
+    for _ in range(3):
+        call(model, x)
+    setattr(model[3], parameter, spoiled(getattr(model[3], parameter), fault))
+
+    with pytest.raises(ArgumentError, match=rf"op 3 \(GroupedLinear\): ({parameter}|x): expected"):
+        call(model, x)
