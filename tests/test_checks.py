@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from emulation import harness
 from torch import nn
 
 from fusible import (
@@ -11,12 +14,16 @@ from fusible import (
     Bias,
     GroupedLinear,
     Linear,
+    RefusedError,
     Scale,
     Sequential,
     SwiGLU,
     config,
 )
 from fusible.fuser import plan
+from fusible.ops.backends import hopper
+from fusible.ops.backends.choice import choose
+from fusible.ops.backends.problem import GroupedGemm, Layout
 
 E, K, N, T = 2, 8, 16, 4
 SIZES = torch.tensor([3, 1])
@@ -109,3 +116,15 @@ def test_shapes_that_have_passed_are_checked_again_with_another_kind_of_paramete
 
     with pytest.raises(ArgumentError, match=rf"op 3 \(GroupedLinear\): ({parameter}|x): expected"):
         call(model, x)
+
+
+@pytest.mark.parametrize("name", ["bias", "bias_scale", "row_scale"])
+def test_our_kernels_take_no_vector_on_another_device(name):
+    """Whoever calls the kernels' door, as a custom op may be: the address of another device ends the context."""
+    vectors = {"bias": torch.ones(E, N), "bias_scale": torch.ones(T), "row_scale": torch.ones(T)}
+    a, b, out = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((T, K), (E, N, K), (T, N)))
+    with harness.installed(SimpleNamespace()), config(backend="hopper"):
+        assert choose(GroupedGemm(Layout.NT, a, b, SIZES, out, **vectors), False).backend is hopper
+        vectors[name] = vectors[name].to("meta")
+        with pytest.raises(RefusedError, match=f"hopper needs a {name} on cpu, got meta"):
+            choose(GroupedGemm(Layout.NT, a, b, SIZES, out, **vectors), False)
