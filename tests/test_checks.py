@@ -10,6 +10,7 @@ from emulation import harness
 from torch import nn
 
 from fusible import (
+    AddExtraInput,
     ArgumentError,
     Bias,
     GroupedLinear,
@@ -26,6 +27,7 @@ from fusible.ops.backends.choice import choose
 from fusible.ops.backends.problem import GroupedGemm, Layout
 
 E, K, N, T = 2, 8, 16, 4
+F8 = torch.float8_e4m3fn
 SIZES = torch.tensor([3, 1])
 
 
@@ -45,7 +47,7 @@ def spoiled(parameter, fault):
     values = {
         "elsewhere": lambda: data.to("meta"),
         "whole numbers": data.int,
-        "8 bits": lambda: data.to(torch.float8_e4m3fn),
+        "8 bits": lambda: data.to(F8),
         "complex": data.cfloat,
         "sparse": data.to_sparse,
     }[fault]()
@@ -57,7 +59,7 @@ SAID = {
     "whole numbers": "expected a floating-point parameter of at least 16 bits, got torch.int32",
     "8 bits": "expected a floating-point parameter of at least 16 bits, got torch.float8_e4m3fn",
     "complex": "expected a floating-point parameter of at least 16 bits, got torch.complex64",
-    "sparse": "expected a dense tensor, whose memory is its values, got one of torch.sparse_coo; give its to_dense()",
+    "sparse": "expected a dense tensor, got one of torch.sparse_coo",
 }
 MODELS = {
     "experts": lambda: experts(),
@@ -128,3 +130,50 @@ def test_our_kernels_take_no_vector_on_another_device(name):
         vectors[name] = vectors[name].to("meta")
         with pytest.raises(RefusedError, match=f"hopper needs a {name} on cpu, got meta"):
             choose(GroupedGemm(Layout.NT, a, b, SIZES, out, **vectors), False)
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(1, K), torch.ones(3, K)])
+
+
+def sparse(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype).to_sparse()
+
+
+def one_linear(x, **keywords):
+    return GroupedLinear(E, K, K, scale_bias=True)(x, **{"split_sizes": SIZES, "bias_scale": torch.ones(T), **keywords})
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: one_linear(x, bias_scale=sparse(T)), "bias_scale: expected a dense tensor, got one of torch.sparse"),
+        (lambda x: one_linear(x, bias_scale=nested()), "bias_scale: expected a dense tensor, got a nested one"),
+        (
+            lambda x: one_linear(x, split_sizes=sparse(E, dtype=torch.int64)),
+            "split_sizes: expected a dense tensor",
+        ),
+        (lambda x: one_linear(x, split_sizes=nested()), "split_sizes: expected a dense tensor, got a nested one"),
+        (lambda x: one_linear(x, output=sparse(T, K)), "output: expected a dense tensor, got one of torch.sparse_coo"),
+        (
+            lambda x: one_linear(x, split_sizes=b"\x03\x01"),
+            "expected an int32 or int64 tensor or a list of ints",
+        ),
+        (lambda x: one_linear(x, split_sizes=bytearray(2)), "tensor or a list of ints, got a bytearray"),
+        (lambda x: Scale()(x, scales=sparse(T)), "scales: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda x: AddExtraInput("r")(x, r=sparse(T, K)), "r: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda x: AddExtraInput("r")(x, r=nested()), "r: expected a dense tensor, got a nested one"),
+        (lambda x: AddExtraInput("r")(x, r=x.to(F8)), "r: torch.float8_e4m3fn cannot be added to x"),
+        (lambda x: AddExtraInput("r")(x.to(F8), r=x), "x: expected numbers that can be added, got torch.float8_e4m3fn"),
+        (lambda x: SwiGLU()(x.to(F8)), "x: expected a floating-point tensor of at least 16 bits, got torch.float8"),
+        (lambda x: Scale()(x.to(F8), scales=torch.ones(T)), "x: expected a floating-point tensor of at least 16 bits"),
+        (
+            lambda x: Bias(K)(x.to(F8)),
+            "x: expected a floating-point tensor of at least 16 bits, got torch.float8_e4m3fn",
+        ),
+    ],
+)
+def test_what_no_kernel_can_read_is_refused_in_words(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call(torch.randn(T, K))
