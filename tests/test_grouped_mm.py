@@ -62,7 +62,7 @@ def test_writes_what_the_loop_writes(layout, alpha, beta, listed):
     torch.testing.assert_close(*both(p), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1]])
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1], [2**62] * 3])
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 def test_any_sizes(layout, sizes):
     torch.testing.assert_close(*both(problem(layout, sizes=sizes)), rtol=0.02, atol=0.05)
@@ -76,7 +76,7 @@ def test_scales_of_rows_and_of_the_bias():
 
 
 @pytest.mark.parametrize("scale", [None, torch.linspace(-1, 2, T)])
-@pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [0, 40, 0], [50, -3, 2]])
+@pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [0, 40, 0], [50, -3, 2], [2**62] * 3])
 def test_sums_and_dots_of_rows(sizes, scale):
     rows, vectors, sizes = unit(T, N, dtype=BF16, grad=False), unit(E, N, dtype=BF16, grad=False), torch.tensor(sizes)
     results = []

@@ -82,7 +82,7 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
 
 def row_ends(split_sizes: Tensor, rows: int) -> Tensor:
     """int32 [E]: where each group ends; whatever the sizes say, inside the buffer."""
-    return split_sizes.clamp(min=0).cumsum(0).clamp(max=rows).to(torch.int32)
+    return split_sizes.clamp(0, rows).cumsum(0).clamp(max=rows).to(torch.int32)  # clamped before, sums do not wrap
 
 
 def _misaligned(problem: GroupedGemm) -> str | None:
