@@ -50,8 +50,10 @@ def grouped_gemm(
         split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
         layout: see above.
         out: where to write; it is returned.
-        accumulate: add to what stands in ``out``: beta = 1.
-        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
+        accumulate: add to what stands in ``out``: beta = 1. On a CPU the sum is rounded once, to the dtype of ``out``.
+            On a GPU an ``out`` of 16 bits rounds the product first, then the sum; one of float32 loses nothing so.
+        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read. Our
+            kernels round ``beta * out`` to the dtype of ``out`` before the product is added, unless beta is 1.
         bias: [E, N].
         out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
             or one and the depth. Else that waits for the device, unless ``out`` is given. What is left over is zero, a

@@ -43,7 +43,8 @@ class GroupedLinear(WeightGrads):
         single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
         scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
         accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
-            where ``weight.overwrite_main_grad`` is set) and does not go through autograd.
+            where ``weight.overwrite_main_grad`` is set) and does not go through autograd. A ``main_grad`` of 16 bits is
+            rounded as an ``out`` of :func:`grouped_gemm` is.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
         transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read there as it lies.
 

@@ -62,7 +62,9 @@ def test_writes_what_the_loop_writes(layout, alpha, beta, listed):
     torch.testing.assert_close(*both(p), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1], [2**62] * 3])
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1], [2**62] * 3]
+)
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 def test_any_sizes(layout, sizes):
     torch.testing.assert_close(*both(problem(layout, sizes=sizes)), rtol=0.02, atol=0.05)
@@ -199,3 +201,38 @@ def test_fused_and_unfused_agree():
 
     for name, fused in case.run().items():
         torch.testing.assert_close(fused, case.run(fused=False)[name], rtol=0.05, atol=0.05)
+
+
+FEW_BITS = {  # every number and every step is exact in float32, and takes more bits than bfloat16 has
+    "accumulate": {"beta": 1.0},
+    "beta": {"beta": 0.75},
+    "betas": {"beta": torch.tensor([0.75, 1.5, 0.375])},
+    "alpha": {"alpha": 0.75, "beta": 1.0},
+    "bias": {"bias": torch.randint(-255, 256, (E, N)).to(BF16) / 16, "beta": 0.75},
+    "all": {
+        "alpha": 0.75,
+        "bias": torch.randint(-255, 256, (E, N)).to(BF16) / 16,
+        "bias_scale": torch.full((T,), 0.75, dtype=BF16),
+        "row_scale": torch.full((T,), 1.25, dtype=BF16),
+        "beta": 0.75,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
+@pytest.mark.parametrize("backend", [grouped_mm, loop], ids=["grouped_mm", "loop"])
+def test_what_is_added_to_the_product_is_rounded_with_it_once(backend, layout, name):
+    how = dict(FEW_BITS[name])
+    if layout == "TN":
+        how.pop("row_scale", None), how.pop("bias_scale", None)
+    p = problem(layout, BF16, **how)
+    p.a.copy_(torch.randint(-1, 2, p.a.shape))
+    p.b.copy_(torch.randint(-1, 2, p.b.shape))
+    p.out.copy_(torch.randint(-255, 256, p.out.shape) / 16)
+    exact = p.out.double()
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    loop.run(GroupedGemm(p.layout, p.a.double(), p.b.double(), p.split_sizes, exact, **wide))
+    backend.run(p)
+
+    assert torch.equal(p.out, exact.to(BF16))
