@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,18 @@ from ..fuser.trace import WITHOUT_DATA, has_no_data
 _INDEX_TYPES = (torch.int32, torch.int64)
 _PLAIN = (Tensor, nn.Parameter)
 _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
+
+
+def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
+    """What an op is built with: sizes from 1 on, and a dtype that its parameters can be of; None is the default."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise ArgumentError(f"{op}: {name} must be an int, got {size!r}")
+        if size < 1:  # type: ignore[operator]
+            raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
+    is_dtype = isinstance(dtype, torch.dtype)
+    if dtype is not None and not (is_dtype and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:

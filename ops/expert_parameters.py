@@ -170,7 +170,9 @@ class ExpertParameters(Op):
         self._groups.clear()
         for name, split in self.per_group.items():
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
-            if split and one in state_dict and len(state_dict[one]) == self.num_groups:
+            error_messages = args[-1]
+            error_messages += _unreadable(state_dict, [one] if split else many)
+            if split and one in state_dict and _is_stacked(state_dict[one], self.num_groups):
                 state_dict.update(zip(many, state_dict.pop(one), strict=True))
             elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
@@ -189,9 +191,20 @@ def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
     )
 
 
-def _are_alike(tensors: list[Tensor | None]) -> bool:
+def _unreadable(state_dict: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    """A line for what stands under a key of the other form and is no tensor; torch says so of its own keys alone."""
+    values = [(key, state_dict[key]) for key in keys if key in state_dict]
+    return [f"{key}: expected a tensor, got a {type(v).__name__}" for key, v in values if not isinstance(v, Tensor)]
+
+
+def _is_stacked(value: Any, groups: int) -> bool:
+    """Whether it holds a tensor for each group."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == groups
+
+
+def _are_alike(tensors: list[Any]) -> bool:
     """Whether all are there, in one shape."""
-    shapes = {None if tensor is None else tensor.shape for tensor in tensors}
+    shapes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
     return len(shapes) == 1 and None not in shapes
 
 

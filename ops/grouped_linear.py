@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
 from ..fuser.buffers import Lent
 from . import kernels
-from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes, product_dtype
+from .checks import check_buffer, check_matrix_input, check_rows, check_sizes, check_split_sizes, product_dtype
 from .kernels import Layout, Matrices
 from .weight_grads import WeightGrads
 
@@ -49,8 +49,8 @@ class GroupedLinear(WeightGrads):
         transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read there as it lies.
 
     Raises:
-        ValueError: a size below 1.
-        ArgumentError: at a call whose arguments do not fit.
+        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits; at a
+            call whose arguments do not fit.
         RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
@@ -83,9 +83,8 @@ class GroupedLinear(WeightGrads):
         transposed_weight: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise ValueError(f"GroupedLinear: {name} must be at least 1, got {size}")
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", dtype, **sizes)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias = bias, scale_bias and bias
         self.init_expert_parameters()

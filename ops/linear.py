@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Op, Spec
-from .checks import check_matrix_input, check_parameter, product_dtype
+from .checks import check_matrix_input, check_parameter, check_sizes, product_dtype
 
 
 class Linear(Op):
@@ -22,7 +22,7 @@ class Linear(Op):
         bias: whether there is a ``bias`` [N].
 
     Raises:
-        ValueError: a size below 1.
+        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits.
     """
 
     bias: nn.Parameter | None
@@ -41,8 +41,7 @@ class Linear(Op):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if in_features < 1 or out_features < 1:
-            raise ValueError(f"Linear: sizes must be at least 1, got {in_features} and {out_features}")
+        check_sizes("Linear", dtype, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         empty_bias = torch.empty(out_features, device=device, dtype=dtype)

@@ -177,3 +177,49 @@ def one_linear(x, **keywords):
 def test_what_no_kernel_can_read_is_refused_in_words(call, message):
     with pytest.raises(ArgumentError, match=message):
         call(torch.randn(T, K))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GroupedLinear("2", K, N), "GroupedLinear: num_groups must be an int, got '2'"),
+        (lambda: GroupedLinear(2.0, K, N), "GroupedLinear: num_groups must be an int, got 2.0"),
+        (lambda: GroupedLinear(E, K, True), "GroupedLinear: out_features must be an int, got True"),
+        (lambda: GroupedLinear(E, K, None), "GroupedLinear: out_features must be an int, got None"),
+        (lambda: Linear("2", N), "Linear: in_features must be an int, got '2'"),
+        (lambda: Linear(K, 0), "Linear: out_features must be at least 1, got 0"),
+        (lambda: Bias(2.5), "Bias: features must be an int, got 2.5"),
+        *[
+            (
+                lambda op=op, sizes=sizes, dtype=dtype: op(*sizes, dtype=dtype),
+                f"{op.__name__}: dtype must be a floating",
+            )
+            for op, sizes in ((GroupedLinear, (E, K, N)), (Linear, (K, N)), (Bias, (K,)))
+            for dtype in (torch.complex64, torch.int32, F8, "float32")
+        ],
+    ],
+)
+def test_what_an_op_cannot_be_built_with_is_refused_in_words(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_sizes_may_be_of_other_whole_types():
+    assert GroupedLinear(torch.tensor(E), K, torch.tensor(N)).weight.shape == (E, N, K)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("value", [torch.tensor(1.0), 3, None, "weights"], ids=str)
+@pytest.mark.parametrize("single", [True, False])
+def test_a_state_that_is_no_tensor_is_a_line_among_the_errors(single, value, strict):
+    op = GroupedLinear(E, K, N, single_grouped_weight=single)
+    state = GroupedLinear(E, K, N, single_grouped_weight=not single).state_dict()
+    key = "weight1" if single else "weight"
+    state[key] = value
+
+    if isinstance(value, torch.Tensor):  # a tensor, of another shape: whole keys are missing, as torch has it
+        found = op.load_state_dict(state, strict=False)
+        assert key in found.unexpected_keys
+        return
+    with pytest.raises(RuntimeError, match=rf"(?s)loading state_dict .*\n\t{key}: expected a tensor, got a "):
+        op.load_state_dict(state, strict=strict)
