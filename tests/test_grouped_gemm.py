@@ -211,6 +211,17 @@ def test_gradcheck(layout, alpha):
     assert torch.autograd.gradcheck(function, (a, b, bias), fast_mode=True)
 
 
+@pytest.mark.parametrize("rows", [(9, 12), (12, 9), (8, 9)])
+def test_gradients_have_the_rows_of_their_operand_whatever_lies_behind_the_other(rows):
+    a, b = unit(rows[0], M), unit(rows[1], N)
+    c = grouped_gemm(GroupedTensor(a, SIZES), GroupedTensor(b, SIZES), layout="TN").data
+    dc = torch.randn_like(c)
+    valid = int(SIZES.sum())
+    got, want = (torch.autograd.grad(y, (a, b), dc) for y in (c, expected("TN", a[:valid], b[:valid])))
+
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("layout", ["NT", "NN"])
 def test_gradient_through_a_transposed_view(layout):
     a, b = operands(layout)

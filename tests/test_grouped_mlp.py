@@ -472,6 +472,19 @@ def test_unequal_groups_with_one_split_sizes_are_an_error_fused_or_not():
         Sequential(one, SwiGLU(), two)(unit(T, K), split_sizes=torch.tensor(SIZES))
 
 
+class Unchecked(SwiGLU):
+    """Does not say what it gives, so that nothing behind it can be checked before it has run."""
+
+    def check(self, x):
+        return None
+
+
+def test_unequal_groups_behind_an_op_that_checks_nothing_are_an_error_fused_or_not():
+    one, two = linears(E, E + 1)
+    with pytest.raises(ArgumentError, match=r"op 2 .*expected shape \[4\], one size a group, got \[3\]"):
+        Sequential(one, Unchecked(), two)(unit(T, K), split_sizes=torch.tensor(SIZES))
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_declines_ops_with_hooks(at):
     one, two = linears()
