@@ -50,10 +50,8 @@ def grouped_gemm(
         split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
         layout: see above.
         out: where to write; it is returned.
-        accumulate: add to what stands in ``out``: beta = 1. On a CPU the sum is rounded once, to the dtype of ``out``.
-            On a GPU an ``out`` of 16 bits rounds the product first, then the sum; one of float32 loses nothing so.
-        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read. Our
-            kernels round ``beta * out`` to the dtype of ``out`` before the product is added, unless beta is 1.
+        accumulate: add to ``out``: beta = 1. In 16 bits a GPU rounds the product, then the sum; a CPU the sum alone.
+        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
         bias: [E, N].
         out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
             or one and the depth. Else that waits for the device, unless ``out`` is given. What is left over is zero, a
@@ -76,7 +74,7 @@ def grouped_gemm(
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), _counts(accumulate, beta))
         return out
     how = how._replace(shape=room_for(how, out_elements))
-    keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
+    keywords = {"b": how.b.data, "how": how} | ({} if bias is None else {"bias": bias})
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
     return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
 
