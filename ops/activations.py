@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 _SLOPED = ("silu",)
@@ -26,6 +28,9 @@ class ActivationSpec:
         alpha: the slope inside silu: ``g * sigmoid(alpha * g)``.
         linear_offset: added to up.
         block: columns of gate before as many of up; None for one block each ("concat").
+
+    Raises:
+        ValueError: another name, a limit or a block that is not positive, a number that is not finite.
     """
 
     name: str
@@ -34,6 +39,16 @@ class ActivationSpec:
     alpha: float = 1.0
     linear_offset: float = 0.0
     block: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {self.name!r}")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"limit must be positive or None; got {self.limit}")
+        if not -inf < self.alpha < inf or not -inf < self.linear_offset < inf:
+            raise ValueError(f"alpha and linear_offset must be finite; got {self.alpha} and {self.linear_offset}")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"block must be at least 1 or None; got {self.block}")
 
     def out_features(self, in_features: int) -> int:
         """Columns of the output."""
@@ -46,8 +61,6 @@ def activation(name: str) -> ActivationSpec:
     Raises:
         ValueError: there is none.
     """
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
     return ActivationSpec(name)
 
 
@@ -57,20 +70,28 @@ def gated(
     """The GLU with that activation on its gate.
 
     Raises:
-        ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without a silu.
+        ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without a silu, what
+            is no finite number.
     """
-    if limit is not None and not limit > 0:
-        raise ValueError(f"limit must be positive or None; got {limit}")
+    limit = limit if limit is None else _number("limit", limit)
+    alpha, linear_offset = _number("alpha", alpha), _number("linear_offset", linear_offset)
     if not alpha:
         raise ValueError("alpha must not be 0, with which silu is half of its argument")
     if alpha != 1.0 and name not in _SLOPED:
         raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
-    spec = replace(activation(name), gated=True, limit=limit, alpha=float(alpha), linear_offset=float(linear_offset))
+    spec = replace(activation(name), gated=True, limit=limit, alpha=alpha, linear_offset=linear_offset)
     if isinstance(layout, Interleaved):
         return replace(spec, block=layout.block)
     if layout != "concat":
         raise ValueError(f"layout must be 'concat' or interleaved(n); got {layout!r}")
     return spec
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number; got {value!r}") from None
 
 
 def interleaved(block: int) -> Interleaved:

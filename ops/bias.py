@@ -8,22 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Grads, Op, Spec
-from .checks import check_features, check_floats, check_shape
+from .checks import check_features, check_floats, check_parameter, check_sizes
 
 
 class Bias(Op):
     """``y = x + bias``, for an input of ``features`` columns; the parameter starts at zero.
 
     Raises:
-        ValueError: ``features`` below 1.
+        ArgumentError: ``features`` is no int from 1 on, or the dtype is not floating-point, of at least 16 bits.
     """
 
     def __init__(
         self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if features < 1:
-            raise ValueError(f"Bias: features must be at least 1, got {features}")
+        check_sizes("Bias", dtype, features=features)
         self.features = features
         self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype))
         self.reset_parameters()
@@ -35,7 +34,7 @@ class Bias(Op):
     def check(self, x: Spec) -> Spec:
         check_floats(x)
         check_features(x, self.features)
-        check_shape("bias", self.bias, (self.features,))
+        check_parameter("bias", self.bias, (self.features,), x.device)
         return x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,19 @@ from ..fuser.trace import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _PLAIN = (Tensor, nn.Parameter)
+_TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
+
+
+def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
+    """What an op is built with: sizes from 1 on, and a dtype that its parameters can be of; None is the default."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise ArgumentError(f"{op}: {name} must be an int, got {size!r}")
+        if size < 1:  # type: ignore[operator]
+            raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
+    is_dtype = isinstance(dtype, torch.dtype)
+    if dtype is not None and not (is_dtype and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
@@ -22,7 +35,7 @@ def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
         _check_split_tensor(split_sizes, groups, x)
         if is_free_to_read(split_sizes):
             _check_values(split_sizes.tolist(), x)
-    elif isinstance(split_sizes, Sequence) and all(type(size) is int for size in split_sizes):
+    elif isinstance(split_sizes, Sequence) and type(split_sizes) not in _TEXT and _are_ints(split_sizes):
         if len(split_sizes) != groups:
             raise ArgumentError(f"split_sizes: expected {groups} sizes, one a group, got {len(split_sizes)}")
         _check_values(split_sizes, x)
@@ -36,6 +49,8 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
     """A tensor of the caller to write into: exactly the shape, dtype and device, contiguous, without grad."""
     if not isinstance(buffer, Tensor):
         raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
+    if not is_dense(buffer):
+        raise not_dense(name, buffer)
     if tuple(buffer.shape) != shape:
         raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(buffer.shape)}")
     if buffer.dtype != dtype:
@@ -54,11 +69,14 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
 
 def check_rows(name: str, column: Any, x: Spec) -> None:
     """A floating-point number, of more than 8 bits, for every row of ``x``."""
-    if not isinstance(column, Tensor) or not column.is_floating_point() or column.itemsize == 1:
+    is_tensor = isinstance(column, Tensor)
+    if is_tensor and not is_dense(column):
+        raise not_dense(name, column)
+    if not is_tensor or not column.dtype.is_floating_point or column.itemsize == 1:
         raise ArgumentError(
             f"{name}: expected a floating-point tensor of shape {list(x.shape[:-1])}, got {_kind(column)}"
         )
-    if tuple(column.shape) != x.shape[:-1]:
+    if column.shape != x.shape[:-1]:
         raise ArgumentError(f"{name}: expected shape {list(x.shape[:-1])}, one number a row, got {list(column.shape)}")
     if column.device != x.device:
         raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
@@ -68,6 +86,8 @@ def check_floats(x: Spec) -> None:
     """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
     if not x.dtype.is_floating_point:
         raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
+    if x.dtype.itemsize == 1:
+        raise ArgumentError(f"x: expected a floating-point tensor of at least 16 bits, got {x.dtype}")
     if not x.shape:
         raise ArgumentError("x: expected at least 1 dimension, got a single number")
 
@@ -78,13 +98,26 @@ def check_features(x: Spec, features: int) -> None:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
 
 
-def check_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Of a parameter, which anybody may have replaced."""
+def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
+
+    It runs at every call on a host, so it reads attributes and calls nothing.
+    """
+    if parameter.layout is not torch.strided or parameter.is_nested:  # is_dense, written out
+        raise not_dense(name, parameter)
     if parameter.shape != shape:
         raise ArgumentError(
             f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
             "to change sizes, build another op"
         )
+    if parameter.device != device:
+        raise ArgumentError(
+            f"{name}: expected a parameter on {device}, where x is, got one on {parameter.device}; "
+            f"move all of the op, op.to({str(device)!r})"
+        )
+    dtype = parameter.dtype
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ArgumentError(f"{name}: expected a floating-point parameter of at least 16 bits, got {dtype}")
 
 
 def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:
@@ -117,6 +150,17 @@ def is_plain(kind: type[Tensor]) -> bool:
     return getattr(function, "__func__", function) in default and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has one address for all its values: it is neither sparse nor nested, nor in a library's own format."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def not_dense(name: str, tensor: Tensor) -> ArgumentError:
+    """The error for a tensor that is not :func:`is_dense`, whose other properties may raise when they are asked for."""
+    came = "a nested one" if tensor.is_nested else f"one of {tensor.layout}"
+    return ArgumentError(f"{name}: expected a dense tensor, got {came}")
+
+
 def is_free_to_read(tensor: Tensor) -> bool:
     """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
     if tensor.is_meta or has_no_data(tensor):
@@ -127,6 +171,11 @@ def is_free_to_read(tensor: Tensor) -> bool:
 def is_free_to_write(tensor: Tensor) -> bool:
     """Whether it may be written here: what was made under ``torch.inference_mode()`` may be written there alone."""
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+def is_narrow_float(dtype: torch.dtype) -> bool:
+    """Whether it has 8 bits, which only quantised products read: torch itself does not add such numbers."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
@@ -146,7 +195,13 @@ def _subclass(weight: Tensor) -> str:
     return f"weight: expected a plain tensor, got a {name}, whose operations the kernels would bypass"
 
 
+def _are_ints(sizes: Sequence[Any]) -> bool:
+    return all(type(size) is int for size in sizes)
+
+
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:
+    if split_sizes.layout is not torch.strided or split_sizes.is_nested:  # is_dense, written out
+        raise not_dense("split_sizes", split_sizes)
     if split_sizes.dtype not in _INDEX_TYPES:
         raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
     shape: tuple[Any, ...] = tuple(split_sizes.shape)

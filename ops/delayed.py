@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 class Delayed(Generic[T]):
-    """Functions of their owner, first in first out. Any thread may add some; one at a time runs them. A copy starts empty."""
+    """Functions of their owner, first in first out. Any thread may add one; one thread at a time runs them.
+
+    A copy starts empty.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[T], None]] = deque()
@@ -28,7 +31,7 @@ class Delayed(Generic[T]):
         self._waiting.append(function)
 
     def run(self, owner: T) -> bool:
-        """Runs all for their owner; whether there were any. One that raises stays the first, so that it can be mended."""
+        """Runs all for their owner; returns whether there were any. One that raises stays the first, to be mended."""
         ran = False
         with self._running:
             while self._waiting:

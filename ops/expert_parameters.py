@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fuser import ArgumentError, Op
 from .backends.problem import Matrices, first
-from .checks import check_shape
+from .checks import check_parameter
 from .expert_group import ExpertGroup, as_one
 from .stored import drop_note
 
@@ -70,14 +70,14 @@ class ExpertParameters(Op):
             raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
         return found
 
-    def check_shapes(self, **shapes: tuple[int, ...]) -> None:
-        """Of the parameters, which anybody may have replaced; given are those of one group."""
+    def check_parameters(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
+        """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
         for name, split in self.per_group.items():
             if not split:
-                check_shape(name, self.one_parameter(name), (self.num_groups, *shapes[name]))
+                check_parameter(name, self.one_parameter(name), (self.num_groups, *shapes[name]), device)
                 continue
             group = self._group(name)
-            check_shape(f"{name}0", group.tensors[0], shapes[name])
+            check_parameter(f"{name}0", group.tensors[0], shapes[name], device)
             if not group.is_uniform and (misfit := _misfit(name, group.tensors)):
                 raise ArgumentError(misfit)
 
@@ -194,7 +194,9 @@ class ExpertParameters(Op):
         self._groups.clear()
         for name, split in self.per_group.items():
             one, many = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
-            if split and one in state_dict and len(state_dict[one]) == self.num_groups:
+            error_messages = args[-1]
+            error_messages += _unreadable(state_dict, [one] if split else many)
+            if split and one in state_dict and _is_stacked(state_dict[one], self.num_groups):
                 state_dict.update(zip(many, state_dict.pop(one), strict=True))
             elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
@@ -213,9 +215,20 @@ def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
     )
 
 
-def _are_alike(tensors: list[Tensor | None]) -> bool:
+def _unreadable(state_dict: dict[str, Any], keys: Sequence[str]) -> list[str]:
+    """A line for what stands under a key of the other form and is no tensor; torch says so of its own keys alone."""
+    values = [(key, state_dict[key]) for key in keys if key in state_dict]
+    return [f"{key}: expected a tensor, got a {type(v).__name__}" for key, v in values if not isinstance(v, Tensor)]
+
+
+def _is_stacked(value: Any, groups: int) -> bool:
+    """Whether it holds a tensor for each group."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == groups
+
+
+def _are_alike(tensors: list[Any]) -> bool:
     """Whether all are there, in one shape."""
-    shapes = {None if tensor is None else tensor.shape for tensor in tensors}
+    shapes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
     return len(shapes) == 1 and None not in shapes
 
 

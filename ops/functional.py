@@ -10,7 +10,7 @@ from torch import Tensor
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
 from . import kernels
-from .checks import is_free_to_read
+from .checks import is_dense, is_free_to_read, not_dense
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
 from .product import Factor, Product, output, output_shape, room_for
@@ -50,7 +50,7 @@ def grouped_gemm(
         split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
         layout: see above.
         out: where to write; it is returned.
-        accumulate: add to what stands in ``out``: beta = 1.
+        accumulate: add to ``out``: beta = 1. In 16 bits a GPU rounds the product, then the sum; a CPU the sum alone.
         alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
         bias: [E, N].
         out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
@@ -74,7 +74,7 @@ def grouped_gemm(
         _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), _counts(accumulate, beta))
         return out
     how = how._replace(shape=room_for(how, out_elements))
-    keywords = {"b": how.b.data, "how": how} if bias is None else {"b": how.b.data, "how": how, "bias": bias}
+    keywords = {"b": how.b.data, "how": how} | ({} if bias is None else {"bias": bias})
     data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
     return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
 
@@ -118,7 +118,7 @@ class _GroupedGemm(Op):
 
 def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor | GroupedTensor]:
     """The layout; of a transposed view of dense matrices that of the matrices themselves, so that nothing is copied."""
-    if layout not in Layout.__members__:
+    if not isinstance(layout, str) or layout not in Layout.__members__:
         raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
     which = Layout[layout]
     if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
@@ -128,6 +128,8 @@ def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor 
 
 def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
     for name, given in (("split_sizes", split_sizes), ("offsets", offsets)):
+        if isinstance(given, Tensor) and not is_dense(given):
+            raise not_dense(f"grouped_gemm: {name}", given)
         if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
             came = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")
@@ -152,6 +154,8 @@ def _how(
             raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
     if groups_a.dtype.is_complex:
         raise ArgumentError(f"grouped_gemm: a and b must hold real numbers, got {groups_a.dtype}")
+    if groups_a.dtype.itemsize == 1:
+        raise ArgumentError(f"grouped_gemm: a and b must hold numbers of at least 16 bits, got {groups_a.dtype}")
     deep_a = groups_a.rows if layout is Layout.TN else groups_a.columns
     deep_b = groups_b.columns if layout is Layout.NT else groups_b.rows
     _check_depths(layout, deep_a, deep_b, groups_a.num_groups)
@@ -187,10 +191,12 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
         raise ArgumentError(
             f"grouped_gemm: split sizes must be on {tensor.device}, where {name} is, got {sizes.device}"
         )
-    if is_free_to_read(sizes) and (sizes < 0).any() | (sizes.sum() > tensor.shape[0]):
-        raise ArgumentError(
-            f"grouped_gemm: split sizes {sizes.tolist()} do not fit into the {tensor.shape[0]} rows of {name}"
-        )
+    if is_free_to_read(sizes):
+        listed = sizes.tolist()  # numbers of Python, whose sum does not wrap
+        if min(listed, default=0) < 0 or sum(listed) > tensor.shape[0]:
+            raise ArgumentError(
+                f"grouped_gemm: split sizes {listed} do not fit into the {tensor.shape[0]} rows of {name}"
+            )
     return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
 
 

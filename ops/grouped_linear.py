@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
 from ..fuser.buffers import Lent
 from . import kernels
-from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes, product_dtype
+from .checks import check_buffer, check_matrix_input, check_rows, check_sizes, check_split_sizes, product_dtype
 from .kernels import Layout, Matrices
 from .weight_grads import WeightGrads
 
@@ -45,12 +45,13 @@ class GroupedLinear(WeightGrads):
         accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
             where ``weight.overwrite_main_grad`` is set) and does not go through autograd. A weight that has
             ``grad_added_to_main_grad`` is told by it, and given a ``.grad`` whose values mean nothing.
+            A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
         transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read there as it lies.
 
     Raises:
-        ValueError: a size below 1.
-        ArgumentError: at a call whose arguments do not fit.
+        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits; at a
+            call whose arguments do not fit.
         RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
@@ -83,9 +84,8 @@ class GroupedLinear(WeightGrads):
         transposed_weight: bool = False,
     ) -> None:
         super().__init__()
-        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise ValueError(f"GroupedLinear: {name} must be at least 1, got {size}")
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", dtype, **sizes)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias = bias, scale_bias and bias
         self.init_expert_parameters()
@@ -116,7 +116,7 @@ class GroupedLinear(WeightGrads):
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
-            key += (type(p), p.dtype, p.device, p.requires_grad, p.shape, group is None or group.is_uniform)
+            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform)
         return tuple(key)
 
     def check(
@@ -131,7 +131,7 @@ class GroupedLinear(WeightGrads):
     ) -> Spec:
         weight = self.one_parameter("weight")
         dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
-        self.check_shapes(weight=self._matrix_shape(), bias=(self.out_features,))
+        self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:

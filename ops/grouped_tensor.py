@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
-from .checks import is_free_to_read
+from .checks import is_dense, is_free_to_read, not_dense
 
 
 class GroupedTensor:
@@ -123,10 +125,14 @@ class GroupedTensor:
 
 def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, rows: int | None) -> None:
     dims = 3 if first_dims is None and last_dims is None else 2 if last_dims is None else 1
+    if not is_dense(data):
+        raise not_dense("GroupedTensor: data", data)
     if data.dim() != dims or not data.is_contiguous():
         raise ValueError(f"GroupedTensor: expected contiguous data of {dims} dimensions, got shape {list(data.shape)}")
     if (rows is not None) != (first_dims is None and last_dims is not None):
         raise ValueError("GroupedTensor: rows= is for groups that are ragged in their columns only, and needed there")
+    if rows is not None and (not isinstance(rows, SupportsIndex) or rows < 0):
+        raise ValueError(f"GroupedTensor: rows must be an int that is not negative, got {rows!r}")
     for name, sizes in (("first_dims", first_dims), ("last_dims", last_dims)):
         if sizes is None:
             continue
@@ -148,11 +154,11 @@ def _check_values(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | N
     ragged = {name: sizes for name, sizes in named.items() if sizes is not None}
     if not ragged or not all(is_free_to_read(sizes) for sizes in ragged.values()):
         return
-    counts = torch.ones_like(next(iter(ragged.values()))) * (1 if rows is None else rows)
-    for name, sizes in ragged.items():
-        if (sizes < 0).any():
-            raise ValueError(f"GroupedTensor: {name} must not be negative, got {int(sizes.min())}")
-        counts = counts * sizes
-    if counts.sum() > data.shape[0]:
-        what = "rows" if last_dims is None else "elements"
-        raise ValueError(f"GroupedTensor: groups of {int(counts.sum())} {what} do not fit into {data.shape[0]}")
+    listed = {name: sizes.tolist() for name, sizes in ragged.items()}  # numbers of Python, whose products do not wrap
+    for name, sizes in listed.items():
+        if sizes and min(sizes) < 0:
+            raise ValueError(f"GroupedTensor: {name} must not be negative, got {min(sizes)}")
+    held = sum(map(prod, zip(*listed.values(), strict=True))) * (1 if rows is None else rows)
+    if held > data.shape[0]:
+        unit = "rows" if last_dims is None else "elements"
+        raise ValueError(f"GroupedTensor: groups of {held} {unit} do not fit into {data.shape[0]}")

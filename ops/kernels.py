@@ -245,9 +245,11 @@ _FLIPPED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
 
 
 def _as_it_lies(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
-    """A transposed view of dense matrices as the matrices themselves, under the layout that transposes them."""
-    matrix = first(b)
-    if layout is Layout.TN or matrix.stride(-1) == 1 or matrix.stride(-2) != 1:
+    """A transposed view of dense matrices as the matrices themselves, under the layout that transposes them.
+
+    Matrices without rows that are dense one way or the other may be either: the same kernels refuse both.
+    """
+    if layout is Layout.TN or first(b).stride(-1) == 1:
         return layout, b
     return _FLIPPED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Op, Spec
-from .checks import check_matrix_input, check_shape, product_dtype
+from .checks import check_matrix_input, check_parameter, check_sizes, product_dtype
 from .stored import drop_note, take_basic_ops
 
 
@@ -23,7 +23,7 @@ class Linear(Op):
         bias: whether there is a ``bias`` [N].
 
     Raises:
-        ValueError: a size below 1.
+        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits.
     """
 
     bias: nn.Parameter | None
@@ -42,8 +42,7 @@ class Linear(Op):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if in_features < 1 or out_features < 1:
-            raise ValueError(f"Linear: sizes must be at least 1, got {in_features} and {out_features}")
+        check_sizes("Linear", dtype, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         empty_bias = torch.empty(out_features, device=device, dtype=dtype)
@@ -63,9 +62,9 @@ class Linear(Op):
 
     def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
         dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
-        check_shape("weight", self.weight, (self.out_features, self.in_features))
+        check_parameter("weight", self.weight, (self.out_features, self.in_features), x.device)
         if self.bias is not None:
-            check_shape("bias", self.bias, (self.out_features,))
+            check_parameter("bias", self.bias, (self.out_features,), x.device)
         return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None) -> tuple[Tensor, Saved]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
-import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError
+from .checks import is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
 
@@ -71,10 +71,37 @@ def room_for(how: Product, elements: int | None) -> tuple[int, ...]:
                 f"grouped_gemm: out_elements is not needed here, the output has shape {in_words(shape)}"
             )
         return first, *rest
-    if elements is not None:
-        return elements // max(1, *rest, 1), *rest
-    rows, columns = (torch.as_tensor(d, device=how.a.device) for d in (rows_of(how), columns_of(how)))
-    return int((rows if rest else rows * columns).sum()), *rest
+    if elements is None:
+        return needed(how), *rest
+    if not isinstance(elements, SupportsIndex) or elements < 0:
+        raise ArgumentError(f"grouped_gemm: out_elements must be an int that is not negative, got {elements!r}")
+    room = elements // max(1, *rest, 1)
+    if is_counted_on_the_host(how) and needed(how) > room:
+        least = needed(how) * max(1, *rest, 1)
+        raise ArgumentError(f"grouped_gemm: out_elements must be at least {least}, got {elements}")
+    return room, *rest
+
+
+def needed(how: Product) -> int:
+    """The rows of all groups of the output, or its elements where columns are ragged too. Waits for the device."""
+    by_elements = isinstance(columns_of(how), Tensor)
+    return sum(rows * columns if by_elements else rows for rows, columns in shapes(how))
+
+
+def shapes(how: Product) -> list[tuple[int, int]]:
+    """Of the output's groups, in numbers of Python, whose products and sums do not wrap. Waits for the device."""
+    rows, columns = (d.tolist() if isinstance(d, Tensor) else [d] * how.a.num_groups for d in dims(how))
+    return list(zip(rows, columns, strict=True))
+
+
+def is_counted_on_the_host(how: Product) -> bool:
+    """Whether :func:`shapes` costs no wait."""
+    return all(is_free_to_read(d) for d in dims(how) if isinstance(d, Tensor))
+
+
+def dims(how: Product) -> tuple[Tensor | int, Tensor | int]:
+    """Rows and columns of the output's groups."""
+    return rows_of(how), columns_of(how)
 
 
 def output(how: Product, data: Tensor) -> GroupedTensor:

@@ -10,18 +10,23 @@ from torch import Tensor
 from ..fuser import ArgumentError
 from ..fuser.buffers import overlap
 from ..fuser.trace import has_no_data
-from .checks import is_free_to_write
+from .checks import is_dense, is_free_to_write, is_narrow_float, not_dense
 from .grouped_tensor import GroupedTensor
-from .product import Factor, Product, columns_of, fits, in_words, output_shape
+from .product import Factor, Product, columns_of, fits, in_words, is_counted_on_the_host, needed, output_shape, shapes
 
 
 def check_types(**tensors: Any) -> None:
-    """``a`` and ``b`` are tensors, plain or grouped; so is ``out``, and ``bias`` a plain one, where they are given."""
+    """``a`` and ``b`` are tensors, plain or grouped; so is ``out``, and ``bias`` a plain one, where they are given.
+
+    Those that are plain are dense.
+    """
     for name, tensor in tensors.items():
         types = (Tensor,) if name == "bias" else (Tensor, GroupedTensor)
         if not isinstance(tensor, types if name in ("a", "b") else (*types, type(None))):
             names = " or ".join(t.__name__ for t in types)
             raise ArgumentError(f"grouped_gemm: {name} must be a {names}, got a {type(tensor).__name__}")
+        if isinstance(tensor, Tensor) and not is_dense(tensor):
+            raise not_dense(f"grouped_gemm: {name}", tensor)
 
 
 def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
@@ -32,14 +37,16 @@ def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
             raise ArgumentError(
                 f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
             )
+        if isinstance(factor, Tensor) and not is_dense(factor):
+            raise not_dense(f"grouped_gemm: {name}", factor)
         if isinstance(factor, Tensor) and factor.requires_grad:
             raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
         if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):
             raise ArgumentError(
                 f"grouped_gemm: {name} must be a number or a tensor [{groups}], got shape {list(factor.shape)}"
             )
-        if isinstance(factor, Tensor) and factor.dim():
-            _check_reals(name, factor, how)
+        if isinstance(factor, Tensor):
+            _check_reals(name, factor, how, or_on_host=not factor.dim())
     if bias is not None and isinstance(columns, Tensor):
         raise ArgumentError("grouped_gemm: a bias needs an output whose groups have the same number of columns")
     if bias is not None and tuple(bias.shape) != (groups, columns):
@@ -48,11 +55,14 @@ def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
         _check_reals("bias", bias, how)
 
 
-def _check_reals(name: str, tensor: Tensor, how: Product) -> None:
-    if tensor.is_complex() or tensor.device != how.a.device:
+def _check_reals(name: str, tensor: Tensor, how: Product, or_on_host: bool = False) -> None:
+    is_there = tensor.device == how.a.device or (or_on_host and tensor.device.type == "cpu")
+    if tensor.is_complex() or not is_there:
         raise ArgumentError(
             f"grouped_gemm: {name} must hold real numbers, on {how.a.device}; got {tensor.dtype} on {tensor.device}"
         )
+    if is_narrow_float(tensor.dtype):
+        raise ArgumentError(f"grouped_gemm: {name} must hold numbers of at least 16 bits, got {tensor.dtype}")
 
 
 def check_output(
@@ -80,7 +90,9 @@ def check_output(
             f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {how.a.device}; "
             f"got shape {list(data.shape)} on {data.device}"
         )
-    if not torch.can_cast(how.a.dtype, data.dtype) or data.is_complex():
+    if is_counted_on_the_host(how):
+        _check_groups(how, out, data)
+    if not torch.can_cast(how.a.dtype, data.dtype) or data.is_complex() or is_narrow_float(data.dtype):
         raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {how.a.dtype}")
     if not is_free_to_write(data):
         raise ArgumentError(
@@ -89,3 +101,12 @@ def check_output(
     for name, tensor in tensors.items():
         if not has_no_data(data) and overlap(data, tensor):
             raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
+
+
+def _check_groups(how: Product, out: Tensor | GroupedTensor, data: Tensor) -> None:
+    """``out`` holds the product's groups, and calls them what they are."""
+    if data.dim() < 3 and needed(how) > data.shape[0]:
+        unit = "rows" if data.dim() > 1 else "elements"
+        raise ArgumentError(f"grouped_gemm: out must have {needed(how)} {unit} at least, got {data.shape[0]}")
+    if isinstance(out, GroupedTensor) and out.shapes() != shapes(how):
+        raise ArgumentError(f"grouped_gemm: out must have groups of shapes {shapes(how)}, got {out.shapes()}")

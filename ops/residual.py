@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
 from ..fuser.op import RESERVED
+from .checks import is_dense, is_narrow_float, not_dense
 
 _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 
@@ -64,13 +65,17 @@ class AddExtraInput(Op):
         return next(iter(self.keywords))
 
     def check(self, x: Spec, **extra: Tensor) -> Spec:
+        if is_narrow_float(x.dtype):
+            raise ArgumentError(f"x: expected numbers that can be added, got {x.dtype}")
         for name, tensor in extra.items():
+            if isinstance(tensor, Tensor) and not is_dense(tensor):
+                raise not_dense(name, tensor)
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != x.shape:
                 came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ArgumentError(f"{name}: expected a tensor of shape {list(x.shape)}, like x, got {came}")
             if tensor.device != x.device:
                 raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
-            if not torch.can_cast(tensor.dtype, x.dtype):
+            if is_narrow_float(tensor.dtype) or not torch.can_cast(tensor.dtype, x.dtype):
                 raise ArgumentError(f"{name}: {tensor.dtype} cannot be added to x, of {x.dtype}, as which it comes out")
         return x
 

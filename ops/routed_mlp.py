@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import settings
+from ..fuser import ArgumentError, settings
 from ..fuser.trace import is_traced, named_range
 from . import kernels
 from . import routing as rows_of
@@ -48,10 +48,15 @@ class Forward(NamedTuple):
 
 
 def compiled(experts: Experts) -> RoutedMlp | None:
-    """The one call, where our kernels take these experts; made once for weights that stay where they are."""
+    """The one call, where our kernels take these experts; made once for weights that stay where they are, as they are.
+
+    Memory that was freed, or a view, may be of another dtype or pitch at the same address.
+    """
     up, down, up_bias, down_bias, spec, transposed = experts
     places = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
-    about = up.shape, up.dtype, up.stride(), down.stride(), transposed
+    about: tuple[Any, ...] = up.shape, up.dtype, up.stride(), down.shape, down.dtype, down.stride(), transposed
+    for bias in (up_bias, down_bias):
+        about += (None,) if bias is None else (bias.shape, bias.dtype, bias.stride())
     made = _calls.get(places)
     if made is None or made.about != about or made.spec != spec:
         if len(_calls) >= _MOST_CALLS:
@@ -65,6 +70,7 @@ def routed_mlp(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: 
     """[T, H]: the weighted sums over the experts of each token, without gradients."""
     if type(x) is not Tensor and is_traced(x):
         return traced.routed_mlp(experts, x, top_k_index, top_k_weights)
+    _check(experts, x, top_k_index, top_k_weights)
     call = compiled(experts) if x.is_cuda and settings.current().backend in _OUR_BACKENDS else None
     if call is None:
         return _in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
@@ -81,7 +87,23 @@ def routed_mlp_forward(experts: Experts, x: Tensor, index: Tensor, weights: Tens
         made = traced.routed_mlp_forward(experts, x, index, weights, keep_pre, own)
         y, counts, order, place, scales, pre = made
         return Forward(y, Routing(counts, order, place, own), scales, pre if keep_pre else None)
+    _check(experts, x, index, weights)
     return _in_steps(experts, x, index, weights, keep_pre)
+
+
+def _check(e: Experts, x: Tensor, index: Tensor, weights: Tensor) -> None:
+    """What makes the addresses safe to read: a model may have moved or replaced a tensor since its last call.
+
+    It runs at every call, so it reads attributes and calls nothing.
+    """
+    tensors = ("top_k_index", index), ("top_k_weights", weights), ("up", e.up), ("down", e.down)
+    for name, tensor in (*tensors, ("up_bias", e.up_bias), ("down_bias", e.down_bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
+    groups, columns, features = e.up.shape[0], e.up.shape[2 if e.transposed else 1], x.shape[1]
+    for name, bias, width in (("up_bias", e.up_bias, columns), ("down_bias", e.down_bias, features)):
+        if bias is not None and bias.shape != (groups, width):
+            raise ArgumentError(f"{name}: expected shape {[groups, width]}, got {list(bias.shape)}")
 
 
 def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_pre: bool) -> Forward:

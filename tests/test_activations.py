@@ -18,6 +18,7 @@ from fusible import (
     SwiGLU,
     interleaved,
 )
+from fusible.ops.activations import ActivationSpec
 
 BLOCKS = [None, 1, 4, 32]
 PARAMETERS = [{}, {"limit": 0.5}, {"linear_offset": 1.0}, {"limit": 0.7, "linear_offset": -0.5}]
@@ -193,6 +194,13 @@ def test_activation_is_deterministic(op):
         (lambda: interleaved(0), "the block must be a positive int, got 0"),
         (lambda: interleaved(True), "the block must be a positive int, got True"),
         (lambda: interleaved(2.0), "the block must be a positive int, got 2.0"),
+        (lambda: GLU("silu", alpha=float("nan")), "alpha and linear_offset must be finite; got nan and 0.0"),
+        (lambda: GLU("silu", alpha=float("inf")), "alpha and linear_offset must be finite; got inf and 0.0"),
+        (lambda: GLU("silu", linear_offset=float("-inf")), "alpha and linear_offset must be finite; got 1.0 and -inf"),
+        (lambda: GLU("silu", alpha="steep"), "alpha must be a number; got 'steep'"),
+        (lambda: GLU("silu", limit=[7]), r"limit must be a number; got \[7\]"),
+        (lambda: ActivationSpec("silu", block=-3), "block must be at least 1 or None; got -3"),
+        (lambda: ActivationSpec("swish"), "activation must be one of silu, .*; got 'swish'"),
     ],
 )
 def test_constructor_error(make, message):

@@ -340,7 +340,7 @@ def test_linear_draws_as_torch_does():
 
 
 def test_linear_errors():
-    with pytest.raises(ValueError, match="Linear: sizes must be at least 1, got 0 and 4"):
+    with pytest.raises(ValueError, match="Linear: in_features must be at least 1, got 0"):
         Linear(0, 4)
     with pytest.raises(ArgumentError, match=r"expected 6 features in the last dimension, got shape \[2, 5\]"):
         Linear(6, 4)(torch.ones(2, 5))

@@ -7,6 +7,8 @@ import torch
 from reference import assert_close_to, assert_same, unit
 
 from fusible import ArgumentError, DoubleBackwardError, GroupedTensor, grouped_gemm
+from fusible.ops.kernels import Layout
+from fusible.ops.product import Product, room_for
 
 E, M, N, K, T = 3, 4, 5, 6, 9
 SIZES = torch.tensor([3, 0, 5])
@@ -209,6 +211,17 @@ def test_gradcheck(layout, alpha):
     assert torch.autograd.gradcheck(function, (a, b, bias), fast_mode=True)
 
 
+@pytest.mark.parametrize("rows", [(9, 12), (12, 9), (8, 9)])
+def test_gradients_have_the_rows_of_their_operand_whatever_lies_behind_the_other(rows):
+    a, b = unit(rows[0], M), unit(rows[1], N)
+    c = grouped_gemm(GroupedTensor(a, SIZES), GroupedTensor(b, SIZES), layout="TN").data
+    dc = torch.randn_like(c)
+    valid = int(SIZES.sum())
+    got, want = (torch.autograd.grad(y, (a, b), dc) for y in (c, expected("TN", a[:valid], b[:valid])))
+
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("layout", ["NT", "NN"])
 def test_gradient_through_a_transposed_view(layout):
     a, b = operands(layout)
@@ -310,6 +323,7 @@ def test_every_raggedness_with_alpha_beta_bias():
 
 A, B = operands("NT")
 G = GroupedTensor(A, SIZES)
+F8 = torch.float8_e4m3fn
 
 
 def inference(*shape):
@@ -392,6 +406,90 @@ def inference(*shape):
 def test_call_error(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+HUGE = 2**62
+WRAPPING = {  # sums and products that come out as less than they are in 64 or 32 bits
+    "sum of sizes": lambda: grouped_gemm(A, unit(4, N, K), torch.tensor([HUGE] * 4)),
+    "sum of sizes, TN": lambda: grouped_gemm(A, A, torch.tensor([HUGE] * 4), layout="TN"),
+    "difference of offsets": lambda: grouped_gemm(A, B[:2], offsets=torch.tensor([1, -(2**63)])),
+    "rows": lambda: GroupedTensor(torch.ones(4, 2), torch.tensor([HUGE] * 4)),
+    "rows by columns": lambda: GroupedTensor(torch.ones(16), torch.tensor([2**32, 1]), torch.tensor([2**32, 1])),
+    "32 bits": lambda: GroupedTensor(torch.ones(16), *[torch.tensor([2**16, 1], dtype=torch.int32)] * 2),
+    "rows= by columns": lambda: GroupedTensor(torch.ones(16), None, torch.tensor([2**32, 1]), rows=2**32),
+}
+
+
+@pytest.mark.parametrize("call", WRAPPING.values(), ids=WRAPPING)
+def test_sizes_that_wrap_do_not_fit(call):
+    with pytest.raises(ValueError, match="do not fit into"):
+        call()
+
+
+def test_room_for_more_elements_than_32_bits_count():
+    operand = GroupedTensor(torch.empty(2**16 + 1, 0), torch.tensor([2**16, 1], dtype=torch.int32))
+
+    assert room_for(Product(operand, operand, Layout.NT, None), None) == (2**32 + 1,)
+
+
+def nested():
+    return torch.nested.nested_tensor([torch.ones(1, K), torch.ones(3, K)])
+
+
+SPARSE = torch.ones(T, K).double().to_sparse()
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grouped_gemm(SPARSE, B, SIZES), "a: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B.to_sparse(), SIZES), "b: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, out=SPARSE), "out: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, bias=SPARSE), "bias: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=SPARSE), "alpha: expected a dense tensor, got one of torch.sparse"),
+        (lambda: grouped_gemm(nested(), B, SIZES), "a: expected a dense tensor, got a nested one"),
+        (lambda: grouped_gemm(A, B, nested()), "split_sizes: expected a dense tensor, got a nested one"),
+        (lambda: grouped_gemm(A, B, SIZES.to_sparse()), "split_sizes: expected a dense tensor, got one of torch.sp"),
+        (lambda: GroupedTensor(SPARSE, SIZES), "GroupedTensor: data: expected a dense tensor, got one of torch.sp"),
+        (
+            lambda: grouped_gemm(A.to(F8), B.to(F8), SIZES),
+            "a and b must hold numbers of at least 16 bits",
+        ),
+        (lambda: grouped_gemm(A, B, SIZES, bias=torch.ones(E, N).to(F8)), "bias must hold numbers of at least 16 bits"),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=torch.ones(E).to(F8)), "alpha must hold numbers of at least 16 bits"),
+        (lambda: grouped_gemm(A, B, SIZES, out=torch.ones(T, N).to(F8)), "out of torch.float8_e4m3fn cannot hold"),
+        (
+            lambda: grouped_gemm(A, B, SIZES, alpha=torch.ones((), device="meta")),
+            "alpha must hold real numbers, on cpu",
+        ),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=torch.ones(()).cfloat()), "alpha must hold real numbers, on cpu"),
+        (lambda: grouped_gemm(A, B, SIZES, layout=["NT"]), r"layout must be NT, NN or TN, got \['NT'\]"),
+    ],
+)
+def test_what_no_kernel_can_read_is_refused_by_name(call, message):
+    with pytest.raises(ArgumentError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"out": torch.empty(4)}, "out must have 5 elements at least, got 4"),
+        ({"out_elements": 4}, "out_elements must be at least 5, got 4"),
+        ({"out_elements": -1}, "out_elements must be an int that is not negative, got -1"),
+        ({"out_elements": 5.0}, "out_elements must be an int that is not negative, got 5.0"),
+        (
+            {"out": GroupedTensor(torch.empty(5), torch.tensor([1, 2]), torch.tensor([1, 2]))},
+            r"out must have groups of shapes \[\(2, 1\), \(1, 3\)\], got \[\(1, 1\), \(2, 2\)\]",
+        ),
+    ],
+)
+def test_room_that_cannot_hold_the_product_is_refused_by_name(how, message):
+    a, b = (GroupedTensor.from_tensors([torch.ones(rows, 2) for rows in sizes]) for sizes in ((2, 1), (1, 3)))
+
+    with pytest.raises(ArgumentError, match=f"^grouped_gemm: {message}$"):
+        grouped_gemm(a, b, **how)
 
 
 def test_ragged_depths_that_differ_are_an_error():
@@ -479,6 +577,11 @@ def dims(*values):
         (lambda: GroupedTensor(torch.ones(4, 2), dims(3, -1)), "first_dims must not be negative, got -1"),
         (lambda: GroupedTensor(torch.ones(4), None, dims(2, 3), rows=1), "groups of 5 elements do not fit into 4"),
         (lambda: GroupedTensor(torch.ones(4), dims(2, 1), dims(2, 1)), "groups of 5 elements do not fit into 4"),
+        (
+            lambda: GroupedTensor(torch.ones(4), None, dims(2), rows=-1),
+            "rows must be an int that is not negative, got -1",
+        ),
+        (lambda: GroupedTensor(torch.ones(4), None, dims(2), rows=1.5), "rows must be an int .*, got 1.5"),
         (lambda: GroupedTensor.from_tensors([]), "expected matrices of one dtype and device, got none"),
         (lambda: GroupedTensor.from_tensors([torch.ones(2)]), "expected matrices of one dtype and device"),
         (lambda: GroupedTensor.from_tensors([torch.ones(1, 1), torch.ones(1, 1).int()]), "matrices of one dtype"),

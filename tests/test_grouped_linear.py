@@ -531,6 +531,8 @@ X = torch.ones(9, K)
         (X, {"split_sizes": 9}, "expected an int32 or int64 tensor or a list of ints, got a int"),
         (X, {"split_sizes": torch.tensor([5, 5, 5, 5])}, "they sum to 20, but x has only 9 rows"),
         (X, {"split_sizes": [5, 5, 5, 5]}, "they sum to 20, but x has only 9 rows"),
+        (X, {"split_sizes": [4, 4, 1, 1]}, "they sum to 10, but x has only 9 rows"),
+        (X, {"split_sizes": torch.tensor([4, 4, 1, 1])}, "they sum to 10, but x has only 9 rows"),
         (X, {"split_sizes": torch.tensor([5, -1, 5, 0])}, "sizes must not be negative, got -1"),
         (X, {"bias_scale": torch.ones(8)}, r"bias_scale: expected shape \[9\], one number a row, got \[8\]"),
         (

@@ -7,7 +7,19 @@ from itertools import product
 
 import pytest
 import torch
-from reference import ACTIVATIONS, assert_as_good, assert_same, glu, grouped_linear, mlp, run, scale, unit
+from reference import (
+    ACTIVATIONS,
+    assert_as_good,
+    assert_close_to,
+    assert_same,
+    glu,
+    grouped_linear,
+    leaves,
+    mlp,
+    run,
+    scale,
+    unit,
+)
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
@@ -288,13 +300,13 @@ def test_autocast_from_float32_weights(place):
     case.dy = case.dy.to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         fused, unfused = case.run(), case.run(fused=False)
-    truth = run(case.reference, case.tensors, case.dy.float())
+        plain = run(case.reference, leaves(case.tensors), case.dy)
+    truth = run(case.reference, leaves(case.tensors, torch.float64), case.dy.double())
 
     for name, exact in truth.items():
-        dtype = torch.bfloat16 if name == "y" else torch.float32
-        assert fused[name].dtype == unfused[name].dtype == dtype, name
-        torch.testing.assert_close(fused[name].float(), exact, rtol=0.05, atol=0.1)
-        torch.testing.assert_close(unfused[name].float(), exact, rtol=0.05, atol=0.1)
+        for got in (fused, unfused):
+            assert got[name].dtype == plain[name].dtype == (torch.bfloat16 if name == "y" else torch.float32), name
+            assert_close_to(got[name], plain[name], exact, name)
 
 
 def test_autocast_does_not_round_scales():
@@ -470,6 +482,19 @@ def test_unequal_groups_with_one_split_sizes_are_an_error_fused_or_not():
     one, two = linears(E, E + 1)
     with pytest.raises(ArgumentError, match=r"op 2 .*expected shape \[4\], one size a group, got \[3\]"):
         Sequential(one, SwiGLU(), two)(unit(T, K), split_sizes=torch.tensor(SIZES))
+
+
+class Unchecked(SwiGLU):
+    """Does not say what it gives, so that nothing behind it can be checked before it has run."""
+
+    def check(self, x):
+        return None
+
+
+def test_unequal_groups_behind_an_op_that_checks_nothing_are_an_error_fused_or_not():
+    one, two = linears(E, E + 1)
+    with pytest.raises(ArgumentError, match=r"op 2 .*expected shape \[4\], one size a group, got \[3\]"):
+        Sequential(one, Unchecked(), two)(unit(T, K), split_sizes=torch.tensor(SIZES))
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from reference import assert_as_good, assert_same, grouped_linear, run, unit
+from reference import assert_as_good, assert_close_to, assert_same, grouped_linear, run, unit
 from test_grouped_mlp import Case
 
 from fusible import GroupedLinear, RefusedError, Sequential, config
@@ -62,7 +62,9 @@ def test_writes_what_the_loop_writes(layout, alpha, beta, listed):
     torch.testing.assert_close(*both(p), rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1]])
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [30, 30, 30], [50, -3, 2], [1, 1, 1], [2**62] * 3]
+)
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 def test_any_sizes(layout, sizes):
     torch.testing.assert_close(*both(problem(layout, sizes=sizes)), rtol=0.02, atol=0.05)
@@ -76,7 +78,7 @@ def test_scales_of_rows_and_of_the_bias():
 
 
 @pytest.mark.parametrize("scale", [None, torch.linspace(-1, 2, T)])
-@pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [0, 40, 0], [50, -3, 2]])
+@pytest.mark.parametrize("sizes", [SIZES, [0, 0, 0], [0, 40, 0], [50, -3, 2], [2**62] * 3])
 def test_sums_and_dots_of_rows(sizes, scale):
     rows, vectors, sizes = unit(T, N, dtype=BF16, grad=False), unit(E, N, dtype=BF16, grad=False), torch.tensor(sizes)
     results = []
@@ -136,11 +138,14 @@ def test_nan_in_the_tail_reaches_nothing(fused):
 def test_main_grad(dtype):
     op, x = GroupedLinear(E, K, N, dtype=BF16, accumulate_into_main_grad=True), unit(T, K, dtype=BF16)
     op.weight.main_grad = torch.full_like(op.weight, 0.5, dtype=dtype)
-    op(x, split_sizes=SIZES).sum().backward()
-    plain = grouped_linear(x, SIZES, op.weight, op.bias)
-    expected = 0.5 + torch.autograd.grad(plain.sum(), op.weight)[0].to(dtype)
+    dy = unit(T, N, dtype=BF16, grad=False)
+    op(x, split_sizes=SIZES).backward(dy)
+    plain, exact = (
+        torch.autograd.grad(grouped_linear(x.to(wide), SIZES, weight := op.weight.to(wide)), weight, dy.to(wide))[0]
+        for wide in (BF16, torch.float64)
+    )
 
-    torch.testing.assert_close(op.weight.main_grad, expected, rtol=0.02, atol=0.05)
+    assert_close_to(op.weight.main_grad, (0.5 + plain).to(dtype), 0.5 + exact)
 
 
 def test_buffers_are_written_and_their_tails_left():
@@ -194,8 +199,43 @@ def test_the_backend_asked_for_is_used_or_refused():
         op(unit(T, K, dtype=torch.float32), split_sizes=SIZES)
 
 
-def test_fused_and_unfused_agree():
+@pytest.mark.parametrize("fused", [True, False])
+def test_as_good_as_plain_torch_fused_or_not(fused):
     case = Case(place="before", dtype=BF16)
 
-    for name, fused in case.run().items():
-        torch.testing.assert_close(fused, case.run(fused=False)[name], rtol=0.05, atol=0.05)
+    assert_as_good(case.run(fused), case.reference, case.tensors, case.dy, rows=sum(case.sizes))
+
+
+FEW_BITS = {  # every number and every step is exact in float32, and takes more bits than bfloat16 has
+    "accumulate": {"beta": 1.0},
+    "beta": {"beta": 0.75},
+    "betas": {"beta": torch.tensor([0.75, 1.5, 0.375])},
+    "alpha": {"alpha": 0.75, "beta": 1.0},
+    "bias": {"bias": torch.randint(-255, 256, (E, N)).to(BF16) / 16, "beta": 0.75},
+    "all": {
+        "alpha": 0.75,
+        "bias": torch.randint(-255, 256, (E, N)).to(BF16) / 16,
+        "bias_scale": torch.full((T,), 0.75, dtype=BF16),
+        "row_scale": torch.full((T,), 1.25, dtype=BF16),
+        "beta": 0.75,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FEW_BITS)
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
+@pytest.mark.parametrize("backend", [grouped_mm, loop], ids=["grouped_mm", "loop"])
+def test_what_is_added_to_the_product_is_rounded_with_it_once(backend, layout, name):
+    how = dict(FEW_BITS[name])
+    if layout == "TN":
+        how.pop("row_scale", None), how.pop("bias_scale", None)
+    p = problem(layout, BF16, **how)
+    p.a.copy_(torch.randint(-1, 2, p.a.shape))
+    p.b.copy_(torch.randint(-1, 2, p.b.shape))
+    p.out.copy_(torch.randint(-255, 256, p.out.shape) / 16)
+    exact = p.out.double()
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    loop.run(GroupedGemm(p.layout, p.a.double(), p.b.double(), p.split_sizes, exact, **wide))
+    backend.run(p)
+
+    assert torch.equal(p.out, exact.to(BF16))

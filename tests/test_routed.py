@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from emulation import harness
 from torch import Tensor
 
+from fusible import ArgumentError
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
 from fusible.integrations import routed
-from fusible.ops import routed_backward
+from fusible.ops import routed_backward, routed_mlp
 from fusible.ops.activations import ActivationSpec
+from fusible.ops.backends.extension import TYPE_CODES
 from fusible.ops.routed_mlp import Experts
 
 E, K, F, T, SLOTS = 16, 512, 128, 512, 4
@@ -81,3 +85,78 @@ def test_nothing_is_recorded_where_nothing_is_wanted(layer: Any) -> None:
     plain = Experts(experts.up.detach(), experts.down.detach(), None, None, SPEC, False)
 
     assert routed.run(plain, x.detach(), ids, weights.detach()).grad_fn is None
+
+
+def biased(layer: Any) -> tuple[Any, ...]:
+    experts, *tokens = layer
+    up_bias, down_bias = tensor(E, 2 * F).detach(), tensor(E, K).detach()
+    return experts._replace(up_bias=up_bias, down_bias=down_bias), *tokens
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["up_bias", "down_bias", "up", "down", "top_k_index", "top_k_weights"])
+def test_a_tensor_on_another_device_is_refused_by_name(name: str, grad: bool, layer: Any) -> None:
+    """Its address would go to a kernel: a model may have been moved in part since its last call."""
+    experts, x, index, weights = biased(layer)
+    given = {"top_k_index": index, "top_k_weights": weights, **experts._asdict()}
+    given[name] = given[name].to("meta")
+    moved = given.pop("top_k_index"), given.pop("top_k_weights")
+
+    with torch.set_grad_enabled(grad), pytest.raises(ArgumentError) as raised:
+        routed.run(Experts(**given), x, *moved)
+    assert str(raised.value) == f"{name}: expected a tensor on cpu, where x is, got one on meta"
+
+
+@pytest.mark.parametrize(("name", "columns"), [("up_bias", 2 * F), ("down_bias", K)])
+def test_biases_of_another_shape_are_refused(name: str, columns: int, layer: Any) -> None:
+    experts, *tokens = biased(layer)
+
+    with pytest.raises(ArgumentError, match=rf"{name}: expected shape \[16, {columns}\], got \[16, 8\]"):
+        routed.run(experts._replace(**{name: torch.ones(E, 8)}), *tokens)
+
+
+class Extension:
+    """In place of the extension: makes calls and never runs one."""
+
+    def RoutedMlp(self, *how: Any) -> tuple[Any, ...]:
+        return how
+
+
+@pytest.fixture
+def weights_on_a_gpu() -> Iterator[Experts]:
+    torch.manual_seed(0)
+    up, down = torch.randn(E, 2 * F, K).bfloat16(), torch.randn(E, K, F).bfloat16()
+    with harness.installed(Extension()):  # type: ignore[arg-type]
+        yield Experts(up, down, torch.zeros(E, 4 * F).bfloat16()[:, : 2 * F], torch.zeros(E, K).bfloat16(), SPEC, False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda up, down: (up.view(torch.float16), down.view(torch.float16)),  # the dtype
+        lambda up, down: (up.as_strided(up.shape, (2 * F, 1)), down),  # the pitch
+        lambda up, down: (up, down.as_strided(down.shape, (0, 1))),
+    ],
+)
+def test_one_call_of_a_layer_is_made_again_for_other_biases_at_the_same_addresses(
+    other: Callable[..., tuple[Tensor, Tensor]], weights_on_a_gpu: Experts
+) -> None:
+    e = weights_on_a_gpu
+    assert e.up_bias is not None
+    up_bias, down_bias = other(e.up_bias, e.down_bias)
+    made, remade = (routed_mlp.compiled(some) for some in (e, e._replace(up_bias=up_bias, down_bias=down_bias)))
+
+    assert routed_mlp.compiled(e._replace(up_bias=up_bias, down_bias=down_bias)) is remade
+    assert made is not None
+    assert remade is not None
+    assert made._run != remade._run
+
+
+def test_biases_of_two_dtypes_are_not_read_as_one(weights_on_a_gpu: Experts) -> None:
+    e = weights_on_a_gpu
+    assert e.down_bias is not None
+    alone = routed_mlp.compiled(e._replace(up_bias=None))
+
+    assert routed_mlp.compiled(e._replace(down_bias=e.down_bias.float())) is None
+    assert alone is not None
+    assert alone._run[-1] == TYPE_CODES[torch.bfloat16]

@@ -82,7 +82,7 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
 
 def row_ends(split_sizes: Tensor, rows: int) -> Tensor:
     """int32 [E]: where each group ends; whatever the sizes say, inside the buffer."""
-    return split_sizes.clamp(min=0).cumsum(0).clamp(max=rows).to(torch.int32)
+    return split_sizes.clamp(0, rows).cumsum(0).clamp(max=rows).to(torch.int32)  # clamped before, sums do not wrap
 
 
 def _misaligned(problem: GroupedGemm) -> str | None:
@@ -103,26 +103,32 @@ def _write_rows(p: GroupedGemm, result: Tensor, ends: Tensor) -> None:
     group = None
     if isinstance(p.alpha, Tensor) or p.bias is not None or isinstance(p.beta, Tensor):
         group = _group_of_row(ends, p.rows)
+    wide = _wide(p)
     if p.alpha is not None:
-        result = result * _by_row(p.alpha, group)
+        result = result.to(wide) * _by_row(p.alpha, group)
     if p.bias is not None:
-        bias = stacked(p.bias)[group]
+        bias = stacked(p.bias)[group].to(wide)
         result = result + (bias if p.bias_scale is None else p.bias_scale.unsqueeze(-1) * bias)
     if p.row_scale is not None:
-        result = result * p.row_scale.unsqueeze(-1)
+        result = result.to(wide) * p.row_scale.unsqueeze(-1)
     if p.beta is not None:
-        result = result + _by_row(p.beta, group) * p.out
+        result = result + _by_row(p.beta, group) * p.out.to(wide)
     torch.where(_is_valid(ends, p.rows).unsqueeze(-1), result.to(p.out.dtype), p.out, out=p.out)
 
 
 def _write_weights(p: GroupedGemm, result: Tensor) -> None:
     for g, out in enumerate([p.out] if isinstance(p.out, Tensor) else p.out):
-        part = result if isinstance(p.out, Tensor) else result[g]
+        part, wide = result if isinstance(p.out, Tensor) else result[g], _wide(p)
         if p.alpha is not None:
-            part = part * _by_group(p.alpha, g, part)
+            part = part.to(wide) * _by_group(p.alpha, g, part)
         if p.bias is not None:
-            part = part + (p.bias[g] if part.dim() == 2 else stacked(p.bias).unsqueeze(1))
-        out.copy_(part if p.beta is None else part + _by_group(p.beta, g, part) * out)
+            part = part.to(wide) + (p.bias[g] if part.dim() == 2 else stacked(p.bias).unsqueeze(1))
+        out.copy_(part if p.beta is None else part + _by_group(p.beta, g, part) * out.to(wide))
+
+
+def _wide(p: GroupedGemm) -> torch.dtype:
+    """In which factors, bias and sum are computed from the product as torch has rounded it, to be rounded once more."""
+    return torch.promote_types(first(p.out).dtype, torch.float32)
 
 
 def _by_row(factor: float | Tensor, group: Tensor | None) -> float | Tensor:

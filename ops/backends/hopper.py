@@ -218,6 +218,8 @@ def _place_refusal(p: GroupedGemm) -> str | None:
     for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
         if vectors is not None and any(vector.stride(-1) != 1 for vector in _listed(vectors)):
             return f"needs a dense {name}"
+        if vectors is not None and first(vectors).device != p.a.device:
+            return f"needs a {name} on {p.a.device}, got {first(vectors).device}"
     return None
 
 

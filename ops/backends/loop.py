@@ -85,9 +85,9 @@ def multiply(
         result = a.to(wide) @ b.to(wide)
         result = result if alpha is None else result * alpha
         if bias is not None:
-            result += bias if bias_scale is None else bias_scale.unsqueeze(-1) * bias
+            result += bias if bias_scale is None else bias_scale.unsqueeze(-1) * bias.to(wide)
         result = result if row_scale is None else result * row_scale.unsqueeze(-1)
-        out.copy_(result if beta is None else result + beta * out)
+        out.copy_(result if beta is None else result + beta * out.to(wide))
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -127,7 +127,7 @@ def _kind_of(
         if vector is None:
             kinds.append(None)
         elif isinstance(vector, Tensor):
-            kinds.append((vector.dtype, vector.stride()))
+            kinds.append((vector.dtype, vector.device, vector.stride()))
         else:
             return None
     return tuple(kinds)

@@ -43,6 +43,9 @@ class Experts(NamedTuple):
 
 def refusal(experts: Experts) -> str | None:
     """Why they cannot be run here; None: they can."""
+    dtypes = [bias.dtype for bias in (experts.up_bias, experts.down_bias) if bias is not None]
+    if len(set(dtypes)) > 1:
+        return f"takes biases of one dtype, got {' and '.join(map(str, dtypes))}"
     return hopper.refusal(_up(experts)) or hopper.refusal(_down(experts))
 
 
@@ -54,7 +57,8 @@ class RoutedMlp:
         hidden = e.up.new_empty((1, e.columns))
         separate = hopper_activation.forward_refusal(_up(e), e.spec, None, None, hidden) is not None
         biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
-        bias_type = 0 if e.up_bias is None else TYPE_CODES[e.up_bias.dtype]
+        bias = e.down_bias if e.up_bias is None else e.up_bias
+        bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
         self._run = compiled().RoutedMlp(
             *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
             *(e.up.shape[0], self.features, e.columns, e.transposed, separate),

@@ -1,0 +1,54 @@
+"""What the loop over groups, and the door on its behalf, leave out: it would change no result, and costs time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fusible.ops import kernels
+from fusible.ops.activations import activation
+from fusible.ops.backends import loop
+from fusible.ops.backends.problem import GroupedGemm, Layout
+
+E, K, N = 4, 8, 16
+
+
+def problem(sizes: list[int], **how: Any) -> GroupedGemm:
+    a, b = torch.randn(sum(sizes), K), torch.randn(len(sizes), N, K)
+    return GroupedGemm(Layout.NT, a, b, torch.tensor(sizes), torch.empty(sum(sizes), N), **how)
+
+
+def test_a_span_ends_with_the_group_that_fills_it() -> None:
+    spans = list(loop._spans(problem([500, 12, 1, 511, 700, 3])))
+
+    assert [sizes for sizes, *_ in spans] == [[500, 12], [1, 511], [700], [3]]
+    assert [(first, rows.start, rows.stop) for _, first, rows in spans] == [
+        (0, 0, 512),
+        (2, 512, 1024),
+        (4, 1024, 1724),
+        (5, 1724, 1727),
+    ]
+
+
+def test_groups_without_rows_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied, multiply = [], loop.multiply
+    monkeypatch.setattr(loop, "multiply", lambda a, *how: multiplied.append(len(a)) or multiply(a, *how))
+    loop.run(problem([3, 0, 0, 2], bias=torch.randn(E, N)))
+
+    assert multiplied == [3, 2]
+
+
+@pytest.mark.parametrize(("interior", "cleared"), [(True, 0), (False, 2)])
+def test_tails_that_only_grouped_products_read_are_not_cleared(
+    interior: bool, cleared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(loop, "zero_tail", lambda out, sizes: calls.append(len(out)))
+    how = {"keep_pre": True, "interior": interior}
+    kernels.grouped_linear_activation(
+        torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 1, 2]), activation("silu"), **how
+    )
+
+    assert len(calls) == cleared
