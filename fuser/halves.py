@@ -13,7 +13,7 @@ from .op import Gradient, Grads, Op
 from .recorder import Recorder
 from .records import Record, replay_of
 from .replay import Forms, Replay, aligned, stream_of
-from .saved import pack, unpack
+from .saved import Source, pack, unpack
 
 _REFUSED = "refused"
 
@@ -25,6 +25,7 @@ class Call(NamedTuple):
         order: of the kept tensors, as ``rest`` wants them; None: as they are.
         ops: the op and its parts, whose attributes decide as well.
         forms: of what a backward is given: its replay, or that there is none; None where none is looked for.
+        sources: of the tensors that autograd saves one by one, behind the others.
     """
 
     op: Op
@@ -35,17 +36,32 @@ class Call(NamedTuple):
     order: tuple[int, ...] | None = None
     ops: tuple[Op, ...] = ()
     forms: Forms | None = None
+    sources: tuple[Source, ...] = ()
 
-    def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
+    def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
-        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent)
+        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
+
+    def apart(self) -> list[Tensor]:
+        """Those that autograd saves one by one, as they are now."""
+        return [tensor for source in self.sources for tensor in source.tensors()]
+
+    def joined(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor | Sequence[Tensor]]]:
+        """The saved tensors without those that were saved one by one, and what ``bwd`` is given for these."""
+        end = at = len(tensors) - sum([source.count for source in self.sources])
+        values: list[Tensor | Sequence[Tensor]] = []
+        for source in self.sources:
+            values.append(source.joined(tensors[at : at + source.count]))
+            at += source.count
+        return tensors[:end], values
 
 
 class Ran(NamedTuple):
-    """What a forward leaves: ``kept`` for its backward, each once; ``lent`` are buffers for that."""
+    """What a forward leaves: ``kept`` for its backward, each once, and ``apart`` one by one; ``lent`` are buffers."""
 
     outputs: tuple[Tensor, ...]
     kept: Sequence[Tensor]
+    apart: Sequence[Tensor]
     lent: Sequence[Tensor]
     call: Call
 
@@ -64,9 +80,13 @@ class Fresh(NamedTuple):
 
     def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
-        kept, lent, rest = pack(saved)
+        kept, lent, apart, rest = pack(saved)
         once, order = _each_once(kept)
-        return Ran(outputs, once, lent, Call(self.op, self.names, wanted, rest, settings.current(), order))
+        call = Call(self.op, self.names, wanted, rest, settings.current(), order)
+        if not apart:
+            return Ran(outputs, once, (), lent, call)
+        one_by_one = [tensor for each in apart for tensor in each.tensors]
+        return Ran(outputs, once, one_by_one, lent, call._replace(sources=tuple([each.source for each in apart])))
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
@@ -101,7 +121,8 @@ class Again(NamedTuple):
     def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> Ran:
         tensors = self.replay.run(given, addresses, rows, stream)
         outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
-        return Ran(tuple(outputs), [tensors[i] for i in self.kept], [tensors[i] for i in self.lent], self.call)
+        kept, lent = [tensors[i] for i in self.kept], [tensors[i] for i in self.lent]
+        return Ran(tuple(outputs), kept, self.call.apart() if self.call.sources else (), lent, self.call)
 
     @classmethod
     def joined(cls, several: Sequence[Again]) -> Again | None:
@@ -117,20 +138,25 @@ def gradients(
     call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
     """Runs the backward; the gradients in the order of the names."""
+    joined: list[Tensor | Sequence[Tensor]] = []
+    if call.sources:
+        tensors, joined = call.joined(tensors)
     if call.forms is None:
-        return _gradients(call, tensors, lent, douts)
+        return _gradients(call, tensors, lent, joined, douts)
     targets = call.op.targets(call.wanted)
     given = [*tensors, *lent, *douts] if targets is None else [*tensors, *lent, *douts, *targets.tensors]
+    for value in joined:
+        given += (value,) if isinstance(value, Tensor) else value
     addresses = list(map(Tensor.data_ptr, given))
     key = len(given), targets and targets.facts, *[op.edits for op in call.ops]
     rows = douts[0].shape[0] if douts[0].dim() else 0
     entry = call.forms.entry(key, given, rows)
     known = entry.what
     if known is _REFUSED or not aligned(addresses):
-        return _gradients(call, tensors, lent, douts)
+        return _gradients(call, tensors, lent, joined, douts)
     if known is None:
         with Recorder(given) as recorder:
-            grads = _gradients(call, tensors, lent, douts)
+            grads = _gradients(call, tensors, lent, joined, douts)
         _note(entry, recorder.record(rows, grads), rows)
         return grads
     made = known.run(given, addresses, rows, stream_of(given[0]))
@@ -198,9 +224,9 @@ def with_reserved(
 
 
 def _gradients(
-    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...]
+    call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], joined: Sequence[Any], douts: tuple[Tensor, ...]
 ) -> list[Tensor | None]:
-    grads = call_bwd(call.op, call.saved(tensors, lent), douts, call.wanted)
+    grads = call_bwd(call.op, call.saved(tensors, lent, joined), douts, call.wanted)
     for name in grads:
         if name not in call.names:
             raise RuntimeError(

@@ -2,40 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .buffers import Lent
 
 
+class Source(Protocol):
+    """Where tensors come from that autograd saves one by one."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Those of now, for a forward that is replayed."""
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
+        """What ``bwd`` is given for those that autograd has saved."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Many tensors in a ``Saved``, of which ``bwd`` is given one value, as :meth:`Source.joined` makes it.
+
+    They are saved as they are, so that autograd sees a change of each, and hooks on saved tensors see parameters.
+    """
+
+    source: Source
+    tensors: Sequence[Tensor]
+
+
+class Packed(NamedTuple):
+    """What a forward leaves: what ``save_for_backward`` is given, and the rest, with holes.
+
+    Attributes:
+        tensors: those that stand in the tree themselves.
+        lent: buffers, which autograd does not save.
+    """
+
+    tensors: list[Tensor]
+    lent: list[Tensor]
+    apart: list[Apart]
+    rest: Any
+
+
 class _Hole:
     """Stands where a tensor was."""
 
 
-_HOLE, _LENT = _Hole(), _Hole()
+_HOLE, _LENT, _APART = _Hole(), _Hole(), _Hole()
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], Any]:
-    """Takes the tensors out: they go to ``save_for_backward``, but for those that are lent; the rest stays as it is."""
-    tensors: list[Tensor] = []
-    lent: list[Tensor] = []
-    return tensors, lent, _take((saved,), tensors, lent)[0]
+def pack(saved: Any) -> Packed:
+    """Takes the tensors out; the rest stays as it is."""
+    packed = Packed([], [], [], [])
+    packed.rest.extend(_take((saved,), packed))
+    return packed._replace(rest=packed.rest[0])
 
 
-def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor]) -> Any:
-    """Puts the tensors back."""
-    return _put((rest,), iter(tensors), iter(lent))[0]
+def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined: Iterable[Any] = ()) -> Any:
+    """Puts the tensors back; ``joined`` are the values of those that were saved apart."""
+    return _put((rest,), iter(tensors), iter(lent), iter(joined))[0]
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
     """The tensors alone."""
-    return pack(saved)[0]
+    packed = pack(saved)
+    return [*packed.tensors, *[tensor for apart in packed.apart for tensor in apart.tensors]]
 
 
-def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor]) -> list[Any]:
+def _take(saved: Iterable[Any], packed: Packed) -> list[Any]:
     """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
     rest: list[Any] = []
     for item in saved:
@@ -43,21 +84,24 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor]) -> li
         if kind in _PLAIN:
             rest.append(item)
         elif kind is Tensor or isinstance(item, Tensor):
-            tensors.append(item)
+            packed.tensors.append(item)
             rest.append(_HOLE)
         elif isinstance(item, tuple):
-            rest.append(_like(item, _take(item, tensors, lent)))
+            rest.append(_like(item, _take(item, packed)))
         elif isinstance(item, dict):
-            rest.append(dict(zip(item, _take(item.values(), tensors, lent), strict=True)))
+            rest.append(dict(zip(item, _take(item.values(), packed), strict=True)))
         elif isinstance(item, Lent):
-            lent.append(item.tensor)
+            packed.lent.append(item.tensor)
             rest.append(_LENT)
+        elif isinstance(item, Apart):
+            packed.apart.append(item)
+            rest.append(_APART)
         else:
             rest.append(item)
     return rest
 
 
-def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor]) -> list[Any]:
+def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor], joined: Iterator[Any]) -> list[Any]:
     """The inverse of :func:`_take`."""
     saved: list[Any] = []
     for item in rest:
@@ -65,12 +109,14 @@ def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor])
             saved.append(next(tensors))
         elif item is _LENT:
             saved.append(Lent(next(lent)))
+        elif item is _APART:
+            saved.append(next(joined))
         elif type(item) in _PLAIN:
             saved.append(item)
         elif isinstance(item, tuple):
-            saved.append(_like(item, _put(item, tensors, lent)))
+            saved.append(_like(item, _put(item, tensors, lent, joined)))
         elif isinstance(item, dict):
-            saved.append(dict(zip(item, _put(item.values(), tensors, lent), strict=True)))
+            saved.append(dict(zip(item, _put(item.values(), tensors, lent, joined), strict=True)))
         else:
             saved.append(item)
     return saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Op
+from ..fuser.saved import Apart
+from ..fuser.trace import has_no_data
 from .backends.problem import Matrices, first
 from .checks import check_shape
 from .expert_group import ExpertGroup, as_one
@@ -72,19 +75,48 @@ class ExpertParameters(Op):
 
         A weight is [E, N, K] however it is stored.
         """
-        values: Matrices
-        if self.per_group[name]:
-            group = self._group(name)
-            values = group.values()
-            if not group.is_uniform:  # somebody has given one of them other memory since the check
-                raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
-        else:
-            values = self.one_parameter(name)
+        values = self._values(name, self._group(name)) if self.per_group[name] else self.one_parameter(name)
         if dtype is not None and first(values).dtype != dtype:
             values = values.to(dtype) if isinstance(values, Tensor) else tuple(value.to(dtype) for value in values)
-        if name == "weight" and self.transposed_weight:
-            return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
+        return self._upright(name, values)
+
+    def to_save(self, name: str, values: Matrices) -> Any:
+        """What a ``Saved`` holds for :meth:`matrices` of this call: the parameters, unless the values are a copy.
+
+        Autograd then checks the version of each, and hooks on saved tensors see parameters, not views of them.
+        """
+        if not self.per_group[name] and not self._lies_transposed(name):
+            return values
+        parameters = self._now(name) if self.per_group[name] else (self.one_parameter(name),)
+        sample = parameters[0]
+        if first(values).dtype != sample.dtype or has_no_data(sample):
+            return values
+        return Apart(_Parameters(self, name, len(parameters), sample.shape, sample.dtype), parameters)
+
+    def saved_matrices(self, name: str, parameters: Sequence[Tensor]) -> Matrices:
+        """:meth:`matrices` of the parameters that a forward saved, which may have been replaced since."""
+        if not self.per_group[name]:
+            return self._upright(name, parameters[0])
+        group = self._groups.get(name)
+        if group is None or not group.holds(parameters):
+            group = ExpertGroup(tuple(parameters))
+        return self._upright(name, self._values(name, group))
+
+    def _values(self, name: str, group: ExpertGroup) -> Matrices:
+        """A group's, of one form each; what lies as one tensor has been found to be of one."""
+        values = group.values()
+        if not isinstance(values, Tensor) and not group.is_uniform:  # one was given other memory since the check
+            raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
         return values
+
+    def _lies_transposed(self, name: str) -> bool:
+        return name == "weight" and self.transposed_weight
+
+    def _upright(self, name: str, values: Matrices) -> Matrices:
+        """A weight as [E, N, K]."""
+        if not self._lies_transposed(name):
+            return values
+        return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
 
     def input_names(self) -> tuple[str, ...]:
         """The groups of parameters count as one each, under their common name; what else is registered, by its own."""
@@ -175,6 +207,35 @@ class ExpertParameters(Op):
             elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Parameters:
+    """Parameters of an op that autograd saves one by one.
+
+    Attributes:
+        shape: of each in the forward, as is ``dtype``.
+    """
+
+    op: ExpertParameters
+    name: str
+    count: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Those that the op has now."""
+        return self.op.expert_parameters(self.name)
+
+    def joined(self, tensors: Sequence[Tensor]) -> Matrices:
+        """As matrices, once it is clear that they have the form that the forward read."""
+        values, sample = self.op.saved_matrices(self.name, tensors), tensors[0]
+        if (sample.shape, sample.dtype) != (self.shape, self.dtype):
+            raise RuntimeError(
+                f"{type(self.op).__name__}: {self.name} of a group was {list(self.shape)}, {self.dtype} in the forward "
+                f"and is {list(sample.shape)}, {sample.dtype} in the backward; its .data was replaced in between"
+            )
+        return values
 
 
 def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:

@@ -175,9 +175,9 @@ class GroupedLinear(WeightGrads):
         """What the wanted gradients need, and no more."""
         return self.Saved(
             rows if "weight" in needs_grad else None,
-            weight if "x" in needs_grad else None,
+            self.to_save("weight", weight) if "x" in needs_grad else None,
             split_sizes,
-            self.matrices("bias") if "bias_scale" in needs_grad else None,
+            self.to_save("bias", self.matrices("bias")) if "bias_scale" in needs_grad else None,
             bias_scale,
             None if grad_input is None else Lent(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
