@@ -118,18 +118,23 @@ class WeightGrads(ExpertParameters):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_delayed": deque()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark_weights()
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._mark_weights()
 
+    def _gather(self) -> None:
+        super()._gather()
+        self._mark_weights()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and self.__dict__.get("delay_wgrad_compute") and name in self.parameter_names("weight"):
+            _mark(param)
+
     def _mark_weights(self) -> None:
-        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor assigned ones know."""
+        """Tells Megatron's hooks that the gradients come later; parameters that are new here do not know."""
         for parameter in self.expert_parameters("weight") if self.delay_wgrad_compute else ():
-            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+            _mark(parameter)
 
     def _refuse_computed(self) -> None:
         """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""
@@ -215,6 +220,10 @@ class WeightGrads(ExpertParameters):
         groups = (self.num_groups,) if self.per_group["weight"] else ()
         gradient = flagged[0].new_empty((*groups, *flagged[0].shape))
         return gradient.zero_() if zeros else gradient
+
+
+def _mark(parameter: nn.Parameter) -> None:
+    parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
 
 def _flag(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
