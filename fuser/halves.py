@@ -25,7 +25,7 @@ class Call(NamedTuple):
         order: of the kept tensors, as ``rest`` wants them; None: as they are.
         ops: the op and its parts, whose attributes decide as well.
         forms: of what a backward is given: its replay, or that there is none; None where none is looked for.
-        sources: of the tensors that autograd saves one by one, behind the others.
+        sources: of the tensors that autograd saves one by one, behind the others, of which there are ``number``.
     """
 
     op: Op
@@ -37,6 +37,7 @@ class Call(NamedTuple):
     ops: tuple[Op, ...] = ()
     forms: Forms | None = None
     sources: tuple[Source, ...] = ()
+    number: int = 0
 
     def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
@@ -44,16 +45,18 @@ class Call(NamedTuple):
 
     def apart(self) -> list[Tensor]:
         """Those that autograd saves one by one, as they are now."""
-        return [tensor for source in self.sources for tensor in source.tensors()]
-
-    def joined(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[Tensor | Sequence[Tensor]]]:
-        """The saved tensors without those that were saved one by one, and what ``bwd`` is given for these."""
-        end = at = len(tensors) - sum([source.count for source in self.sources])
-        values: list[Tensor | Sequence[Tensor]] = []
+        tensors: list[Tensor] = []
         for source in self.sources:
-            values.append(source.joined(tensors[at : at + source.count]))
-            at += source.count
-        return tensors[:end], values
+            tensors += source.tensors()
+        return tensors
+
+    def joined(self, tensors: Sequence[Tensor]) -> list[Tensor | Sequence[Tensor]]:
+        """What ``bwd`` is given for those that were saved one by one."""
+        values, at = list[Tensor | Sequence[Tensor]](), self.number
+        for source in self.sources:
+            values += (source.joined(tensors[at : at + source.number]),)
+            at += source.number
+        return values
 
 
 class Ran(NamedTuple):
@@ -82,11 +85,15 @@ class Fresh(NamedTuple):
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
         kept, lent, apart, rest = pack(saved)
         once, order = _each_once(kept)
-        call = Call(self.op, self.names, wanted, rest, settings.current(), order)
+        config = settings.current()
         if not apart:
-            return Ran(outputs, once, (), lent, call)
-        one_by_one = [tensor for each in apart for tensor in each.tensors]
-        return Ran(outputs, once, one_by_one, lent, call._replace(sources=tuple([each.source for each in apart])))
+            return Ran(outputs, once, (), lent, Call(self.op, self.names, wanted, rest, config, order))
+        sources, one_by_one = [], list[Tensor]()
+        for each in apart:
+            sources.append(each.source)
+            one_by_one += each.tensors
+        call = Call(self.op, self.names, wanted, rest, config, order, (), None, tuple(sources), len(once))
+        return Ran(outputs, once, one_by_one, lent, call)
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
@@ -140,13 +147,13 @@ def gradients(
     """Runs the backward; the gradients in the order of the names."""
     joined: list[Tensor | Sequence[Tensor]] = []
     if call.sources:
-        tensors, joined = call.joined(tensors)
+        tensors, joined = tensors[: call.number], call.joined(tensors)
     if call.forms is None:
         return _gradients(call, tensors, lent, joined, douts)
     targets = call.op.targets(call.wanted)
     given = [*tensors, *lent, *douts] if targets is None else [*tensors, *lent, *douts, *targets.tensors]
     for value in joined:
-        given += (value,) if isinstance(value, Tensor) else value
+        given += (value,) if type(value) is Tensor else value
     addresses = list(map(Tensor.data_ptr, given))
     key = len(given), targets and targets.facts, *[op.edits for op in call.ops]
     rows = douts[0].shape[0] if douts[0].dim() else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ class Source(Protocol):
     """Where tensors come from that autograd saves one by one."""
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """How many there are."""
 
     def tensors(self) -> Sequence[Tensor]:
@@ -25,7 +25,7 @@ class Source(Protocol):
         """What ``bwd`` is given for those that autograd has saved."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Apart:
     """Many tensors in a ``Saved``, of which ``bwd`` is given one value, as :meth:`Source.joined` makes it.
 
@@ -36,20 +36,6 @@ class Apart:
     tensors: Sequence[Tensor]
 
 
-class Packed(NamedTuple):
-    """What a forward leaves: what ``save_for_backward`` is given, and the rest, with holes.
-
-    Attributes:
-        tensors: those that stand in the tree themselves.
-        lent: buffers, which autograd does not save.
-    """
-
-    tensors: list[Tensor]
-    lent: list[Tensor]
-    apart: list[Apart]
-    rest: Any
-
-
 class _Hole:
     """Stands where a tensor was."""
 
@@ -58,11 +44,12 @@ _HOLE, _LENT, _APART = _Hole(), _Hole(), _Hole()
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def pack(saved: Any) -> Packed:
-    """Takes the tensors out; the rest stays as it is."""
-    packed = Packed([], [], [], [])
-    packed.rest.extend(_take((saved,), packed))
-    return packed._replace(rest=packed.rest[0])
+def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
+    """Takes the tensors out, those that are lent and those that are saved apart by themselves; then comes the rest."""
+    tensors: list[Tensor] = []
+    lent: list[Tensor] = []
+    apart: list[Apart] = []
+    return tensors, lent, apart, _take((saved,), tensors, lent, apart)[0]
 
 
 def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined: Iterable[Any] = ()) -> Any:
@@ -72,30 +59,30 @@ def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined:
 
 def tensors_of(saved: Any) -> list[Tensor]:
     """The tensors alone."""
-    packed = pack(saved)
-    return [*packed.tensors, *[tensor for apart in packed.apart for tensor in apart.tensors]]
+    tensors, _, apart, _ = pack(saved)
+    return [*tensors, *[tensor for each in apart for tensor in each.tensors]]
 
 
-def _take(saved: Iterable[Any], packed: Packed) -> list[Any]:
+def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart: list[Apart]) -> list[Any]:
     """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
     rest: list[Any] = []
     for item in saved:
         kind = type(item)
         if kind in _PLAIN:
             rest.append(item)
+        elif kind is Apart:
+            apart.append(item)
+            rest.append(_APART)
         elif kind is Tensor or isinstance(item, Tensor):
-            packed.tensors.append(item)
+            tensors.append(item)
             rest.append(_HOLE)
         elif isinstance(item, tuple):
-            rest.append(_like(item, _take(item, packed)))
+            rest.append(_like(item, _take(item, tensors, lent, apart)))
         elif isinstance(item, dict):
-            rest.append(dict(zip(item, _take(item.values(), packed), strict=True)))
+            rest.append(dict(zip(item, _take(item.values(), tensors, lent, apart), strict=True)))
         elif isinstance(item, Lent):
-            packed.lent.append(item.tensor)
+            lent.append(item.tensor)
             rest.append(_LENT)
-        elif isinstance(item, Apart):
-            packed.apart.append(item)
-            rest.append(_APART)
         else:
             rest.append(item)
     return rest

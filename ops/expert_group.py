@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,10 @@ def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
 
 
+def _unknown(*tensors: Tensor) -> bool:
+    return False
+
+
 def _is_seen_by_torch(cls: Any) -> bool:
     """Whether tensors of a class have no dispatch of their own, whose state torch's guards would not see."""
     return cls.__torch_dispatch__ is Tensor.__torch_dispatch__
@@ -46,7 +49,7 @@ class _Form:
 
     Attributes:
         is_uniform: whether all are of one shape, dtype and device.
-        matches: whether tensors have this form; None where torch cannot tell, so that nothing may be kept.
+        matches: whether tensors have this form; :func:`_unknown` where torch cannot tell, so that nothing may be kept.
         values: how they lie at these addresses.
     """
 
@@ -57,7 +60,7 @@ class _Form:
         kind = first.shape, first.dtype, first.device
         self.is_uniform = all([(t.shape, t.dtype, t.device) == kind for t in tensors])
         self.values: _Values | None = None
-        self.matches: Callable[..., bool] | None = None
+        self.matches: Callable[..., bool] = _unknown
         if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
             self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
@@ -74,28 +77,47 @@ class ExpertGroup:
 
     Attributes:
         tensors: one a group. Another group object is needed where one of them is another object.
+        ids: theirs.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
+        self.ids = list(map(id, tensors))
         self._forms: list[_Form] = []
         self._whole: _Whole | None = None
 
-    @property
     def is_uniform(self) -> bool:
         """Whether they are of one shape, dtype and device indeed."""
         return self._form().is_uniform
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the group's."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
+        return list(map(id, tensors)) == self.ids
 
     def values(self) -> Matrices:
         """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
         if is_traced(self.tensors[0]) or (active() and any(map(has_no_data, self.tensors))):
             return self.tensors
-        form, addresses = self._form(), list(map(Tensor.data_ptr, self.tensors))
-        known = form.values
+        return self._values_of(self._form())
+
+    def held(self, stand_ins: bool) -> tuple[Tensor, Matrices]:
+        """:meth:`whole` and :meth:`values`."""
+        form = self._form()
+        return self._whole_of(form, stand_ins), self._values_of(form)
+
+    def same(self, tensors: Sequence[Tensor]) -> Matrices | None:
+        """:meth:`values` of tensors that are of a known form and lie where the group's do; None if they do not."""
+        addresses = list(map(Tensor.data_ptr, tensors))
+        for form in reversed(self._forms):  # that of backwards is kept last
+            known = form.values
+            if known is not None and known.addresses == addresses and form.matches(*tensors):
+                if form is not self._forms[-1]:
+                    self._forms = [*(other for other in self._forms if other is not form), form]
+                return known.matrices
+        return None
+
+    def _values_of(self, form: _Form) -> Matrices:
+        addresses, known = list(map(Tensor.data_ptr, self.tensors)), form.values
         if known is not None and addresses == known.addresses:
             return known.matrices
         one = as_one(self.tensors)
@@ -115,8 +137,11 @@ class ExpertGroup:
         Args:
             stand_ins: gradients are only for those that have ``grad_added_to_main_grad``.
         """
-        form, stream, known = self._form(), stream_of(self.tensors[0]), self._whole
-        if known is not None and known.form is form and (known.stream, known.stand_ins) == (stream, stand_ins):
+        return self._whole_of(self._form(), stand_ins)
+
+    def _whole_of(self, form: _Form, stand_ins: bool) -> Tensor:
+        stream, known = stream_of(self.tensors[0]), self._whole
+        if known is not None and known.form is form and known.stream == stream and known.stand_ins == stand_ins:
             return known.tensor
         self._whole = known = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
@@ -128,10 +153,10 @@ class ExpertGroup:
     def _form(self) -> _Form:
         """What is known of the form that they have now: ``.data`` and in-place views change it unseen."""
         for form in self._forms:
-            if form.matches is not None and form.matches(*self.tensors):
+            if form.matches(*self.tensors):
                 return form
         form = _Form(self.tensors)
-        if form.matches is not None:
+        if form.matches is not _unknown:
             if len(self._forms) >= _MANY_FORMS:
                 self._forms.clear()
             self._forms.append(form)
