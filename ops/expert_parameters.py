@@ -158,8 +158,8 @@ class ExpertParameters(Op):
             parameters, groups = _getter(name, self.num_groups)(self._parameters), self._groups
         except KeyError:
             parameters, groups = self._now(name), self._groups
-        if name in groups and groups[name].ids == list(map(id, parameters)):
-            return groups[name]
+        if name in groups and (group := groups[name]).ids == list(map(id, parameters)):  # replicas share the dictionary
+            return group
         group = groups[name] = ExpertGroup(parameters)
         return group
 
