@@ -192,8 +192,8 @@ def _differentiable(
 class _OpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept, ctx.lent, ctx.call = run(ctx.needs_input_grad)
-        ctx.save_for_backward(*kept)
+        outputs, kept, apart, ctx.lent, ctx.call = run(ctx.needs_input_grad)
+        ctx.save_for_backward(*kept, *apart)
         return outputs
 
     @staticmethod

@@ -14,7 +14,7 @@ from .op import Delivery, Gradient, Grads, Op, Targets
 from .recorder import Recorder
 from .records import Record, replay_of
 from .replay import Forms, Replay, aligned, stream_of
-from .saved import pack, unpack
+from .saved import Source, pack, unpack
 
 _REFUSED = "refused"
 
@@ -26,6 +26,7 @@ class Call(NamedTuple):
         order: of the kept tensors, as ``rest`` wants them; None: as they are.
         ops: the op and its parts, whose attributes decide as well.
         forms: of what a backward is given: its replay, or that there is none; None where none is looked for.
+        sources: of the tensors that autograd saves one by one, behind the others, of which there are ``number``.
     """
 
     op: Op
@@ -36,17 +37,35 @@ class Call(NamedTuple):
     order: tuple[int, ...] | None = None
     ops: tuple[Op, ...] = ()
     forms: Forms | None = None
+    sources: tuple[Source, ...] = ()
+    number: int = 0
 
-    def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor]) -> Any:
+    def saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
         """What ``fwd`` returned for ``bwd``."""
-        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent)
+        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
+
+    def apart(self) -> list[Tensor]:
+        """Those that autograd saves one by one, as they are now."""
+        tensors: list[Tensor] = []
+        for source in self.sources:
+            tensors += source.tensors()
+        return tensors
+
+    def joined(self, tensors: Sequence[Tensor]) -> list[Tensor | Sequence[Tensor]]:
+        """What ``bwd`` is given for those that were saved one by one."""
+        values, at = list[Tensor | Sequence[Tensor]](), self.number
+        for source in self.sources:
+            values += (source.joined(tensors[at : at + source.number]),)
+            at += source.number
+        return values
 
 
 class Ran(NamedTuple):
-    """What a forward leaves: ``kept`` for its backward, each once; ``lent`` are buffers for that."""
+    """What a forward leaves: ``kept`` for its backward, each once, and ``apart`` one by one; ``lent`` are buffers."""
 
     outputs: tuple[Tensor, ...]
     kept: Sequence[Tensor]
+    apart: Sequence[Tensor]
     lent: Sequence[Tensor]
     call: Call
 
@@ -65,10 +84,18 @@ class Fresh(NamedTuple):
 
     def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
-        kept, lent, rest = pack(saved)
+        kept, lent, apart, rest = pack(saved)
         once, order = _each_once(kept)
         op = self.op if self.op._outline is None else self.op._outline
-        return Ran(outputs, once, lent, Call(op, self.names, wanted, rest, settings.current(), order))
+        config = settings.current()
+        if not apart:
+            return Ran(outputs, once, (), lent, Call(op, self.names, wanted, rest, config, order))
+        sources, one_by_one = [], list[Tensor]()
+        for each in apart:
+            sources.append(each.source)
+            one_by_one += each.tensors
+        call = Call(op, self.names, wanted, rest, config, order, (), None, tuple(sources), len(once))
+        return Ran(outputs, once, one_by_one, lent, call)
 
     def given(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
@@ -103,7 +130,8 @@ class Again(NamedTuple):
     def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> Ran:
         tensors = self.replay.run(given, addresses, rows, stream)
         outputs: Any = [tensors[i] for i in self.replay.made]  # type: ignore[index]
-        return Ran(tuple(outputs), [tensors[i] for i in self.kept], [tensors[i] for i in self.lent], self.call)
+        kept, lent = [tensors[i] for i in self.kept], [tensors[i] for i in self.lent]
+        return Ran(tuple(outputs), kept, self.call.apart() if self.call.sources else (), lent, self.call)
 
     @classmethod
     def joined(cls, several: Sequence[Again]) -> Again | None:
@@ -119,6 +147,9 @@ def gradients(
     call: Call, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
 ) -> list[Tensor | None]:
     """Runs the backward of an autograd node; the gradients in the order of the names."""
+    joined: list[Tensor | Sequence[Tensor]] = []
+    if call.sources:
+        tensors, joined = tensors[: call.number], call.joined(tensors)
     targets: tuple[Targets, ...] = ()
     wanted = call.wanted
     deliveries = call.op.deliveries(wanted)
@@ -130,11 +161,13 @@ def gradients(
             targets = tuple([each.targets() for each in asked])
             _refuse_overlaps(call.op, asked, targets, lent)
     if call.forms is None:
-        return _gradients(call, tensors, lent, douts, wanted)
+        return _gradients(call, tensors, lent, joined, douts, wanted)
     given = [*tensors, *lent, *douts]
     if targets:
         written = [tensor for each in targets for tensor in each.tensors]
         given += dict(zip(map(id, written), written, strict=True)).values()  # each once
+    for value in joined:
+        given += (value,) if type(value) is Tensor else value
     addresses = list(map(Tensor.data_ptr, given))
     facts = tuple([each.facts for each in targets]) if targets else ()
     key = len(given), facts, *[op.edits for op in call.ops]
@@ -142,10 +175,10 @@ def gradients(
     entry = call.forms.entry(key, given, rows)
     known = entry.what
     if known is _REFUSED or not aligned(addresses):
-        return _gradients(call, tensors, lent, douts, wanted)
+        return _gradients(call, tensors, lent, joined, douts, wanted)
     if known is None:
         with Recorder(given) as recorder:
-            grads = _gradients(call, tensors, lent, douts, wanted)
+            grads = _gradients(call, tensors, lent, joined, douts, wanted)
         _note(entry, recorder.record(rows, grads), rows)
         return grads
     made = known.run(given, addresses, rows, stream_of(given[0]))
@@ -240,10 +273,11 @@ def _gradients(
     call: Call,
     tensors: Sequence[Tensor],
     lent: Sequence[Tensor],
+    joined: Sequence[Any],
     douts: tuple[Tensor, ...],
     wanted: frozenset[str],
 ) -> list[Tensor | None]:
-    grads = call_bwd(call.op, call.saved(tensors, lent), douts, wanted)
+    grads = call_bwd(call.op, call.saved(tensors, lent, joined), douts, wanted)
     for name in grads:
         if name not in call.names:
             raise RuntimeError(

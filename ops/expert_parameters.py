@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ..fuser import ArgumentError, Op
+from ..fuser.saved import Apart
+from ..fuser.trace import WITHOUT_DATA
 from .backends.problem import Matrices, first
 from .checks import check_parameter
 from .expert_group import ExpertGroup, as_one
@@ -78,7 +80,7 @@ class ExpertParameters(Op):
                 continue
             group = self._group(name)
             check_parameter(f"{name}0", group.tensors[0], shapes[name], device)
-            if not group.is_uniform and (misfit := _misfit(name, group.tensors)):
+            if not group.is_uniform() and (misfit := _misfit(name, group.tensors)):
                 raise ArgumentError(misfit)
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
@@ -86,18 +88,37 @@ class ExpertParameters(Op):
 
         A weight is [E, N, K] however it is stored.
         """
-        values: Matrices
-        if self.per_group[name]:
-            group = self._group(name)
-            values = group.values()
-            if not group.is_uniform:  # somebody has given one of them other memory since the check
-                raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
-        else:
-            values = self.one_parameter(name)
+        values: Matrices = self._values(name, self._group(name)) if self.per_group[name] else self.one_parameter(name)
         if dtype is not None and first(values).dtype != dtype:
             values = values.to(dtype) if isinstance(values, Tensor) else tuple(value.to(dtype) for value in values)
-        if name == "weight" and self.transposed_weight:
-            return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
+        return _upright(values) if name == "weight" and self.transposed_weight else values
+
+    def to_save(self, name: str, values: Matrices) -> Any:
+        """What a ``Saved`` holds for :meth:`matrices` of this call: the parameters, unless the values are a copy.
+
+        Autograd then checks the version of each, and hooks on saved tensors see parameters, not views of them.
+        """
+        parameters = self._now(name) if self.per_group[name] else (self.one_parameter(name),)
+        sample, value = parameters[0], values if isinstance(values, Tensor) else values[0]
+        if value.dtype != sample.dtype or isinstance(sample, WITHOUT_DATA):
+            return values
+        turned = name == "weight" and self.transposed_weight
+        return Apart(_Parameters(self, name, turned, len(parameters), sample.shape, sample.dtype), parameters)
+
+    def saved_values(self, name: str, parameters: Sequence[Tensor]) -> Matrices:
+        """The values of parameters that a forward saved, which may have been replaced since, as they lie."""
+        if not self.per_group[name]:
+            return parameters[0]
+        group = self._groups.get(name)
+        if group is None or not group.holds(parameters):
+            group = ExpertGroup(tuple(parameters))
+        return self._values(name, group)
+
+    def _values(self, name: str, group: ExpertGroup) -> Matrices:
+        """A group's, of one form each; what lies as one tensor has been found to be of one."""
+        values = group.values()
+        if not isinstance(values, Tensor) and not group.is_uniform():  # one was given other memory since the check
+            raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
         return values
 
     def input_names(self) -> tuple[str, ...]:
@@ -115,9 +136,12 @@ class ExpertParameters(Op):
         held: list[Tensor] = []
         for name, split in self.per_group.items():
             if split:
-                group = self._group(name)
-                held += [group.whole(self._has_stand_ins(name))] if grad_enabled else ()
-                values = group.values()
+                group, values = self._group(name), None
+                if grad_enabled:
+                    whole, values = group.held(self._has_stand_ins(name))
+                    held.append(whole)
+                else:
+                    values = group.values()
                 held += (values,) if isinstance(values, Tensor) else values
             else:
                 held.append(self.one_parameter(name))
@@ -144,9 +168,13 @@ class ExpertParameters(Op):
 
     def _group(self, name: str) -> ExpertGroup:
         """The parameters of the groups, and what is known of them."""
-        parameters, group = self._now(name), self._groups.get(name)
-        if group is None or not group.holds(parameters):
-            group = self._groups[name] = ExpertGroup(parameters)
+        try:
+            parameters, groups = _getter(name, self.num_groups)(self._parameters), self._groups
+        except KeyError:
+            parameters, groups = self._now(name), self._groups
+        if name in groups and (group := groups[name]).ids == list(map(id, parameters)):  # replicas share the dictionary
+            return group
+        group = groups[name] = ExpertGroup(parameters)
         return group
 
     def _has_others(self) -> bool:
@@ -201,6 +229,44 @@ class ExpertParameters(Op):
             elif not split and one not in state_dict and _are_alike([state_dict.get(key) for key in many]):
                 state_dict[one] = torch.stack([state_dict.pop(key) for key in many])
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class _Parameters(NamedTuple):
+    """Parameters of an op that autograd saves one by one.
+
+    Attributes:
+        turned: whether the matrices are their transposed views.
+        shape: of each in the forward, as is ``dtype``.
+    """
+
+    op: ExpertParameters
+    name: str
+    turned: bool
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def tensors(self) -> Sequence[Tensor]:
+        """Those that the op has now."""
+        return self.op._now(self.name) if self.op.per_group[self.name] else (self.op.one_parameter(self.name),)
+
+    def joined(self, tensors: Sequence[Tensor]) -> Matrices:
+        """As matrices, once it is clear that they have the form that the forward read."""
+        groups, sample = self.op._groups, tensors[0]
+        values = groups[self.name].same(tensors) if self.name in groups else None
+        if values is None:
+            values = self.op.saved_values(self.name, tensors)
+        if sample.shape != self.shape or sample.dtype != self.dtype:
+            raise RuntimeError(
+                f"{type(self.op).__name__}: {self.name} of a group was {list(self.shape)}, {self.dtype} in the forward "
+                f"and is {list(sample.shape)}, {sample.dtype} in the backward; its .data was replaced in between"
+            )
+        return _upright(values) if self.turned else values
+
+
+def _upright(values: Matrices) -> Matrices:
+    """The transposed views."""
+    return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
 
 
 def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:

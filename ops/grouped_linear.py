@@ -116,7 +116,7 @@ class GroupedLinear(WeightGrads):
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
-            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform)
+            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
         return tuple(key)
 
     def check(
@@ -174,11 +174,16 @@ class GroupedLinear(WeightGrads):
         needs_grad: frozenset[str],
     ) -> Saved:
         """What the wanted gradients need, and no more."""
+        bias = self.matrices("bias") if "bias_scale" in needs_grad else None
+        if bias is not None and type(bias) is not nn.Parameter:
+            bias = self.to_save("bias", bias)
+        if "x" in needs_grad and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)
         return self.Saved(
             rows if "weight" in needs_grad else None,
             weight if "x" in needs_grad else None,
             split_sizes,
-            self.matrices("bias") if "bias_scale" in needs_grad else None,
+            bias,
             bias_scale,
             None if grad_input is None else Lent(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows

@@ -107,30 +107,29 @@ class WeightGrads(ExpertParameters):
         """Adds a function that :meth:`backward_dw` calls when the gradients are there."""
         self._hooks.append(hook)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        super().register_parameter(name, param)
-        of_weight = name.startswith("weight") and name.removeprefix("weight").isdecimal() == self.per_group["weight"]
-        if of_weight and param is not None and self.__dict__.get("delay_wgrad_compute"):
-            param.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._main_grads.forget()
         self._stand_ins.forget()
         return super()._apply(fn, recurse)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark_weights()
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._mark_weights()
 
+    def _gather(self) -> None:
+        super()._gather()
+        self._mark_weights()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if param is not None and self.__dict__.get("delay_wgrad_compute") and name in self.parameter_names("weight"):
+            _mark(param)
+
     def _mark_weights(self) -> None:
-        """Tells Megatron's hooks that the gradients come later; neither copied parameters nor loaded ones know."""
+        """Tells Megatron's hooks that the gradients come later; parameters that are new here do not know."""
         for name in self.parameter_names("weight") if self.delay_wgrad_compute else ():
             if (parameter := self._parameters.get(name)) is not None:  # else it is computed
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                _mark(parameter)
 
     def _refuse_computed(self) -> None:
         """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""
@@ -228,7 +227,7 @@ class WeightGrads(ExpertParameters):
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
         everything = names == tuple(self.parameter_names("weight"))
-        if everything and len(set(add)) == 1 and targets.is_uniform:
+        if everything and len(set(add)) == 1 and targets.is_uniform():
             wgrad(
                 out=targets.values() if self.per_group["weight"] else targets.tensors[0], beta=1.0 if add[0] else None
             )
@@ -251,3 +250,7 @@ def _refuse_replaced(
                 f"now it is a {type(parameter).__name__} of shape {list(parameter.shape)} on {parameter.device}; "
                 "call backward_dw() before replacing it"
             )
+
+
+def _mark(parameter: nn.Parameter) -> None:
+    parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]

@@ -11,7 +11,8 @@ import torch
 from reference import assert_as_good, assert_same, grouped_linear, leaves, run, unit
 from torch import nn
 
-from fusible import ArgumentError, GroupedLinear, Sequential, config
+from fusible import ArgumentError, GroupedLinear, Identity, Sequential, config
+from fusible.ops.grouped_linear import as_rows
 
 E, K, N = 4, 8, 6
 SIZES = [3, 0, 1, 5]
@@ -647,3 +648,35 @@ def test_dtypes_that_have_no_right_gradients_are_refused(dtype):
 
     with pytest.raises(ArgumentError, match=f"x: expected a floating-point tensor of at least 16 bits, got {dtype}"):
         op(torch.ones(5, 4).to(dtype), split_sizes=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (torch.arange(12.0).as_strided((3, 4), (2, 1)), True),
+        (torch.arange(4.0).expand(3, 4), True),
+        (torch.arange(24.0).view(3, 8)[:, :4], False),
+        (torch.arange(4.0).as_strided((1, 4), (0, 1)), False),
+        (torch.arange(12.0).view(4, 3).t(), True),
+    ],
+    ids=["overlapping", "repeated", "pitched", "one row", "columns"],
+)
+def test_rows_that_share_memory_are_copied(x, copied):
+    """Kernels read rows by their pitch, which the driver takes no shorter than a row."""
+    rows = as_rows(x)
+
+    assert torch.equal(rows, x)
+    assert (rows.data_ptr() != x.data_ptr()) == copied
+
+
+@pytest.mark.parametrize("data", [torch.zeros(N, K), torch.zeros(N - 1, K, dtype=torch.float64)])
+def test_an_expert_that_another_op_changes_after_the_checks_is_refused(data):
+    op, x = layer(single=False), unit(9, K)
+
+    class Changes(Identity):
+        def fwd(self, x):
+            op.weight1.data = data
+            return super().fwd(x)
+
+    with pytest.raises(ArgumentError, match="weight1: expected shape"):
+        Sequential(Changes(), op)(x, split_sizes=SIZES)

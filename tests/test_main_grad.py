@@ -692,7 +692,40 @@ def attached(model):
     return model
 
 
-@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy, assigned, attached])
+def replaced(model):
+    for name, parameter in list(model.named_parameters()):
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, torch.nn.Parameter(parameter.detach()))
+    return model
+
+
+def registered(model):
+    for name, parameter in list(model.named_parameters()):
+        path, _, last = name.rpartition(".")
+        model.get_submodule(path).register_parameter(last, torch.nn.Parameter(parameter.detach()))
+    return model
+
+
+def converted(model):
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.to(torch.float32)
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+CHANGES = {
+    "built": lambda model: model,
+    "copied": copy.deepcopy,
+    "assigned": assigned,
+    "attached": attached,
+    "replaced": replaced,
+    "registered": registered,
+    "converted": converted,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("single", [True, False])
 def test_delayed_weights_ask_for_no_post_hook(single, change):
     model = change(mlp(single, delay_wgrad_compute=True))

@@ -695,6 +695,56 @@ def test_what_is_kept_may_not_be_overwritten(runs: Runs) -> None:
     experts.x = x
 
 
+@pytest.mark.parametrize("name", ["weight0", "weight1", "weight2"])
+@pytest.mark.parametrize("linear", ["fc1", "fc2"])
+def test_an_expert_may_not_be_overwritten(runs: Runs, linear: str, name: str) -> None:
+    """In a copy, whose parameters have versions of their own."""
+    experts = Experts(single_grouped_weight=False)
+    experts.model = deepcopy(experts.model)
+    experts.fc1, experts.fc2 = experts.model[0], experts.model[3]
+    experts.warm()
+    ys: list[Tensor] = []
+    assert runs.of(lambda: ys.append(experts.forward())) == (0, 1)
+    with torch.no_grad():
+        getattr(getattr(experts, linear), name).add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ys[0].backward(experts.dy)
+    assert runs.of(experts.step) == (0, 2)
+    assert same(experts.step(), experts.anew())
+
+
+@pytest.mark.parametrize("parts", [(0, 1, 2)])
+def test_another_form_of_the_memory_of_experts_is_seen(runs: Runs, parts: tuple[int, ...]) -> None:
+    experts = Experts(single_grouped_weight=False)
+    for _ in range(2):
+        experts.warm()
+        for i in parts:
+            weight = getattr(experts.fc2, f"weight{i}")
+            weight.data = weight.data.t()
+        assert same(experts.step(), experts.anew())
+
+
+def test_another_shape_behind_an_expert_is_an_error_before_anything_runs(runs: Runs) -> None:
+    experts = Experts(single_grouped_weight=False)
+    experts.warm()
+    experts.fc2.weight2.data = experts.fc2.weight2.data.view(K // 2, 2 * F)
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"op 3 \(GroupedLinear\): weight2: expected"):
+            experts.forward()
+
+
+def test_a_replay_saves_parameters(runs: Runs) -> None:
+    experts = Experts(single_grouped_weight=False)
+    experts.warm()
+    packed: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        assert runs.of(experts.forward) == (0, 1)
+
+    assert {id(p) for p in experts.model.parameters()} <= {id(t) for t in packed}
+
+
 def test_hooks_on_saved_tensors_run(runs: Runs) -> None:
     experts = Experts()
     expected = experts.step()
