@@ -16,7 +16,7 @@ from . import halves, settings
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
-from .op import Op, Spec, computes_parameters
+from .op import Op, Spec, Specs, computes_parameters
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -145,7 +145,7 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
         check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
 
 
-def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
+def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """``op.check`` with the reserved names that it declares."""
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .autograd import Runtime, check
 from .halves import call_bwd, call_fwd, evaluate
-from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec, Targets
+from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec, Specs, Targets
+from .trace import Promised
 
 
 class Chain(Op):
@@ -86,14 +87,24 @@ class Chain(Op):
             grads["x"] = dy
         return grads
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Spec | None:
+    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
         runtime = Runtime(False, keywords.pop("autocast_dtype"))
         spec: Spec | None = x
+        extras, promised = dict[str, Spec](), dict[str, Tensor]()
         for role, part in self.parts.items():
-            if spec is None:
+            given = self._given(role, part, keywords, promised)
+            if spec is None or any(name in self._inner() and name not in given for name in part.keywords):
                 return None
-            spec = check(part, spec, self._given(role, part, keywords, {}), runtime)
-        return spec
+            known = check(part, spec, given, runtime)
+            named = known if isinstance(known, Mapping) else {}
+            extras |= {name: named[name] for name in part.extra_outputs if name in named}
+            promised |= {name: Promised(*extras[name]) for name in part.extra_outputs if name in named}
+            spec = known if isinstance(known, Spec) else named.get("y")
+        return spec if spec is None or not extras else {"y": spec, **extras}
+
+    def check_without_x(self, **keywords: Any) -> None:
+        for role, part in self.parts.items():
+            part.check_without_x(**self._given(role, part, keywords, {}))
 
     def _given(self, role: str, part: Op, keywords: Mapping[str, Any], extras: Mapping[str, Tensor]) -> dict[str, Any]:
         given = {k: keywords[name] for k in part.keywords if (name := self.takes(role, k)) and name in keywords}

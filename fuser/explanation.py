@@ -17,8 +17,9 @@ from .graph import OpGraph
 from .halves import call_fwd
 from .op import Op
 from .own_code import has_own_forward
-from .plan import Plan, Step
+from .plan import Plan
 from .saved import tensors_of
+from .step import Step
 
 
 class Shape(NamedTuple):

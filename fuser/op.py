@@ -48,6 +48,10 @@ class Spec(NamedTuple):
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
+Specs: TypeAlias = Spec | Mapping[str, Spec] | None
+"""What a check knows of the outputs: of ``y``, or by name ``{"y": ..., "residual": ...}``; None: nothing."""
+
+
 class Keyword(NamedTuple):
     """One per-call argument of an op."""
 
@@ -133,12 +137,20 @@ class Op(nn.Module, ABC):
     def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:
         """Returns the gradients by name. The gradient of an extra output comes as the keyword of its name."""
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Spec | None:
+    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
-        Returns what ``fwd`` will return for it, or None if that is not known beforehand.
+        A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
+        return for the call, by name where there are extra outputs, or None if that is not known beforehand.
         """
         return None
+
+    def check_without_x(self, **keywords: Any) -> None:
+        """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
+
+        Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may
+        still come. :meth:`check` follows once ``x`` is there, and has to find all of this as well.
+        """
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters by name, as they are now: a replaced parameter is seen at the next call.

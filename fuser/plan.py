@@ -7,94 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import legality
-from .autograd import Runtime, Watch, check, refuse_transforms, run, run_computing
+from .autograd import Runtime, Watch, refuse_transforms
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
-from .layout import Leaf
-from .op import Keyword, Op, Spec, computes_parameters
-from .own_code import has_own_forward, is_called_whole, patched_half
+from .op import Keyword, Spec, computes_parameters
+from .own_code import is_called_whole
 from .settings import Config
+from .step import LeafReads, Reads, Step
 
-Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
 _MANY_SHAPES = 1024
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
-
-    module: nn.Module
-    leaves: tuple[Leaf, ...]
-    leaf_reads: tuple[Reads | None, ...]  # None where an op reads what is made inside the step
-    reads: Reads
-    x: int
-    outputs: tuple[int, ...]
-    input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    late: bool  # reads what an earlier step computes, besides x
-    computes: bool  # some of its parameters
-    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
-
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
-        """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
-        whole = self.input_names is None
-        for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
-                return None
-            try:
-                x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
-            except ArgumentError as error:
-                raise error.located(str(leaf)) from None
-        return None if whole and self.module._forward_hooks else x  # hooks may give out something else
-
-    def _input_may_change(self) -> bool:
-        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
-        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
-
-    def check_late(self, values: list[Any], runtime: Runtime) -> None:
-        """:meth:`check`, once its input has been computed."""
-        if isinstance(self.module, Op):
-            x = values[self.x]
-            if not isinstance(x, Tensor):
-                raise ArgumentError(f"{self.leaves[0]}: x: expected a tensor, got a {type(x).__name__}")
-            self.check(Spec.of(x), values, runtime)
-
-    @property
-    def is_replayable(self) -> bool:
-        """Whether all ops that it stands for are."""
-        return self.input_names is not None and all(
-            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
-        )
-
-    def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
-        """Runs on the values so far, and adds its outputs to them."""
-        module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
-        if self.input_names is not None:
-            how = run_computing if self.computes else run
-            values += how(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
-            if watch is not None:
-                watch.made(values[-len(self.outputs) :])
-        elif isinstance(module, Op):
-            values.extend(self._called(module, x, keywords))
-        else:
-            values.append(module(x))
-        for slot in self.dead:
-            values[slot] = None
-
-    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
-        try:
-            result = op(x, **keywords)
-        except ArgumentError as error:
-            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
-        return result if op.extra_outputs else (result,)
 
 
 @dataclass(frozen=True)
@@ -119,7 +45,9 @@ class Plan:
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
-                step.check_late(values, runtime)
+                checked = self._check_run(i, values, runtime)
+            elif step.late:
+                step.check(Spec.of(values[step.x]), values, runtime, {})
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
                     step.run(values, runtime, watch)
@@ -141,18 +69,35 @@ class Plan:
         return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
-        """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
+        """Checks all that can be checked before anything runs; returns how many steps that settles."""
         refuse_transforms([step.module for step in self.steps])
         if self.buffers:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
-        spec: Spec | None = Spec.of(values[0])
-        for i, step in enumerate(self.steps):
-            if step.late:
-                return i
-            spec = step.check(spec, values, runtime)
+        if not self.steps:
+            return 0
+        checked = self._check_run(0, values, runtime)
+        for step in self.steps[checked:]:
+            step.check(None, values, runtime, {})
+        return checked
+
+    def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
+        """Checks the steps from ``first`` on, whose input is there, as far as it says what theirs are; where to go on.
+
+        So nothing of a run of ops between other modules has run when one of them refuses its arguments.
+        """
+        leaf, x = self.steps[first].leaves[0], values[self.steps[first].x]
+        if leaf.op is None:
+            return first + 1
+        if first and not isinstance(x, Tensor):
+            raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
+        spec: Spec | None = Spec.of(x)
+        extras: dict[str, Spec] = {}
+        end = first
+        for step in self.steps[first:]:
+            spec, end = step.check(spec, values, runtime, extras), end + 1
             if spec is None:
-                return i + 1
-        return len(self.steps)
+                break
+        return end
 
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
@@ -199,8 +144,8 @@ def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
     """What errors call it, the slot, and the declaration of everything that a call gives."""
     made = {slot for step in steps for slot in step.outputs}
     for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
-        for name, slot in reads or ():
-            if leaf.op and slot not in made:
+        for name, slot in reads:
+            if leaf.op and slot is not None and slot not in made:
                 yield f"{leaf}: {name!r}", slot, leaf.op.keywords[name]
 
 
@@ -261,11 +206,10 @@ class _Builder:
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)
 
-    def _leaf_reads(self, node: str) -> Reads | None:
-        """What an op inside a fused one reads; None if some of it is made inside."""
-        sources = [(port, source) for port, source in self.graph.sources(node).items() if port != "x"]
-        inside = any(source not in self.slots for _, source in sources)
-        return None if inside else tuple((port, self.slots[source]) for port, source in sources)
+    def _leaf_reads(self, node: str) -> LeafReads:
+        """What an op inside a fused one reads."""
+        sources = self.graph.sources(node).items()
+        return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
 
     def _file(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
         slots = tuple(range(self.next, self.next + len(outputs)))

@@ -18,7 +18,8 @@ from .facts import with_tensors
 from .layout import Layout, Leaf
 from .op import Op, Spec
 from .own_code import patched_half
-from .plan import Plan, Step
+from .plan import Plan
+from .step import Step
 
 
 class TracedStep(NamedTuple):
@@ -82,13 +83,14 @@ class Prepared:
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Checks and runs the step with these tensors."""
         arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
-        values = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
+        known = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
+        values = [known.get(slot) for slot in range(max(known) + 1)]
         op: Op = with_tensors(self.step.module, dict(zip(self.names, own, strict=True)))
         parts: list[Any] = [op if role == "" else op._modules[role] for role in self.roles]
         leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.step.leaves, parts, strict=True)])
         x = values[self.step.x]
         with settings.using(self.config):
-            replace(self.step, leaves=leaves).check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
+            replace(self.step, leaves=leaves).check(Spec.of(x), values, self.runtime, {})
             keywords = {name: values[slot] for name, slot in self.step.reads}
             return run(op, x, keywords, self.runtime, self.step.input_names)
 

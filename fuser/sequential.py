@@ -99,7 +99,8 @@ class Sequential(nn.Sequential):
             The output of the last op; with extra outputs that no op reads, a tuple of it and them, in op order.
 
         Raises:
-            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run.
+            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run, but
+                where it does not fit what a module gives that is no op: then no op behind that module has.
             IndexError: an int key of ``op_kwargs`` is out of range.
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """

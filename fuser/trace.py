@@ -43,7 +43,26 @@ def active() -> bool:
     return _trace.get() is not None
 
 
-WITHOUT_DATA = (FakeTensor, FunctionalTensor)
+class NoDataError(Exception):
+    """Somebody asked for the values of a :class:`Promised` tensor."""
+
+
+class Promised(Tensor):
+    """Stands in checks for an extra output that an earlier op will give: its shape, dtype and device."""
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Promised:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise NoDataError(f"{func} of a tensor that is not there yet")
+
+
+WITHOUT_DATA = (FakeTensor, FunctionalTensor, Promised)
 
 
 def has_no_data(tensor: Tensor) -> bool:

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
 from ..fuser.buffers import Lent
 from . import kernels
-from .checks import check_buffer, check_matrix_input, check_rows, check_split_sizes, product_dtype
+from .checks import (
+    check_buffer,
+    check_buffer_columns,
+    check_matrix_input,
+    check_rows,
+    check_split_sizes,
+    product_dtype,
+)
 from .kernels import Layout, Matrices
 from .weight_grads import WeightGrads
 
@@ -117,6 +124,26 @@ class GroupedLinear(WeightGrads):
             p = self.one_parameter(name) if group is None else group.tensors[0]
             key += (type(p), p.dtype, p.device, p.requires_grad, p.shape, group is None or group.is_uniform)
         return tuple(key)
+
+    def check_without_x(
+        self,
+        *,
+        split_sizes: Any = None,
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> None:
+        self.check_shapes(weight=self._matrix_shape(), bias=(self.out_features,))
+        if split_sizes is not None:
+            check_split_sizes(split_sizes, self.num_groups, None)
+        for name, buffer, columns in (
+            ("output", output, self.out_features),
+            ("grad_input", grad_input, self.in_features),
+        ):
+            if buffer is not None:
+                check_buffer_columns(name, buffer, columns)
+        if bias_scale is not None:
+            check_rows("bias_scale", bias_scale, None)
 
     def check(
         self,

@@ -55,11 +55,14 @@ class Linear(Op):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
-        dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
+    def check_without_x(self) -> None:
         check_shape("weight", self.weight, (self.out_features, self.in_features))
         if self.bias is not None:
             check_shape("bias", self.bias, (self.out_features,))
+
+    def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
+        dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
+        self.check_without_x()
         return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None) -> tuple[Tensor, Saved]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,8 +38,8 @@ class MakeExtraOutput(Op):
         _check_name("MakeExtraOutput", name)
         self.extra_outputs = (name,)
 
-    def check(self, x: Spec) -> Spec:
-        return x
+    def check(self, x: Spec) -> Mapping[str, Spec]:
+        return {"y": x, self.extra_outputs[0]: x}
 
     def fwd(self, x: Tensor) -> tuple[Outputs, None]:
         return {"y": x, self.extra_outputs[0]: x.detach()}, None
@@ -62,6 +63,11 @@ class AddExtraInput(Op):
     def name(self) -> str:
         """The keyword's name."""
         return next(iter(self.keywords))
+
+    def check_without_x(self, **extra: Any) -> None:
+        for name, tensor in extra.items():
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(f"{name}: expected a tensor like x, got a {type(tensor).__name__}")
 
     def check(self, x: Spec, **extra: Tensor) -> Spec:
         for name, tensor in extra.items():

@@ -372,6 +372,80 @@ def test_same_error_whether_fused_or_not(fused):
         model(X, split_sizes=SIZES, scales=torch.ones(2))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split_sizes": True}, "op 1 (GroupedLinear): split_sizes: expected an int32 or int64 tensor"),
+        ({"split_sizes": [3]}, "op 1 (GroupedLinear): split_sizes: expected 2 sizes"),
+        ({"split_sizes": [4, -1]}, "op 1 (GroupedLinear): split_sizes: sizes must not be negative, got -1"),
+        ({"grad_input": torch.zeros(4, 3).mT}, "op 1 (GroupedLinear): grad_input: expected a contiguous buffer"),
+        ({"grad_input": torch.zeros(3, 5)}, "op 1 (GroupedLinear): grad_input: expected 4 columns, got shape [3, 5]"),
+        ({"grad_input": torch.zeros(3, 4).int()}, "grad_input: expected a floating-point buffer, got torch.int32"),
+        ({"grad_input": torch.zeros(3, 4, requires_grad=True)}, "op 1 (GroupedLinear): grad_input: requires grad"),
+        ({"scales": 1.0}, "op 2 (Scale): scales: expected a floating-point tensor with a number for every row of x"),
+        ({"r": 1.0}, "op 3 (AddExtraInput): r: expected a tensor like x, got a float"),
+    ],
+)
+def test_what_fits_no_x_is_refused_before_a_module_in_front_runs(wrong, message):
+    class Runs(nn.Module):
+        def forward(self, x):
+            raise AssertionError("something ran")
+
+    arguments = {"split_sizes": SIZES, "scales": ONE, "r": X} | wrong
+    model = Sequential(Runs(), GroupedLinear(2, 4, 4), Scale(), AddExtraInput("r"))
+
+    assert message in refusal(model, **arguments)
+
+
+@pytest.mark.parametrize("front", [nn.Identity, nn.Tanh])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scales": torch.ones(4)}, "op 3 (Scale): scales: expected shape [3]"),
+        ({"by": torch.ones(3, 5)}, "op 4 (AddExtraInput): by: expected a tensor of shape [3, 4]"),
+    ],
+)
+def test_ops_behind_a_module_are_checked_before_the_first_of_them_runs(front, wrong, message):
+    model = Sequential(front(), GroupedLinear(2, 4, 4), ConstantScale(2.0), Scale(), AddExtraInput("by"))
+    buffer = torch.full((3, 4), 7.0)
+
+    for _ in range(3):  # the plan of a refused call is kept
+        assert message in refusal(model, split_sizes=SIZES, output=buffer, **{"scales": ONE, "by": X} | wrong)
+        assert torch.equal(buffer, torch.full((3, 4), 7.0))
+
+
+@pytest.mark.parametrize("front", [[], [nn.Tanh()]])
+def test_ops_behind_a_reader_of_an_extra_output_are_checked_before_anything_is_written(front):
+    branch = [MakeExtraOutput("r"), GroupedLinear(2, 4, 4), AddExtraInput("r"), Scale()]
+    model, buffer = Sequential(*front, *branch), torch.full((3, 4), 7.0)
+
+    assert "scales: expected shape [3]" in refusal(model, split_sizes=SIZES, output=buffer, scales=torch.ones(4))
+    assert torch.equal(buffer, torch.full((3, 4), 7.0))
+
+
+def test_a_check_that_reads_an_extra_output_is_asked_when_it_is_there():
+    class Positive(AddExtraInput):
+        def check(self, x, **extra):
+            if not extra[self.name].gt(0).all():
+                raise ArgumentError("r: expected positive numbers")
+            return super().check(x, **extra)
+
+    model = Sequential(MakeExtraOutput("r"), ConstantScale(2.0), Positive("r"), Scale())
+
+    assert torch.equal(model(X, scales=ONE), 3 * X)
+    assert "op 2 (Positive): r: expected positive numbers" in refusal(model, x=-X, scales=ONE)
+
+
+def test_an_extra_output_of_another_shape_is_refused_before_anything_runs():
+    class Runs(ConstantScale):
+        def fwd(self, x):
+            raise AssertionError("something ran")
+
+    model = Sequential(MakeExtraOutput("r"), Runs(2.0), GroupedLinear(2, 4, 6), AddExtraInput("r"))
+
+    assert "op 3 (AddExtraInput): r: expected a tensor of shape [3, 6]" in refusal(model, split_sizes=SIZES)
+
+
 # ------------------------------------------------------------------------------------------------- buffers overlap
 
 
