@@ -30,8 +30,9 @@ class Chain(Op):
             self.add_module(role, part)
         if type(self).fwd is Chain.fwd:
             self.keywords = self._keywords_of_parts()
+            inner = self._inner()
             self.extra_outputs = tuple(
-                name for p in self.parts.values() for name in p.extra_outputs if name not in self._inner()
+                [n for p in self.parts.values() for n in p.extra_outputs if n not in inner or p.returns(n, True)]
             )
 
     @property

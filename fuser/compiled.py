@@ -21,7 +21,7 @@ from .errors import ArgumentError
 from .facts import field_names, is_record
 from .layout import opens
 from .op import Op
-from .own_code import is_hooked
+from .own_code import is_hooked, outputs_of
 from .program import Program, TracedStep, run_step
 from .sequential import Sequential
 
@@ -121,8 +121,9 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
     """A module that is no op, or an op with hooks: Dynamo traces it, hooks and all."""
     for label, module in modules:
         if label == step.labels[0]:
-            result = module(values[step.tensors[0]], **{name: values[slot] for name, slot in step.keywords})
-            return result if step.outputs > 1 else (result,)
+            x = values[step.tensors[0]]
+            result = module(x.clone() if step.copies else x, **{name: values[slot] for name, slot in step.keywords})
+            return outputs_of(module, step.labels[0], result) if isinstance(module, Op) else (result,)
     raise AssertionError(step.labels[0])
 
 

@@ -95,6 +95,11 @@ class Op(nn.Module, ABC):
         keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
+        output_to_caller: of an extra output whether a container returns it; one without an entry is returned if no
+            later op reads it.
+        passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
+            autograd sees nothing of the op, and whoever works in place finds what he would find without it. A subclass
+            with a half of its own must say so again.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
@@ -111,6 +116,8 @@ class Op(nn.Module, ABC):
     keywords: Mapping[str, Keyword] = {}
     untraced: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
+    output_to_caller: Mapping[str, bool] = {}
+    passes_x_on: bool = False
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
     replayable: bool = False
@@ -123,6 +130,8 @@ class Op(nn.Module, ABC):
             cls.keywords = _declared_keywords(cls)
         if "replayable" not in cls.__dict__ and not cls.__dict__.keys() <= _CHANGE_NOTHING:
             cls.replayable = False  # what a base class promises of its own code does not hold for other code
+        if "passes_x_on" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("fwd", "bwd")):
+            cls.passes_x_on = False
         if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
             cls.checks_values = True  # what a base class promises of its own check does not hold for this one
         if "reserved" not in cls.__dict__:
@@ -151,6 +160,10 @@ class Op(nn.Module, ABC):
         Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may
         still come. :meth:`check` follows once ``x`` is there, and has to find all of this as well.
         """
+
+    def returns(self, name: str, is_read: bool) -> bool:
+        """Whether a container returns an extra output; ``is_read``: a later op of it reads the output."""
+        return self.output_to_caller.get(name, not is_read)
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters by name, as they are now: a replaced parameter is seen at the next call.

@@ -15,7 +15,7 @@ from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
-from .op import Keyword, Spec, computes_parameters
+from .op import Keyword, Op, Spec, computes_parameters
 from .own_code import is_called_whole
 from .settings import Config
 from .step import LeafReads, Reads, Step
@@ -124,7 +124,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, passed, able)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
@@ -133,11 +133,21 @@ def _checks_values(graph: OpGraph, config: Config) -> bool:
     return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
 
 
-def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
-    """Notes after which step an output is read no more, so that it need not live on."""
+def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
+    """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
-    made = {slot for step in steps for slot in step.outputs} - set(results)
-    return tuple(replace(step, dead=tuple(s for s in made if last[s] == i)) for i, step in enumerate(steps))
+    last |= dict.fromkeys(results, len(steps))
+    made: list[int] = []
+    extras: list[NamedValue] = []
+    lasting = []
+    for i, step in enumerate(steps):
+        made += step.outputs
+        dead = tuple([slot for slot in made if last[slot] == i])
+        beside = [extra for extra in extras if last[extra.slot] > i] if not isinstance(step.module, Op) else ()
+        lasting.append(replace(step, dead=dead, beside=tuple(beside)))
+        names = step.module.extra_outputs if isinstance(step.module, Op) else ()
+        extras += map(NamedValue, names, step.outputs[1:])
+    return tuple(lasting)
 
 
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
@@ -165,12 +175,13 @@ class _Builder:
             yield self._fused(decision, nodes) if decision else self._single(nodes[0])
 
     def results(self) -> tuple[int, ...]:
-        """The slots of the main output and of the extra outputs that no op reads."""
+        """The slots of the main output and of the extra outputs that are returned."""
         leaves = self.graph.leaves()
         results = [self.slots[leaves[-1] if leaves else X, "y"]]
         for node in leaves:
             op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
-            results += [self.slots[node, name] for name in (op.extra_outputs if op else ()) if name not in read]
+            names = [n for n in op.extra_outputs if op.returns(n, n in read)] if op else ()
+            results += [self.slots[node, name] for name in names]
         return tuple(results)
 
     def _order(self) -> list[list[str]]:

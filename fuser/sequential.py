@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from . import ready, settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
+from .dry_run import Shape, explain_plan
 from .errors import ArgumentError
-from .explanation import Explanation, Shape, explain_plan
+from .explanation import Explanation
 from .facts import constant
 from .fusion import registry
 from .graph import OpGraph

@@ -9,10 +9,12 @@ from torch import nn
 
 from . import trace
 from .autograd import Runtime, Watch, check, run, run_computing
+from .buffers import NamedValue
 from .errors import ArgumentError
+from .in_place import run_beside
 from .layout import Leaf
 from .op import Op, Spec, Specs
-from .own_code import has_own_forward, patched_half
+from .own_code import has_own_forward, outputs_of, patched_half
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
 LeafReads = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
@@ -32,6 +34,7 @@ class Step:
     late: bool  # reads what an earlier step computes, besides x
     computes: bool  # some of its parameters
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+    beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
 
     @property
     def name(self) -> str:
@@ -89,7 +92,8 @@ class Step:
         elif isinstance(module, Op):
             values.extend(self._called(module, x, keywords))
         else:
-            values.append(module(x))
+            beside = self.beside
+            values.append(run_beside(module, str(self.leaves[0]), x, beside, values) if beside else module(x))
         for slot in self.dead:
             values[slot] = None
 
@@ -98,7 +102,7 @@ class Step:
             result = op(x, **keywords)
         except ArgumentError as error:
             raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
-        return result if op.extra_outputs else (result,)
+        return outputs_of(op, str(self.leaves[0]), result)
 
 
 def _check_part(

@@ -69,6 +69,7 @@ class Linear(Op):
         dtype = product_dtype(x.dtype, autocast_dtype)
         rows, weight = x.to(dtype), self.weight.to(dtype)
         y = F.linear(rows, weight, None if self.bias is None else self.bias.to(dtype))
+        y = y.detach() if y._is_view() else y  # so that autograd lets others write to it
         return y, self.Saved(rows if "weight" in needs_grad else None, weight if "x" in needs_grad else None)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
