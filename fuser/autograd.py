@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from threading import local
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,25 @@ class Runtime(NamedTuple):
         return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
 
 
+class _Calling(local):
+    """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
+
+    x_is_inner = False
+
+
+_calling = _Calling()
+
+
+@contextmanager
+def calling(x_is_inner: bool) -> Iterator[None]:
+    """For the body, in which a container calls an op as itself."""
+    before, _calling.x_is_inner = _calling.x_is_inner, x_is_inner
+    try:
+        yield
+    finally:
+        _calling.x_is_inner = before
+
+
 _RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
 
 
@@ -65,12 +85,14 @@ def run(
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
     watch: Watch | None = None,
+    x_is_inner: bool = False,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
 
     Args:
         input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
         watch: records it.
+        x_is_inner: whether the call has made ``x``.
 
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
@@ -84,10 +106,9 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                return _apply(
-                    partial(_run_fresh, Fresh(op, keywords, runtime.autocast_dtype, names), tensors, watch), *tensors
-                )
-    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
+                fresh = Fresh(op, keywords, runtime.autocast_dtype, names, x_is_inner)
+                return _apply(partial(_run_fresh, fresh, tensors, watch), *tensors)
+    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], watch, None).outputs
 
 
 def run_computing(*call: Any) -> tuple[Tensor, ...]:
@@ -125,7 +146,7 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     except ArgumentError as error:
         raise error.located(type(op).__name__) from None
     how = run_computing if computes_parameters(op) else run
-    outputs = how(op, x, given, runtime)
+    outputs = how(op, x, given, runtime, None, None, _calling.x_is_inner)
     return outputs if op.extra_outputs else outputs[0]
 
 

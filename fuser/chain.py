@@ -64,10 +64,13 @@ class Chain(Op):
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")
+        inner = keywords.pop("x_is_inner", False)
         needs, saved, extras = self._needs(needs_grad), {}, dict[str, Tensor]()
         for role, part in self.parts.items():
-            outputs, saved[role] = call_fwd(part, x, self._given(role, part, keywords, extras), needs[role], dtype)
-            x = outputs[0]
+            outputs, saved[role] = call_fwd(
+                part, x, self._given(role, part, keywords, extras), needs[role], dtype, inner
+            )
+            x, inner = outputs[0], True
             extras.update(zip(part.extra_outputs, outputs[1:], strict=True))
         return {"y": x, **{name: extras[name] for name in self.extra_outputs}} if self.extra_outputs else x, saved
 

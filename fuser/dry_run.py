@@ -115,7 +115,7 @@ def _explain_op(
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
     with trace.recording() as seen, torch.no_grad():
-        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype)
+        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, step.x_is_inner)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
     kept |= new
     values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)

@@ -1,9 +1,10 @@
 """The op contract: a pure ``fwd``/``bwd`` pair over named tensors, on top of an ``nn.Module``.
 
 The signature of ``fwd`` is the declaration of an op: its keyword-only parameters are what a call may give it. Tensors
-are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata. Two
-names are reserved, and filled by the runner for a ``fwd``, ``bwd`` or ``check`` that declares them: ``needs_grad`` (a
-frozenset of the names whose gradients autograd will want) and ``autocast_dtype`` (None without autocast).
+are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata.
+Reserved names are filled by the runner for a half or a ``check`` that declares them: ``needs_grad`` (a frozenset of the
+names whose gradients autograd will want), ``autocast_dtype`` (None without autocast) and, for a ``fwd`` alone,
+``x_is_inner`` (whether something in front of the op, in the same call, has made its ``x``).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Grads: TypeAlias = Mapping[str, Gradient]
 """Gradients by the name of the input: ``"x"``, a keyword, or a parameter. What costs a kernel is a thunk.
 None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
 
-RESERVED = frozenset({"needs_grad", "autocast_dtype"})
+RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 ) | {"__classcell__", "__parameters__", "extra_repr"}
@@ -95,8 +96,7 @@ class Op(nn.Module, ABC):
         keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
-        output_to_caller: of an extra output whether a container returns it; one without an entry is returned if no
-            later op reads it.
+        output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
         passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
             autograd sees nothing of the op, and whoever works in place finds what he would find without it. A subclass
             with a half of its own must say so again.

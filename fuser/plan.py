@@ -41,7 +41,7 @@ class Plan:
 
     def __call__(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
-        checked = self._checked(values, runtime)
+        checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -55,17 +55,15 @@ class Plan:
                 step.run(values, runtime, watch)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
-    def _checked(self, values: list[Any], runtime: Runtime) -> int:
-        """:meth:`check`, or what it said of these shapes before, where they are all that it looks at."""
-        if self.passed is None:
-            return self.check(values, runtime)
+    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
+        """:meth:`check`, or what it said of these shapes before."""
         shapes = tuple([value.shape for value in values])
-        checked = self.passed.get(shapes)
+        checked = passed.get(shapes)
         if checked is None:
             checked = self.check(values, runtime)
-            if len(self.passed) >= _MANY_SHAPES:
-                self.passed.clear()
-            self.passed[shapes] = checked
+            if len(passed) >= _MANY_SHAPES:
+                passed.clear()
+            passed[shapes] = checked
         return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
@@ -168,6 +166,7 @@ class _Builder:
         inputs = [n for n in graph.nx if graph.leaf(n) is None]
         self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
         self.given = self.next = len(inputs)
+        self.outer = {(X, "y")}  # the x of the call, and what passes it on
 
     def steps(self) -> Iterator[Step]:
         for nodes in self._order():
@@ -195,24 +194,27 @@ class _Builder:
         leaf = self.graph.leaf(node)
         assert leaf is not None
         sources = self.graph.sources(node)
-        x = self.slots[sources.pop("x")]
+        source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
+        x, inner = self.slots[source], source not in self.outer
+        if not inner and leaf.op is not None and leaf.op.passes_x_on and not is_called_whole(leaf.op):
+            self.outer.add((node, "y"))
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
         names = None if leaf.op is None or is_called_whole(leaf.op) else leaf.op.input_names()
-        how = self._late(reads), computes_parameters(leaf.module)
+        how = self._late(reads), computes_parameters(leaf.module), inner
         return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
         assert fused is not None
-        x = self.slots[legality.entry(match)]
+        source = legality.entry(match)
         reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
         leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
-        how = self._late(reads), computes_parameters(fused)
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), *how)
+        how = self._late(reads), computes_parameters(fused), source not in self.outer
+        return Step(fused, leaves, leaf_reads, reads, self.slots[source], outputs, fused.input_names(), *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

@@ -93,7 +93,7 @@ class Prepared:
         with settings.using(self.config):
             replace(self.step, leaves=leaves).check(Spec.of(x), values, self.runtime, {})
             keywords = {name: values[slot] for name, slot in self.step.reads}
-            return run(op, x, keywords, self.runtime, self.step.input_names)
+            return run(op, x, keywords, self.runtime, self.step.input_names, None, self.step.x_is_inner)
 
 
 _prepared: dict[str, Prepared] = {}

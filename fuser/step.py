@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from . import trace
-from .autograd import Runtime, Watch, check, run, run_computing
+from .autograd import Runtime, Watch, calling, check, run, run_computing
 from .buffers import NamedValue
 from .errors import ArgumentError
 from .in_place import run_beside
@@ -33,6 +33,7 @@ class Step:
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     late: bool  # reads what an earlier step computes, besides x
     computes: bool  # some of its parameters
+    x_is_inner: bool = False  # an earlier step has made x
     dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
     beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
 
@@ -53,7 +54,7 @@ class Step:
             if leaf.op is None or (whole and self._input_may_change()):
                 return None
             try:
-                keywords = {name: values[slot] for name, slot in reads}  # type: ignore[index]
+                keywords = {name: values[slot] for name, slot in reads} if reads else {}  # type: ignore[index]
             except (IndexError, TypeError):  # a slot that is not there yet, or none
                 keywords = None
             try:
@@ -86,7 +87,7 @@ class Step:
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
             how = run_computing if self.computes else run
-            values += how(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
+            values += how(module, x, keywords, runtime, self.input_names, watch, self.x_is_inner)  # type: ignore[arg-type]
             if watch is not None:
                 watch.made(values[-len(self.outputs) :])
         elif isinstance(module, Op):
@@ -99,7 +100,8 @@ class Step:
 
     def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
         try:
-            result = op(x, **keywords)
+            with calling(self.x_is_inner):
+                result = op(x, **keywords)
         except ArgumentError as error:
             raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
         return outputs_of(op, str(self.leaves[0]), result)
