@@ -110,9 +110,11 @@ def check_shape(name: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:
-    """``x`` fits the weight; returns the dtype in which they are multiplied."""
-    if len(x.shape) < 2:
+def check_matrix_input(
+    x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
+) -> torch.dtype:
+    """``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype in which they are multiplied."""
+    if len(x.shape) < dims == 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
     if not is_plain(type(weight)):

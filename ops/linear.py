@@ -9,20 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fuser import Gradient, Grads, Op, Spec
+from ..fuser import Gradient, Grads, Spec
 from .checks import check_matrix_input, check_shape, product_dtype
+from .weight_grads import WeightGrads
 
 
-class Linear(Op):
+class Linear(WeightGrads):
     """``y = x @ weight.T + bias`` over the last dimension, as ``torch.nn.Linear``.
 
     Args:
-        in_features: K; ``x`` is [..., K] with at least two dimensions.
+        in_features: K; ``x`` is [..., K].
         out_features: N; ``weight`` is [N, K].
         bias: whether there is a ``bias`` [N].
+        accumulate_into_main_grad: the weight gradient goes to ``weight.main_grad``, as that of :class:`GroupedLinear`.
 
     Raises:
         ValueError: a size below 1.
+        RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
     bias: nn.Parameter | None
@@ -39,14 +42,19 @@ class Linear(Op):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ValueError(f"Linear: sizes must be at least 1, got {in_features} and {out_features}")
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.num_groups, self.transposed_weight = 1, False
+        self.init_expert_parameters()
+        weight = torch.empty((out_features, in_features), device=device, dtype=dtype)
+        self.add_expert_parameter("weight", weight, single=True)
         empty_bias = torch.empty(out_features, device=device, dtype=dtype)
         self.bias = nn.Parameter(empty_bias) if bias else None
+        self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -61,7 +69,7 @@ class Linear(Op):
             check_shape("bias", self.bias, (self.out_features,))
 
     def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
-        dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype)
+        dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype, dims=1)
         self.check_without_x()
         return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
 
@@ -72,13 +80,15 @@ class Linear(Op):
         y = y.detach() if y._is_view() else y  # so that autograd lets others write to it
         return y, self.Saved(rows if "weight" in needs_grad else None, weight if "x" in needs_grad else None)
 
-    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         x, weight = saved
         rows = dy.reshape(-1, self.out_features)
         grads: dict[str, Gradient] = {}
         if weight is not None:
             grads["x"] = lambda: dy @ weight
-        if x is not None:
+        if x is not None and self.accumulate_into_main_grad:
+            grads |= self.weight_grads(rows, x.reshape(-1, self.in_features), _all_rows(rows), needs_grad)
+        elif x is not None:
             grads["weight"] = lambda: (rows.mT @ x.reshape(-1, self.in_features)).to(self.weight.dtype)
         if self.bias is not None:
             dtype = self.bias.dtype
@@ -87,3 +97,8 @@ class Linear(Op):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def _all_rows(rows: Tensor) -> Tensor:
+    """The split sizes of a single group."""
+    return torch.full((1,), rows.shape[0], device=rows.device)
