@@ -235,7 +235,7 @@ class Sequential(nn.Sequential):
     def __add__(self, other: nn.Sequential) -> Sequential:
         if not isinstance(other, nn.Sequential):
             raise ValueError(f"add operator supports only objects of Sequential class, but {type(other)} is given.")
-        return type(self)(*self, *other)
+        return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
-        return type(self)(*super().__mul__(times))
+        return Sequential(*super().__mul__(times))

@@ -269,6 +269,16 @@ def test_keyword_for_an_op_without_any_raises():
     assert refusal(unrunnable(), op_kwargs={0: {"scales": ONE}}) == message
 
 
+@pytest.mark.parametrize("key", ["k" * 10_000_000, ("k" * 10_000_000,)], ids=["name", "tuple"])
+def test_a_long_key_is_not_printed_whole(key):
+    messages = [refusal(two_scales(), op_kwargs={key: {}})]
+    if isinstance(key, str):
+        messages += [refusal(two_scales(), op_kwargs={0: {key: 1}}), refusal(two_scales(), **{key: 1})]
+
+    assert all(len(message) < 500 and "kkk..." in message for message in messages)
+    assert all("characters)" in message for message in messages)
+
+
 def test_shared_keyword_that_no_op_takes_raises():
     message = "no op takes the keyword 'split_size'; the keywords of the ops are: scales"
 

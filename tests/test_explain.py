@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -443,3 +444,42 @@ def test_text_drawing_shows_every_op():
 
     for part in ("0 MakeExtraOutput", "2 AddExtraInput", "4 SwiGLU", "x"):
         assert part in text
+
+
+HOSTILE = 'x"]; click n0 "javascript:alert(1)\\" \n \x00 \ud800 <b>#|`&'
+
+
+@pytest.fixture
+def hostile():
+    """An explanation in which a class, a child and a keyword have such a name."""
+    name = HOSTILE.replace("\x00", "").replace("\ud800", "")  # neither of which a class may have in its name
+    branches = [type(name, (kind,), {})("r") for kind in (MakeExtraOutput, AddExtraInput)]
+    branches[0].extra_outputs, branches[1].keywords = (HOSTILE,), {HOSTILE: branches[1].keywords["r"]}
+    model = Sequential()
+    for i, op in enumerate([branches[0], ConstantScale(2.0), branches[1], GroupedLinear(E, K, K), SwiGLU()]):
+        model.add_module(HOSTILE.replace(".", "") + str(i), op)
+    return model.explain(torch.ones(T, K), split_sizes=SIZES)
+
+
+def test_mermaid_takes_names_as_text(hostile):
+    quoted = re.compile(r'\["[^"\]<>|`&\\]*"\]|\|[^"\]<>|`&\\]*\|')
+
+    for line in hostile.to_mermaid().splitlines():
+        assert not set(quoted.sub("", line)) & set('"<>|`&;')
+        assert "javascript#58;" in line or "javascript" not in line
+
+
+def test_dot_takes_names_as_text(hostile):
+    text = hostile.to_dot()
+    outside = re.sub(r'"(?:[^"\\\n]|\\.)*"', "", text)
+
+    assert "javascript" in text
+    assert "javascript" not in outside
+    assert '"' not in outside
+    assert text.isprintable() or text.replace("\n", "").isprintable()
+
+
+def test_svg_is_well_formed_whatever_the_names(hostile):
+    words = [e.text for e in ElementTree.fromstring(hostile.to_svg().encode()) if e.text]
+
+    assert sum("click n0" in word for word in words) >= 3

@@ -117,6 +117,45 @@ def test_list_operations_are_those_of_torch(edit):
     assert torch.equal(ours(x), torchs(x))
 
 
+class Named(Sequential):
+    """A subclass that is built in another way."""
+
+    def __init__(self, features):
+        super().__init__(Bias(features), ConstantScale(2.0))
+
+
+@pytest.mark.parametrize("join", [lambda m: m + nn.Sequential(Identity()), lambda m: m * 2, lambda m: 2 * m])
+def test_joining_a_subclass_gives_a_plain_container_as_torch_does(join):
+    ours, x = join(Named(4)), torch.randn(3, 4)
+
+    assert type(ours) is Sequential
+    assert torch.equal(ours(x), nn.Sequential(*ours)(x))
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_container_in_itself_is_refused(deep, hook, compiled):
+    model = Sequential(Identity())
+    model.append(Sequential(Identity(), model) if deep else model)
+    if hook:
+        model.register_forward_hook(lambda *_: None)
+    label = "1.1" if deep else "1"
+    torch.compiler.reset()
+
+    with pytest.raises(Exception if compiled else ArgumentError, match=f"op {label} .Sequential. is a container that"):
+        (torch.compile(model, backend="eager") if compiled else model)(torch.ones(2))
+    if not compiled:
+        with pytest.raises(ArgumentError, match=f"op {label} .Sequential. is a container that"):
+            model.explain(torch.ones(2))
+
+
+def test_a_container_may_stand_at_several_places():
+    inner = Sequential(ConstantScale(2.0))
+
+    assert torch.equal(Sequential(inner, Sequential(inner), inner)(torch.ones(2)), torch.full((2,), 8.0))
+
+
 def test_indexing_is_that_of_a_list():
     ops = [Identity(), Scale(), Bias(4)]
     model = Sequential(*ops)
