@@ -19,6 +19,7 @@ from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
 from .op import Op, Spec, Specs, computes_parameters
 from .own_code import patched_half
+from .spec import check_layout, layout_of
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -141,6 +142,9 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     runtime = Runtime.of(x)
     refuse_transforms([op])
     try:
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                check_layout(name, layout_of(value), op.layouts)
         check(op, Spec.of(x), given, runtime)
         _check_buffers(op, x, given)
     except ArgumentError as error:
@@ -170,7 +174,9 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
 
 
 def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
-    """``op.check`` with the reserved names that it declares."""
+    """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
+    if x.layout not in op.layouts:
+        check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 

@@ -30,7 +30,7 @@ class Call(NamedTuple):
         """What a plan may depend on: who reads which value, and what the tensors are like."""
         key: list[Any] = [id(self.reads)]
         for v in self.values:
-            key += (v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else (type(v),)
+            key += (v.dtype, v.device, v.requires_grad, v.layout, v.is_nested) if isinstance(v, Tensor) else (type(v),)
         return key
 
 

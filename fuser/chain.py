@@ -102,7 +102,7 @@ class Chain(Op):
             known = check(part, spec, given, runtime)
             named = known if isinstance(known, Mapping) else {}
             extras |= {name: named[name] for name in part.extra_outputs if name in named}
-            promised |= {name: Promised(*extras[name]) for name in part.extra_outputs if name in named}
+            promised |= {name: Promised(*extras[name][:3]) for name in part.extra_outputs if name in named}
             spec = known if isinstance(known, Spec) else named.get("y")
         return spec if spec is None or not extras else {"y": spec, **extras}
 

@@ -21,6 +21,7 @@ from .op import Op
 from .own_code import has_own_forward
 from .plan import Plan
 from .saved import tensors_of
+from .spec import Spec
 from .step import Step
 
 
@@ -37,7 +38,7 @@ class Shape(NamedTuple):
     def of(cls, value: Any) -> Shape:
         if not isinstance(value, Tensor):
             return cls((), None, None, False, value)
-        return cls(tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        return cls(Spec.of(value).shape, value.dtype, value.device, value.requires_grad)
 
     def fake(self) -> Any:
         """A tensor like it, to be called under a ``FakeTensorMode``."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .facts import Attributes, attributes, constant
+from .spec import Spec, Specs
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
@@ -35,22 +36,6 @@ RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 ) | {"__classcell__", "__parameters__", "extra_repr"}
-
-
-class Spec(NamedTuple):
-    """A tensor without its data: what checks read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-
-Specs: TypeAlias = Spec | Mapping[str, Spec] | None
-"""What a check knows of the outputs: of ``y``, or by name ``{"y": ..., "residual": ...}``; None: nothing."""
 
 
 class Keyword(NamedTuple):
@@ -109,6 +94,7 @@ class Op(nn.Module, ABC):
             subclass with code of its own, beyond ``__init__``, must promise it again.
         edits: how often an attribute has been assigned.
         changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
+        layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
@@ -118,6 +104,7 @@ class Op(nn.Module, ABC):
     extra_outputs: tuple[str, ...] = ()
     output_to_caller: Mapping[str, bool] = {}
     passes_x_on: bool = False
+    layouts: frozenset[torch.layout] = frozenset({torch.strided})
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
     replayable: bool = False

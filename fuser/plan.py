@@ -18,6 +18,7 @@ from .graph import OpGraph, X
 from .op import Keyword, Op, Spec, computes_parameters
 from .own_code import is_called_whole
 from .settings import Config
+from .spec import check_layout
 from .step import LeafReads, Reads, Step
 
 _MANY_SHAPES = 1024
@@ -106,8 +107,10 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     """Chooses the fusions and lays out the steps.
 
     Raises:
+        ArgumentError: an op is given a tensor of a layout that it does not take.
         RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
     """
+    _check_layouts(graph)
     decisions = tuple(registry.decide(graph, config))
     refused = [d for d in decisions if not d.taken and not d.benign]
     if config.strict and refused:
@@ -123,6 +126,16 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
     return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+
+
+def _check_layouts(graph: OpGraph) -> None:
+    """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
+    for node in graph.leaves():
+        leaf = graph.leaf(node)
+        for port, (source, _) in graph.sources(node).items() if leaf and leaf.op else ():
+            info = graph.nx.nodes[source].get("info")
+            if info is not None:
+                check_layout(f"{leaf}: {port}", info.layout, leaf.op.layouts)  # type: ignore[union-attr]
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:

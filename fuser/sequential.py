@@ -44,11 +44,13 @@ class _Last(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, call: Call, runtime: Runtime) -> _Last:
-        return cls(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        # a nested tensor, which a module may take, has no shape to keep
+        seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
+        return cls(plan, seen, runtime)
 
     def explain(self) -> Explanation:
         infos = self.plan.graph.inputs()
-        shapes = [Shape(tuple(s), *i) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
+        shapes = [Shape(tuple(s), *i[:3]) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
         return explain_plan(self.plan, shapes, self.runtime)
 
 

@@ -112,7 +112,7 @@ def _check_part(
 ) -> Spec | None:
     """Lets an op check what is known of its arguments; returns what it will give, if that is known."""
     keywords = {name: values[slot] for name, slot in reads if slot is not None and slot < len(values)}
-    promised = {name: trace.Promised(*extras[name]) for name, _ in reads if name not in keywords and name in extras}
+    promised = {name: trace.Promised(*extras[name][:3]) for name, _ in reads if name not in keywords and name in extras}
     try:
         if x is None or len(keywords) + len(promised) < len(reads):
             op.check_without_x(**keywords)

@@ -165,9 +165,9 @@ class GroupedLinear(WeightGrads):
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
-            check_buffer("output", output, *y)
+            check_buffer("output", output, *y[:3])
         if grad_input is not None:
-            check_buffer("grad_input", grad_input, *x)
+            check_buffer("grad_input", grad_input, *x[:3])
         if bias_scale is not None:
             check_rows("bias_scale", bias_scale, x)
         return y

@@ -456,6 +456,89 @@ def test_an_extra_output_of_another_shape_is_refused_before_anything_runs():
     assert "op 3 (AddExtraInput): r: expected a tensor of shape [3, 6]" in refusal(model, split_sizes=SIZES)
 
 
+# ------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = {
+    "torch.sparse_coo": lambda t: t.to_sparse(),
+    "torch.sparse_csr": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
+    "torch._mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t)) if t.dim() > 1 else torch.nested.nested_tensor([t]),
+    "nested (jagged)": lambda t: torch.nested.nested_tensor([t], layout=torch.jagged),
+}
+WRONG_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def other_layout(name, tensor):
+    try:
+        return LAYOUTS[name](tensor)
+    except RuntimeError as error:
+        pytest.skip(f"torch makes none: {error}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+@pytest.mark.parametrize("front", [[], [nn.Identity()]], ids=["first", "behind a module"])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("x", None), ("scales", 1), ("output", 0), ("grad_input", 0), ("split_sizes", 0), ("r", 2)],
+)
+def test_a_tensor_that_is_not_dense_is_refused(name, at, front, layout):
+    good = {"scales": ONE, "output": torch.zeros(3, 4), "grad_input": torch.zeros(3, 4), "split_sizes": SIZES, "r": X}
+    given = {"x": X, **good}
+    given[name] = other_layout(layout, given[name].clone())
+    model = Sequential(*front, GroupedLinear(2, 4, 4), Scale(), AddExtraInput("r"))
+    label = f"op {len(front) + (at or 0)} "
+    expected = f": {name}: expected a dense tensor, got a {layout.split()[0]} one; give it as a dense tensor"
+
+    for _ in range(3):
+        message = refusal(model, **given)
+        assert message.startswith(label)
+        assert message.endswith(expected)
+    if not (front and name == "x"):
+        with pytest.raises(ArgumentError, match="expected a dense tensor"):
+            model.explain(**given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+@pytest.mark.parametrize("name", ["x", "scales"])
+def test_an_op_alone_refuses_what_is_not_dense(name, layout):
+    given = {"x": X, "scales": ONE}
+    given[name] = other_layout(layout, given[name])
+
+    assert f"Scale: {name}: expected a dense tensor, got a" in refusal(Scale(), **given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+def test_a_module_in_front_may_take_what_is_not_dense(layout):
+    class Sums(nn.Module):
+        def forward(self, x):
+            return torch.ones(3, 4)
+
+    model = Sequential(Sums(), ConstantScale(2.0))
+
+    assert torch.equal(model(other_layout(layout, X)), 2 * X)
+    assert [step.name for step in model.explain().steps] == ["Sums", "ConstantScale"]
+
+
+def test_an_op_may_say_that_it_takes_another_layout():
+    class Multiplies(Op):
+        layouts = frozenset({torch.strided, torch.sparse_coo})
+
+        def fwd(self, x: Tensor, *, by: Tensor):
+            return by @ x, by
+
+        def bwd(self, saved, dy):
+            return {"x": saved.mT @ dy, "by": None}
+
+    x = X.clone().requires_grad_()
+    y = Sequential(Multiplies())(x, by=(2 * torch.eye(3)).to_sparse())
+    y.sum().backward()
+
+    torch.testing.assert_close([y.detach(), x.grad], [2 * X, 2 * X])
+
+
 # ------------------------------------------------------------------------------------------------- buffers overlap
 
 
