@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from . import trace
 from .autograd import Runtime, differentiable
@@ -60,13 +60,14 @@ def explain_plan(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Explanati
 
 def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterator[ExplainedStep]:
     kept: dict[int, Tensor] = {}
+    behind = "its input is not known without data"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
         values: list[Any] | None = [shape.fake() for shape in shapes]
         for step in plan.steps:
             labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
             plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
             if values is None:
-                yield replace(plain, reason="its input is not known without data")
+                yield replace(plain, reason=behind)
             elif isinstance(step.module, Op):
                 try:
                     yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
@@ -75,6 +76,8 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
                     if why is None:
                         raise
                     values = None
+                    if isinstance(error, DynamicOutputShapeException):
+                        behind = f"its shapes depend on data: on what {step.leaves[-1]} gives"
                     yield replace(plain, kernel="?", reason=why)
             else:
                 notes = _notes_of_copy(step, values)
@@ -92,6 +95,8 @@ class _OwnForwardError(Exception):
 
 def _unexplained(op: Op, error: Exception) -> str | None:
     """Why nobody can say what an op does but by calling it; None: that is an error."""
+    if isinstance(error, DynamicOutputShapeException):
+        return "the shape of its output depends on data"
     if isinstance(error, DataDependentOutputException):
         return "it reads values, so it cannot run without data"
     if isinstance(error, _OwnForwardError):

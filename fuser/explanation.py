@@ -127,6 +127,9 @@ class Explanation:
         total = (
             f"{self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB, {self.saved_bytes_per_row:.0f} saved bytes a row"
         )
+        unknown = sum(step.shape is None for step in self.steps)
+        if unknown:
+            total += f"; {unknown} of {len(self.steps)} steps, of unknown shapes, are not counted"
         chosen = [f"{' '.join((s.name, *s.labels))}: {text}" for s in self.steps for text in s.configurations]
         return "\n".join(
             [*draw.table(steps), total, *chosen, "", *draw.table(fusions if self.fusions else [("no fusion fits",)])]

@@ -202,6 +202,30 @@ def test_behind_what_needs_data_nothing_is_known(module, reason):
     assert [s.shape for s in steps] == [None, None]
 
 
+class Keeps(Op):
+    """The rows whose first number is positive."""
+
+    def fwd(self, x: Tensor):
+        return x[x[:, 0] > 0], None
+
+    def bwd(self, saved, dy): ...
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["explained", "called before"])
+def test_shapes_behind_an_op_of_as_many_rows_as_the_data_say_are_unknown_in_words(first):
+    model, x = Sequential(Linear(K, K), Keeps(), Linear(K, 3), nn.Identity()), torch.randn(T, K)
+    if not first:
+        with torch.no_grad():
+            model(x)
+    explanation = model.explain(x) if first else model.explain()
+    behind = "its shapes depend on data: on what op 1 (Keeps) gives"
+
+    assert [s.shape for s in explanation.steps] == [(T, K), None, None, None]
+    assert [s.reason for s in explanation.steps] == ["", "the shape of its output depends on data", behind, behind]
+    assert "3 of 4 steps, of unknown shapes, are not counted" in str(explanation)
+    assert explanation.to_dict()["steps"][0]["shape"] == (T, K)
+
+
 def test_output_of_integers_carries_no_grad():
     class Ranks(Identity):
         extra_outputs = ("ranks",)
