@@ -17,9 +17,9 @@ from . import halves, settings
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
-from .op import Op, Spec, Specs, computes_parameters
+from .op import Op, computes_parameters
 from .own_code import patched_half
-from .spec import check_layout, layout_of
+from .spec import Spec, Specs, check_layout, layout_of
 
 _NOTHING: frozenset[str] = frozenset()
 

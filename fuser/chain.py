@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .autograd import Runtime, check
 from .halves import call_bwd, call_fwd, evaluate
-from .op import RESERVED, Grads, Keyword, Op, Outputs, Spec, Specs, Targets
+from .op import RESERVED, Grads, Keyword, Op, Outputs, Targets
+from .spec import Spec, Specs
 from .trace import Promised
 
 
@@ -106,7 +107,7 @@ class Chain(Op):
             spec = known if isinstance(known, Spec) else named.get("y")
         return spec if spec is None or not extras else {"y": spec, **extras}
 
-    def check_without_x(self, **keywords: Any) -> None:
+    def check_without_x(self, *args: Any, **keywords: Any) -> None:
         for role, part in self.parts.items():
             part.check_without_x(**self._given(role, part, keywords, {}))
 

@@ -141,7 +141,7 @@ class Op(nn.Module, ABC):
         """
         return None
 
-    def check_without_x(self, **keywords: Any) -> None:
+    def check_without_x(self, *args: Any, **keywords: Any) -> None:
         """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
 
         Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may

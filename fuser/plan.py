@@ -15,10 +15,10 @@ from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
-from .op import Keyword, Op, Spec, computes_parameters
+from .op import Keyword, Op, computes_parameters
 from .own_code import is_called_whole
 from .settings import Config
-from .spec import check_layout
+from .spec import Spec, check_layout
 from .step import LeafReads, Reads, Step
 
 _MANY_SHAPES = 1024

@@ -17,9 +17,10 @@ from .errors import ArgumentError, RefusedError
 from .facts import with_tensors
 from .in_place import works_in_place
 from .layout import Layout, Leaf
-from .op import Op, Spec
+from .op import Op
 from .own_code import patched_half
 from .plan import Plan
+from .spec import Spec
 from .step import Step
 
 

@@ -13,8 +13,9 @@ from .buffers import NamedValue
 from .errors import ArgumentError
 from .in_place import run_beside
 from .layout import Leaf
-from .op import Op, Spec, Specs
+from .op import Op
 from .own_code import has_own_forward, outputs_of, patched_half
+from .spec import Spec, Specs
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
 LeafReads = tuple[tuple[str, int | None], ...]  # None where it is made inside the step

@@ -28,6 +28,7 @@ class Linear(WeightGrads):
         RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
     """
 
+    weight: nn.Parameter
     bias: nn.Parameter | None
 
     class Saved(NamedTuple):

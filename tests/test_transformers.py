@@ -610,15 +610,16 @@ class _Adapter(nn.Module):
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "no_grad"])
 def test_explain_tells_of_adapters_that_are_there_during_a_call_alone(trains: bool) -> None:
     """As PEFT's ``ParamWrapper`` has them: put on for a call, and taken off after it."""
-    experts = module("mixtral").requires_grad_(False)
+    experts, saved = module("mixtral").requires_grad_(False), []
     adapters = {name: _Adapter(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")}
-    arguments, saved = inputs(experts, 7), []
-    for _ in range(3):
+    arguments = [a.detach() for a in inputs(experts, 7)]
+    for while_they_are_on in (False, False, False, True):
         for name, low_rank in adapters.items():
             nn.utils.parametrize.register_parametrization(experts, name, low_rank)
         with torch.set_grad_enabled(trains):
-            experts(*[a.detach() for a in arguments])
-        saved.append(fusible.explain(nn.Sequential(experts)).layers[0].explanation.saved_bytes_per_row)
+            experts(*arguments)
+        if while_they_are_on:
+            fusible.explain(nn.Sequential(experts))
         for name in adapters:
             nn.utils.parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
         saved.append(fusible.explain(nn.Sequential(experts)).layers[0].explanation.saved_bytes_per_row)
