@@ -78,7 +78,7 @@ class Layout:
         self._by_id: dict[int, list[Target]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
         self._composites: list[tuple[Composite, int]] = []
-        self._around = [container]
+        self._around: list[nn.Module] = [container]
         self._note(container)
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))

@@ -86,7 +86,7 @@ class Prepared:
         """Checks and runs the step with these tensors."""
         arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
         known = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
-        values = [known.get(slot) for slot in range(max(known) + 1)]
+        values: list[Any] = [known.get(slot) for slot in range(max(known) + 1)]
         op: Op = with_tensors(self.step.module, dict(zip(self.names, own, strict=True)))
         parts: list[Any] = [op if role == "" else op._modules[role] for role in self.roles]
         leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.step.leaves, parts, strict=True)])

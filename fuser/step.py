@@ -126,7 +126,7 @@ def _check_part(
 
 def _noted(op: Op, known: Specs, extras: dict[str, Spec]) -> Spec | None:
     """What a check says of ``y``; what it says of extra outputs is added to those that are known."""
-    if known is None or type(known) is Spec:
+    if known is None or isinstance(known, Spec):
         return known
     extras.update({name: known[name] for name in op.extra_outputs if name in known})
     return known.get("y")
