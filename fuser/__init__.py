@@ -6,11 +6,12 @@ from .explanation import Explanation
 from .fusion import Fusion, register_fusion, registry, unregister
 from .graph import OpGraph
 from .model_explanation import ModelExplanation, explain
-from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs, Spec
+from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs
 from .pattern import Match, Pattern, optional
 from .plan import Plan
 from .sequential import Sequential
 from .settings import Config, config
+from .spec import Spec
 
 __all__ = [
     "ArgumentError",

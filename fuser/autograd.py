@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
+from threading import local
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,8 +16,10 @@ from . import halves, settings
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, DoubleBackwardError
 from .halves import Again, Call, Fresh, Ran, with_reserved
-from .op import Op, Spec
+from .op import Op
+from .own_code import patched_half
 from .parametrized import computed, computes_parameters, foreseen, is_certain
+from .spec import Spec, Specs, check_layout, layout_of
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -50,6 +53,25 @@ class Runtime(NamedTuple):
         return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
 
 
+class _Calling(local):
+    """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
+
+    x_is_inner = False
+
+
+_calling = _Calling()
+
+
+@contextmanager
+def calling(x_is_inner: bool) -> Iterator[None]:
+    """For the body, in which a container calls an op as itself."""
+    before, _calling.x_is_inner = _calling.x_is_inner, x_is_inner
+    try:
+        yield
+    finally:
+        _calling.x_is_inner = before
+
+
 _RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
 
 
@@ -64,12 +86,14 @@ def run(
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
     watch: Watch | None = None,
+    x_is_inner: bool = False,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
 
     Args:
         input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
         watch: records it.
+        x_is_inner: whether the call has made ``x``.
 
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
@@ -77,14 +101,15 @@ def run(
     refuse_transforms([op])
     if forward_ad._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
+    if op.passes_x_on and patched_half(op) is None:
+        return (x, *[x.view_as(x) for _ in op.extra_outputs])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                return _apply(
-                    partial(_run_fresh, Fresh(op, keywords, runtime.autocast_dtype, names), tensors, watch), *tensors
-                )
-    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, ()), [x], watch, None).outputs
+                fresh = Fresh(op, keywords, runtime.autocast_dtype, names, x_is_inner)
+                return _apply(partial(_run_fresh, fresh, tensors, watch), *tensors)
+    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], watch, None).outputs
 
 
 def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
@@ -112,6 +137,9 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
     refuse_transforms([op])
     computes = computes_parameters(op)
     try:
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                check_layout(name, layout_of(value), op.layouts)
         (check_foreseen if computes else check)(op, Spec.of(x), given, runtime)
         _check_buffers(op, x, given)
         if computes:
@@ -119,7 +147,7 @@ def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
             check(op, Spec.of(x), given, runtime)
     except ArgumentError as error:
         raise error.located(type(op).__name__) from None
-    outputs = run(op, x, given, runtime)
+    outputs = run(op, x, given, runtime, None, None, _calling.x_is_inner)
     return outputs if op.extra_outputs else outputs[0]
 
 
@@ -142,12 +170,14 @@ def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
         check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
 
 
-def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
-    """``op.check`` with the reserved names that it declares."""
+def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+    """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
+    if x.layout not in op.layouts:
+        check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
-def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Spec | None:
+def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """:func:`check` before the parameters are computed; None where only their values will tell."""
     try:
         return check(foreseen(op), x, keywords, runtime)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError
+from .errors import ArgumentError, shown
 from .layout import Bound, Layout, Reads, Target
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
@@ -30,7 +30,7 @@ class Call(NamedTuple):
         """What a plan may depend on: who reads which value, and what the tensors are like."""
         key: list[Any] = [id(self.reads)]
         for v in self.values:
-            key += (v.dtype, v.device, v.requires_grad) if isinstance(v, Tensor) else (type(v),)
+            key += (v.dtype, v.device, v.requires_grad, v.layout, v.is_nested) if isinstance(v, Tensor) else (type(v),)
         return key
 
 
@@ -113,9 +113,9 @@ def _leaf_for(layout: Layout, target: Target, name: str) -> int:
         return takers[0]
     if takers:
         parts = " and ".join(layout.leaves[leaf].label for leaf in takers)
-        raise ArgumentError(f"op_kwargs: {name!r} of {target} could be for {parts}; address the part")
+        raise ArgumentError(f"op_kwargs: {shown(name)} of {target} could be for {parts}; address the part")
     known = sorted({k for leaf in target.leaves for k in getattr(layout.leaves[leaf].op, "keywords", ())})
-    raise ArgumentError(f"op_kwargs: {target} takes no {name!r}; its keywords are: {', '.join(known) or 'none'}")
+    raise ArgumentError(f"op_kwargs: {target} takes no {shown(name)}; its keywords are: {', '.join(known) or 'none'}")
 
 
 def _give(layout: Layout, given: Given, leaf: int, name: str, value: Any) -> None:
@@ -135,7 +135,7 @@ def _bind_shared(layout: Layout, given: Given, name: str, value: Any) -> None:
     takers = layout.takers.get(name)
     if not takers:
         known = ", ".join(sorted(layout.takers)) or "none"
-        raise ArgumentError(f"no op takes the keyword {name!r}; the keywords of the ops are: {known}")
+        raise ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {known}")
     for leaf in takers:
         if name not in given[leaf]:
             _give(layout, given, leaf, name, value)
@@ -177,4 +177,4 @@ def _call(layout: Layout, x: Tensor, given: Given) -> Call:
 
 
 def _shown(key: Any) -> str:
-    return f"the {type(key).__name__}" if isinstance(key, torch.nn.Module) else repr(key)
+    return f"the {type(key).__name__}" if isinstance(key, torch.nn.Module) else shown(key)

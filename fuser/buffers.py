@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .errors import ArgumentError
+from .spec import layout_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ def overlap(a: Any, b: Any) -> bool:
     """Whether two tensors have a byte in common, judged by the first and last that each can reach."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False  # the op's own check says what is wrong with it
+    if {layout_of(a), layout_of(b)} != {torch.strided}:
+        return False  # it has no memory of its own that an address could tell
     if a.device != b.device or not a.numel() or not b.numel() or a.device.type == "meta":
         return False
     (a_first, a_last), (b_first, b_last) = extent(a), extent(b)

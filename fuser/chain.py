@@ -9,7 +9,9 @@ from torch import Tensor
 
 from .autograd import Runtime, check
 from .halves import call_bwd, call_fwd, evaluate
-from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs, Spec
+from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
+from .spec import Spec, Specs
+from .trace import promised
 
 
 class Chain(Op):
@@ -29,8 +31,9 @@ class Chain(Op):
             self.add_module(role, part)
         if type(self).fwd is Chain.fwd:
             self.keywords = self._keywords_of_parts()
+            inner = self._inner()
             self.extra_outputs = tuple(
-                name for p in self.parts.values() for name in p.extra_outputs if name not in self._inner()
+                [n for p in self.parts.values() for n in p.extra_outputs if n not in inner or p.returns(n, True)]
             )
 
     @property
@@ -64,10 +67,13 @@ class Chain(Op):
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")
+        inner = keywords.pop("x_is_inner", False)
         needs, saved, extras = self._needs(needs_grad), {}, dict[str, Tensor]()
         for role, part in self.parts.items():
-            outputs, saved[role] = call_fwd(part, x, self._given(role, part, keywords, extras), needs[role], dtype)
-            x = outputs[0]
+            outputs, saved[role] = call_fwd(
+                part, x, self._given(role, part, keywords, extras), needs[role], dtype, inner
+            )
+            x, inner = outputs[0], True
             extras.update(zip(part.extra_outputs, outputs[1:], strict=True))
         return {"y": x, **{name: extras[name] for name in self.extra_outputs}} if self.extra_outputs else x, saved
 
@@ -88,14 +94,24 @@ class Chain(Op):
             grads["x"] = dy
         return grads
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Spec | None:
+    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
         runtime = Runtime(False, keywords.pop("autocast_dtype"))
         spec: Spec | None = x
+        extras, inner = dict[str, Spec](), dict[str, Tensor]()
         for role, part in self.parts.items():
-            if spec is None:
+            given = self._given(role, part, keywords, inner)
+            if spec is None or any(name in self._inner() and name not in given for name in part.keywords):
                 return None
-            spec = check(part, spec, self._given(role, part, keywords, {}), runtime)
-        return spec
+            known = check(part, spec, given, runtime)
+            named = known if isinstance(known, Mapping) else {}
+            extras |= {name: named[name] for name in part.extra_outputs if name in named}
+            inner |= {name: promised(extras[name]) for name in part.extra_outputs if name in named}
+            spec = known if isinstance(known, Spec) else named.get("y")
+        return spec if spec is None or not extras else {"y": spec, **extras}
+
+    def check_without_x(self, *args: Any, **keywords: Any) -> None:
+        for role, part in self.parts.items():
+            part.check_without_x(**self._given(role, part, keywords, {}))
 
     def _given(self, role: str, part: Op, keywords: Mapping[str, Any], extras: Mapping[str, Tensor]) -> dict[str, Any]:
         given = {k: keywords[name] for k in part.keywords if (name := self.takes(role, k)) and name in keywords}

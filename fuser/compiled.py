@@ -19,9 +19,9 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from . import fusion, settings
 from .errors import ArgumentError
 from .facts import field_names, is_record
-from .layout import opens
+from .layout import opens, refuse_itself
 from .op import Op
-from .own_code import is_hooked
+from .own_code import is_hooked, outputs_of
 from .program import Program, TracedStep, run_step
 from .sequential import Sequential
 
@@ -60,7 +60,7 @@ def run_container(
     """:meth:`Sequential.forward` under Dynamo."""
     modules: Modules = []
     for name, module in container._modules.items():
-        _walk(module, name, modules)
+        _walk(module, name, modules, (container,))
     values = Values(x)
     given = tuple([values.slot(value) for value in extra])
     addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
@@ -121,17 +121,20 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
     """A module that is no op, or an op with hooks: Dynamo traces it, hooks and all."""
     for label, module in modules:
         if label == step.labels[0]:
-            result = module(values[step.tensors[0]], **{name: values[slot] for name, slot in step.keywords})
-            return result if step.outputs > 1 else (result,)
+            x = values[step.tensors[0]]
+            result = module(x.clone() if step.copies else x, **{name: values[slot] for name, slot in step.keywords})
+            return outputs_of(module, step.labels[0], result) if isinstance(module, Op) else (result,)
     raise AssertionError(step.labels[0])
 
 
-def _walk(module: nn.Module, label: str, found: Modules) -> None:
+def _walk(module: nn.Module, label: str, found: Modules, around: tuple[nn.Module, ...]) -> None:
     """The modules that stand for themselves or can be addressed, as :class:`Layout` labels them."""
     found.append((label, module))
+    if opens(module, Sequential):
+        refuse_itself(module, label, around)
     if opens(module, Sequential) and not is_hooked(module):
         for name, child in module._modules.items():
-            _walk(child, f"{label}.{name}", found)  # type: ignore[arg-type]
+            _walk(child, f"{label}.{name}", found, (*around, module))  # type: ignore[arg-type]
 
 
 def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -> Any:

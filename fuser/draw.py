@@ -33,17 +33,37 @@ def edges(graph: OpGraph) -> Iterator[tuple[str, str, str]]:
         yield source, reader, ", ".join(port for port in ports if port != "x")
 
 
+def _for_mermaid(text: str) -> str:
+    """Text inside quotes: what may mean something there as the entity of its number."""
+    return "".join(c if c.isalnum() or c in " _.,:=-" else f"#{ord(c)};" for c in _printable(text))
+
+
+def _for_dot(text: str) -> str:
+    """Text inside quotes."""
+    return _printable(text).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _for_svg(text: str) -> str:
+    """Text of an element."""
+    return escape(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Text without control characters, halves of characters and the like, which no drawing may contain."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def mermaid(graph: OpGraph, boxes: Boxes) -> str:
     """A Mermaid flowchart."""
     ids = {node: f"n{i}" for i, node in enumerate(graph.nx)}
     lines = ["flowchart LR"]
     for node in graph.nx:
         opening, closing = ("[", "]") if graph.leaf(node) else ("([", "])")
-        lines.append(f'  {ids[node]}{opening}"{name(graph, node)}"{closing}')
+        lines.append(f'  {ids[node]}{opening}"{_for_mermaid(name(graph, node))}"{closing}')
     for source, reader, label in edges(graph):
-        lines.append(f"  {ids[source]} -->{f'|{label}|' if label else ''} {ids[reader]}")
+        lines.append(f"  {ids[source]} -->{f'|{_for_mermaid(label)}|' if label else ''} {ids[reader]}")
     for i, (title, nodes) in enumerate(boxes.items()):
-        lines += [f'  subgraph f{i}["{title}"]', *(f"    {ids[node]}" for node in nodes), "  end"]
+        lines += [f'  subgraph f{i}["{_for_mermaid(title)}"]', *(f"    {ids[node]}" for node in nodes), "  end"]
     return "\n".join(lines)
 
 
@@ -52,11 +72,12 @@ def dot(graph: OpGraph, boxes: Boxes) -> str:
     lines = ["digraph fusible {", "  rankdir=LR;"]
     for node in graph.nx:
         shape = "box" if graph.leaf(node) else "ellipse"
-        lines.append(f'  "{node}" [label="{name(graph, node)}", shape={shape}];')
-    lines += [f'  "{source}" -> "{reader}" [label="{label}"];' for source, reader, label in edges(graph)]
+        lines.append(f'  "{_for_dot(node)}" [label="{_for_dot(name(graph, node))}", shape={shape}];')
+    for source, reader, label in edges(graph):
+        lines.append(f'  "{_for_dot(source)}" -> "{_for_dot(reader)}" [label="{_for_dot(label)}"];')
     for i, (title, nodes) in enumerate(boxes.items()):
-        inside = " ".join(f'"{node}";' for node in nodes)
-        lines.append(f'  subgraph cluster_{i} {{ label="{title}"; {inside} }}')
+        inside = " ".join(f'"{_for_dot(node)}";' for node in nodes)
+        lines.append(f'  subgraph cluster_{i} {{ label="{_for_dot(title)}"; {inside} }}')
     return "\n".join([*lines, "}"])
 
 
@@ -75,17 +96,17 @@ def svg(graph: OpGraph, boxes: Boxes) -> str:
         parts.append(
             f'<rect x="300" y="{top - 12}" width="320" height="{bottom - top + 54}" fill="none" stroke="teal"/>'
         )
-        parts.append(f'<text x="500" y="{top + 2}" fill="teal">{escape(title)}</text>')
+        parts.append(f'<text x="500" y="{top + 2}" fill="teal">{_for_svg(title)}</text>')
     for source, reader, label in edges(graph):
         (x1, y1), (x2, y2) = place[source], place[reader]
         ends = (x1 + 80, y1 + 30, x2 + 80, y2) if source in rows else (x1 + 130, y1 + 12, x2, y2 + 15)
         parts.append('<line x1="{}" y1="{}" x2="{}" y2="{}" stroke="gray"/>'.format(*ends))
         if source in rows and label:
-            parts.append(f'<text x="{x2 + 165}" y="{y2 + 20}" fill="gray">{escape(label)}</text>')
+            parts.append(f'<text x="{x2 + 165}" y="{y2 + 20}" fill="gray">{_for_svg(label)}</text>')
     for node, (x, y) in place.items():
         if node in rows:
             parts.append(f'<rect x="{x}" y="{y}" width="160" height="30" fill="white" stroke="black"/>')
-        parts.append(f'<text x="{x + 6}" y="{y + 19}">{escape(name(graph, node))}</text>')
+        parts.append(f'<text x="{x + 6}" y="{y + 19}">{_for_svg(name(graph, node))}</text>')
     return "\n".join([*parts, "</svg>"])
 
 

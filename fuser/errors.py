@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+_LONG = 200
+
+
+def shown(value: object) -> str:
+    """``repr`` for an error: of a long one its beginning."""
+    text = repr(value)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}... ({len(text)} characters)"
+
 
 class ArgumentError(TypeError, ValueError):
     """A call that does not fit: a keyword, a shape, a dtype, a device, a buffer.

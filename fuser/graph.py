@@ -12,6 +12,7 @@ from torch import Tensor
 from .binding import Call
 from .layout import Layout, Leaf
 from .op import Op
+from .spec import layout_of
 
 X = ".x"  # the node of the input of the first op
 
@@ -22,6 +23,7 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: torch.layout = torch.strided
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,13 @@ class OpGraph:
 
 def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
     name = f".%{slot}" if slot else X
-    info = TensorInfo(value.dtype, value.device, value.requires_grad) if isinstance(value, Tensor) else None
+    info = _info(value) if isinstance(value, Tensor) else None
     graph.add_node(name, info=info)
     return name
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
 
 def _connect(graph: networkx.DiGraph[str], source: str, reader: str, port: str, output: str) -> None:

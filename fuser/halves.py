@@ -75,15 +75,17 @@ class Fresh(NamedTuple):
 
     Attributes:
         names: of the tensors whose gradients autograd may want.
+        x_is_inner: whether the call has made x, rather than been given it.
     """
 
     op: Op
     keywords: Mapping[str, Any]
     autocast_dtype: torch.dtype | None
     names: tuple[str, ...]
+    x_is_inner: bool = False
 
     def run(self, x: Tensor, wanted: frozenset[str]) -> Ran:
-        outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype)
+        outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype, self.x_is_inner)
         kept, lent, apart, rest = pack(saved)
         once, order = _each_once(kept)
         op = self.op if self.op._outline is None else self.op._outline
@@ -219,10 +221,15 @@ def _note(entry: Any, record: Record | None, rows: int) -> None:
 
 
 def call_fwd(
-    op: Op, x: Tensor, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
+    op: Op,
+    x: Tensor,
+    keywords: Mapping[str, Any],
+    needs_grad: frozenset[str],
+    autocast_dtype: torch.dtype | None,
+    x_is_inner: bool = False,
 ) -> tuple[tuple[Tensor, ...], Any]:
     """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
-    given, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype), op.changes
+    given, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner), op.changes
     if autocast_dtype is None:
         returned = op.fwd(x, **given)
     else:  # the op casts what it wants cast; torch functions inside must not cast again
@@ -255,7 +262,12 @@ def evaluate(gradient: Gradient) -> Tensor | None:
 
 
 def with_reserved(
-    op: Op, half: str, keywords: Mapping[str, Any], needs_grad: frozenset[str], autocast_dtype: torch.dtype | None
+    op: Op,
+    half: str,
+    keywords: Mapping[str, Any],
+    needs_grad: frozenset[str],
+    autocast_dtype: torch.dtype | None,
+    x_is_inner: bool = False,
 ) -> Mapping[str, Any]:
     """The keywords, and those reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
     declared = op.reserved[half]
@@ -266,6 +278,8 @@ def with_reserved(
         given["needs_grad"] = needs_grad
     if "autocast_dtype" in declared:
         given["autocast_dtype"] = autocast_dtype
+    if "x_is_inner" in declared:
+        given["x_is_inner"] = x_is_inner
     return given
 
 

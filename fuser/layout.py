@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .chain import Chain, Composite
-from .errors import ArgumentError
+from .errors import ArgumentError, shown
 from .op import Op
 from .own_code import has_own_forward, hooks_of, is_hooked, patched_half
 from .parametrized import foreseen
@@ -78,6 +79,7 @@ class Layout:
         self._by_id: dict[int, list[Target]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
         self._composites: list[tuple[Composite, int]] = []
+        self._around: list[nn.Module] = [container]
         self._note(container)
         for index, (name, module) in enumerate(container._modules.items()):
             self._by_index.append(self._add(module, name, index))
@@ -112,7 +114,7 @@ class Layout:
             target = self._of_index(key)
         else:
             raise ArgumentError(
-                f"op_kwargs: {key!r} is a {type(key).__name__}; use the op itself, its index or its name"
+                f"op_kwargs: {shown(key)} is a {type(key).__name__}; use the op itself, its index or its name"
             )
         if not isinstance(target.module, Op):
             inside = "; address the ops inside it by module" if isinstance(target.module, nn.Sequential) else ""
@@ -137,7 +139,7 @@ class Layout:
 
     def _of_name(self, key: str) -> Target:
         if key not in self._by_name:
-            raise ArgumentError(f"op_kwargs: no op is named {key!r}; the container has {self._all()}")
+            raise ArgumentError(f"op_kwargs: no op is named {shown(key)}; the container has {self._all()}")
         return self._by_name[key]
 
     def _of_index(self, key: int) -> Target:
@@ -157,10 +159,12 @@ class Layout:
         if isinstance(module, Composite):
             self._composites.append((module, module.changes))
         if opens(module, self._container_type):
+            refuse_itself(module, label, self._around)
             self._note(module)
-            if not is_hooked(module):
-                for name, child in module._modules.items():
-                    self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
+            self._around.append(module)
+            for name, child in () if is_hooked(module) else module._modules.items():
+                self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
+            self._around.pop()
         if not opens(module, self._container_type) or is_hooked(module):
             self.leaves.append(Leaf(label, index, module))
             self._check_whole(self.leaves[-1])
@@ -200,6 +204,13 @@ class Layout:
                         f"{leaf}: extra output {name!r} is made by {self.leaves[made[name][0]]} already"
                     )
                 made[name] = (i, name)
+
+
+def refuse_itself(module: nn.Module, label: str, around: Sequence[nn.Module]) -> None:
+    """Raises for a container that stands in itself, ``around`` being those that it stands in."""
+    if any([module is outer for outer in around]):
+        kind = type(module).__name__
+        raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
 
 
 def opens(module: nn.Module, container_type: type[nn.Sequential]) -> bool:

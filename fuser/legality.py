@@ -58,7 +58,9 @@ def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
             inside = [r in nodes for r, _, output in readers if output == name]
             if name == "y" and any(inside) and not all(inside):
                 return f"another op reads the output of op {node}"
-            if name != "y" and not (inside and all(inside)) and name not in fused.extra_outputs:
+            if name == "y" or name in fused.extra_outputs or op is None:
+                continue
+            if not all(inside) or op.returns(name, bool(inside)):
                 return f"the extra output {name!r} of op {node} is wanted outside"
     return None if ends == 1 else "the ops have more than one output"
 

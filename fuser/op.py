@@ -1,9 +1,10 @@
 """The op contract: a pure ``fwd``/``bwd`` pair over named tensors, on top of an ``nn.Module``.
 
 The signature of ``fwd`` is the declaration of an op: its keyword-only parameters are what a call may give it. Tensors
-are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata. Two
-names are reserved, and filled by the runner for a ``fwd``, ``bwd`` or ``check`` that declares them: ``needs_grad`` (a
-frozenset of the names whose gradients autograd will want) and ``autocast_dtype`` (None without autocast).
+are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata.
+Reserved names are filled by the runner for a half or a ``check`` that declares them: ``needs_grad`` (a frozenset of the
+names whose gradients autograd will want), ``autocast_dtype`` (None without autocast) and, for a ``fwd`` alone,
+``x_is_inner`` (whether something in front of the op, in the same call, has made its ``x``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .facts import Attributes, attributes, constant
+from .spec import Spec, Specs
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
@@ -30,22 +32,10 @@ Grads: TypeAlias = Mapping[str, Gradient]
 """Gradients by the name of the input: ``"x"``, a keyword, or a parameter. What costs a kernel is a thunk.
 None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
 
-RESERVED = frozenset({"needs_grad", "autocast_dtype"})
+RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__"}
 ) | {"__classcell__", "__parameters__", "extra_repr"}
-
-
-class Spec(NamedTuple):
-    """A tensor without its data: what checks read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
 class Keyword(NamedTuple):
@@ -96,6 +86,10 @@ class Op(nn.Module, ABC):
         keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
+        output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
+        passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
+            autograd sees nothing of the op, and whoever works in place finds what he would find without it. A subclass
+            with a half of its own must say so again.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
@@ -106,6 +100,7 @@ class Op(nn.Module, ABC):
         caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
         edits: how often an attribute has been assigned.
         changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
+        layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
@@ -114,6 +109,9 @@ class Op(nn.Module, ABC):
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
+    output_to_caller: Mapping[str, bool] = {}
+    passes_x_on: bool = False
+    layouts: frozenset[torch.layout] = frozenset({torch.strided})
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
     replayable: bool = False
@@ -128,6 +126,8 @@ class Op(nn.Module, ABC):
             cls.keywords = _declared_keywords(cls)
         if "replayable" not in cls.__dict__ and not cls.__dict__.keys() <= _CHANGE_NOTHING:
             cls.replayable = False  # what a base class promises of its own code does not hold for other code
+        if "passes_x_on" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("fwd", "bwd")):
+            cls.passes_x_on = False
         if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
             cls.checks_values = True  # what a base class promises of its own check does not hold for this one
         if "reserved" not in cls.__dict__:
@@ -142,12 +142,24 @@ class Op(nn.Module, ABC):
     def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:
         """Returns the gradients by name. The gradient of an extra output comes as the keyword of its name."""
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Spec | None:
+    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
-        Returns what ``fwd`` will return for it, or None if that is not known beforehand.
+        A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
+        return for the call, by name where there are extra outputs, or None if that is not known beforehand.
         """
         return None
+
+    def check_without_x(self, *args: Any, **keywords: Any) -> None:
+        """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
+
+        Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may
+        still come. :meth:`check` follows once ``x`` is there, and has to find all of this as well.
+        """
+
+    def returns(self, name: str, is_read: bool) -> bool:
+        """Whether a container returns an extra output; ``is_read``: a later op of it reads the output."""
+        return self.output_to_caller.get(name, not is_read)
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The parameters by name, as they are now: a replaced parameter is seen at the next call.

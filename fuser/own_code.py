@@ -27,6 +27,24 @@ def is_called_whole(op: Op) -> bool:
     return is_hooked(op) or has_own_forward(op)
 
 
+def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:
+    """All outputs of an op, from what calling it gave: a hook, or a ``forward`` of its own, may return anything.
+
+    Raises:
+        RuntimeError: the op has extra outputs, and this is no tuple of all of them.
+    """
+    if not op.extra_outputs:
+        return (result,)
+    names = "y", *op.extra_outputs
+    if isinstance(result, (tuple, list)) and len(result) == len(names):
+        return tuple(result)
+    came = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+    raise RuntimeError(
+        f"{label}: expected its outputs ({', '.join(names)}) as a tuple, got {came}; "
+        "a forward hook, or a forward of its own, must return all of them"
+    )
+
+
 def patched_half(op: Op) -> str | None:
     """Which half was set on the object itself, instead of its class's; None: neither."""
     return next((half for half in ("fwd", "bwd") if half in op.__dict__), None)

@@ -7,111 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import legality
-from .autograd import Runtime, Watch, check, check_foreseen, refuse_transforms, run
+from .autograd import Runtime, Watch, refuse_transforms
 from .buffers import NamedValue, check_overlaps
 from .errors import ArgumentError, RefusedError
 from .fusion import Decision, Registry
 from .graph import OpGraph, X
-from .layout import Leaf
-from .op import Keyword, Op, Spec
-from .own_code import has_own_forward, is_called_whole, patched_half
-from .parametrized import computed, computes_parameters, foreseen
+from .op import Keyword, Op
+from .own_code import is_called_whole
+from .parametrized import computes_parameters, foreseen
 from .settings import Config
+from .spec import Spec, check_layout
+from .step import LeafReads, Reads, Step
 
-Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
 _MANY_SHAPES = 1024
-
-
-@dataclass(frozen=True)
-class Step:
-    """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
-
-    module: nn.Module
-    leaves: tuple[Leaf, ...]
-    roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
-    leaf_reads: tuple[Reads | None, ...]  # None where an op reads what is made inside the step
-    reads: Reads
-    x: int
-    outputs: tuple[int, ...]
-    input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    late: bool  # reads what an earlier step computes, besides x
-    computes: bool  # some of the parameters of its ops
-    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
-
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
-        """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
-        whole, look = self.input_names is None, check_foreseen if self.computes else check
-        for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
-                return None
-            try:
-                x = look(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
-            except ArgumentError as error:
-                raise error.located(str(leaf)) from None
-        return None if whole and self.module._forward_hooks else x  # hooks may give out something else
-
-    def _input_may_change(self) -> bool:
-        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
-        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
-
-    def check_late(self, values: list[Any], runtime: Runtime) -> None:
-        """:meth:`check`, once its input has been computed."""
-        if isinstance(self.module, Op):
-            x = values[self.x]
-            if not isinstance(x, Tensor):
-                raise ArgumentError(f"{self.leaves[0]}: x: expected a tensor, got a {type(x).__name__}")
-            self.check(Spec.of(x), values, runtime)
-
-    @property
-    def is_replayable(self) -> bool:
-        """Whether all ops that it stands for are."""
-        return self.input_names is not None and all(
-            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
-        )
-
-    def with_op(self, op: Op) -> Step:
-        """The same with another op, or view of it, in place of its own."""
-        parts = [op if role == "" else op.inner_ops()[role] for role in self.roles]
-        leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.leaves, parts, strict=True)])
-        return replace(self, module=op, leaves=leaves)
-
-    def computed(self) -> Step:
-        """The same on parameters that are computed here, for one run; they may be others than have been checked."""
-        assert isinstance(self.module, Op)
-        op = computed(self.module)
-        return replace(self.with_op(op), computes=False, input_names=op.input_names())
-
-    def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
-        """Runs on the values so far, and adds its outputs to them."""
-        module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
-        if self.input_names is not None:
-            if self.computes:
-                step = self.computed()
-                step.check(Spec.of(x), values, runtime)
-                return step.run(values, runtime)
-            values += run(module, x, keywords, runtime, self.input_names, watch)  # type: ignore[arg-type]
-            if watch is not None:
-                watch.made(values[-len(self.outputs) :])
-        elif isinstance(module, Op):
-            values.extend(self._called(module, x, keywords))
-        else:
-            values.append(module(x))
-        for slot in self.dead:
-            values[slot] = None
-
-    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
-        try:
-            result = op(x, **keywords)
-        except ArgumentError as error:
-            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
-        return result if op.extra_outputs else (result,)
 
 
 @dataclass(frozen=True)
@@ -132,11 +43,13 @@ class Plan:
 
     def __call__(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
-        checked = self._checked(values, runtime)
+        checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
-                step.check_late(values, runtime)
+                checked = self._check_run(i, values, runtime)
+            elif step.late:
+                step.check(Spec.of(values[step.x]), values, runtime, {})
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
                     step.run(values, runtime, watch)
@@ -144,32 +57,47 @@ class Plan:
                 step.run(values, runtime, watch)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
-    def _checked(self, values: list[Any], runtime: Runtime) -> int:
-        """:meth:`check`, or what it said of these shapes before, where they are all that it looks at."""
-        if self.passed is None:
-            return self.check(values, runtime)
+    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
+        """:meth:`check`, or what it said of these shapes before."""
         shapes = tuple([value.shape for value in values])
-        checked = self.passed.get(shapes)
+        checked = passed.get(shapes)
         if checked is None:
             checked = self.check(values, runtime)
-            if len(self.passed) >= _MANY_SHAPES:
-                self.passed.clear()
-            self.passed[shapes] = checked
+            if len(passed) >= _MANY_SHAPES:
+                passed.clear()
+            passed[shapes] = checked
         return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
-        """Checks the arguments of all steps whose input is known beforehand; returns how many steps that are."""
+        """Checks all that can be checked before anything runs; returns how many steps that settles."""
         refuse_transforms([step.module for step in self.steps])
         if self.buffers:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
-        spec: Spec | None = Spec.of(values[0])
-        for i, step in enumerate(self.steps):
-            if step.late:
-                return i
-            spec = step.check(spec, values, runtime)
+        if not self.steps:
+            return 0
+        checked = self._check_run(0, values, runtime)
+        for step in self.steps[checked:]:
+            step.check(None, values, runtime, {})
+        return checked
+
+    def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
+        """Checks the steps from ``first`` on, whose input is there, as far as it says what theirs are; where to go on.
+
+        So nothing of a run of ops between other modules has run when one of them refuses its arguments.
+        """
+        leaf, x = self.steps[first].leaves[0], values[self.steps[first].x]
+        if leaf.op is None:
+            return first + 1
+        if first and not isinstance(x, Tensor):
+            raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
+        spec: Spec | None = Spec.of(x)
+        extras: dict[str, Spec] = {}
+        end = first
+        for step in self.steps[first:]:
+            spec, end = step.check(spec, values, runtime, extras), end + 1
             if spec is None:
-                return i + 1
-        return len(self.steps)
+                break
+        return end
 
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
@@ -180,8 +108,10 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     """Chooses the fusions and lays out the steps.
 
     Raises:
+        ArgumentError: an op is given a tensor of a layout that it does not take.
         RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
     """
+    _check_layouts(graph)
     decisions = tuple(registry.decide(graph, config))
     refused = [d for d in decisions if not d.taken and not d.benign]
     if config.strict and refused:
@@ -196,7 +126,17 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+
+
+def _check_layouts(graph: OpGraph) -> None:
+    """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
+    for node in graph.leaves():
+        leaf = graph.leaf(node)
+        for port, (source, _) in graph.sources(node).items() if leaf and leaf.op else ():
+            info = graph.nx.nodes[source].get("info")
+            if info is not None:
+                check_layout(f"{leaf}: {port}", info.layout, leaf.op.layouts)  # type: ignore[union-attr]
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
@@ -205,19 +145,29 @@ def _checks_values(graph: OpGraph, config: Config) -> bool:
     return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
 
 
-def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
-    """Notes after which step an output is read no more, so that it need not live on."""
+def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
+    """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
-    made = {slot for step in steps for slot in step.outputs} - set(results)
-    return tuple(replace(step, dead=tuple(s for s in made if last[s] == i)) for i, step in enumerate(steps))
+    last |= dict.fromkeys(results, len(steps))
+    made: list[int] = []
+    extras: list[NamedValue] = []
+    lasting = []
+    for i, step in enumerate(steps):
+        made += step.outputs
+        dead = tuple([slot for slot in made if last[slot] == i])
+        beside = [extra for extra in extras if last[extra.slot] > i] if not isinstance(step.module, Op) else ()
+        lasting.append(replace(step, dead=dead, beside=tuple(beside)))
+        names = step.module.extra_outputs if isinstance(step.module, Op) else ()
+        extras += map(NamedValue, names, step.outputs[1:])
+    return tuple(lasting)
 
 
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
     """What errors call it, the slot, and the declaration of everything that a call gives."""
     made = {slot for step in steps for slot in step.outputs}
     for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
-        for name, slot in reads or ():
-            if leaf.op and slot not in made:
+        for name, slot in reads:
+            if leaf.op and slot is not None and slot not in made:
                 yield f"{leaf}: {name!r}", slot, leaf.op.keywords[name]
 
 
@@ -230,6 +180,7 @@ class _Builder:
         inputs = [n for n in graph.nx if graph.leaf(n) is None]
         self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
         self.given = self.next = len(inputs)
+        self.outer = {(X, "y")}  # the x of the call, and what passes it on
 
     def steps(self) -> Iterator[Step]:
         for nodes in self._order():
@@ -237,12 +188,13 @@ class _Builder:
             yield self._fused(decision, nodes) if decision else self._single(nodes[0])
 
     def results(self) -> tuple[int, ...]:
-        """The slots of the main output and of the extra outputs that no op reads."""
+        """The slots of the main output and of the extra outputs that are returned."""
         leaves = self.graph.leaves()
         results = [self.slots[leaves[-1] if leaves else X, "y"]]
         for node in leaves:
             op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
-            results += [self.slots[node, name] for name in (op.extra_outputs if op else ()) if name not in read]
+            names = [n for n in op.extra_outputs if op.returns(n, n in read)] if op else ()
+            results += [self.slots[node, name] for name in names]
         return tuple(results)
 
     def _order(self) -> list[list[str]]:
@@ -256,34 +208,37 @@ class _Builder:
         leaf = self.graph.leaf(node)
         assert leaf is not None
         sources = self.graph.sources(node)
-        x = self.slots[sources.pop("x")]
+        source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
+        x, inner = self.slots[source], source not in self.outer
+        if not inner and leaf.op is not None and leaf.op.passes_x_on and not is_called_whole(leaf.op):
+            self.outer.add((node, "y"))
         outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
         names = None if leaf.op is None or is_called_whole(leaf.op) else foreseen(leaf.op).input_names()
-        how = self._late(reads), leaf.op is not None and computes_parameters(leaf.op)
+        how = self._late(reads), leaf.op is not None and computes_parameters(leaf.op), inner
         return Step(leaf.module, (leaf,), ("",), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
         assert fused is not None
-        x = self.slots[legality.entry(match)]
+        source = legality.entry(match)
         reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
         leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
         leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
         makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
         role_of = {node: role for role, node in match.nodes.items()}
-        names, how = foreseen(fused).input_names(), (self._late(reads), computes_parameters(fused))
-        return Step(fused, leaves, tuple([role_of[n] for n in nodes]), leaf_reads, reads, x, outputs, names, *how)
+        roles, x, names = tuple([role_of[n] for n in nodes]), self.slots[source], foreseen(fused).input_names()
+        how = self._late(reads), computes_parameters(fused), source not in self.outer
+        return Step(fused, leaves, roles, leaf_reads, reads, x, outputs, names, *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)
 
-    def _leaf_reads(self, node: str) -> Reads | None:
-        """What an op inside a fused one reads; None if some of it is made inside."""
-        sources = [(port, source) for port, source in self.graph.sources(node).items() if port != "x"]
-        inside = any(source not in self.slots for _, source in sources)
-        return None if inside else tuple((port, self.slots[source]) for port, source in sources)
+    def _leaf_reads(self, node: str) -> LeafReads:
+        """What an op inside a fused one reads."""
+        sources = self.graph.sources(node).items()
+        return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
 
     def _file(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
         slots = tuple(range(self.next, self.next + len(outputs)))

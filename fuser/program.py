@@ -15,11 +15,14 @@ from .autograd import Runtime, accepted, run
 from .binding import bind
 from .errors import ArgumentError, RefusedError
 from .facts import with_tensors
+from .in_place import works_in_place
 from .layout import Layout, Leaf
-from .op import Op, Spec
+from .op import Op
 from .own_code import patched_half
 from .parametrized import computes_parameters, foreseen
-from .plan import Plan, Step
+from .plan import Plan
+from .spec import Spec
+from .step import Step
 from .trace import Outline
 
 
@@ -31,14 +34,14 @@ class TracedStep(NamedTuple):
         labels: the modules whose tensors are passed, or the module to trace.
         tensors: the slots of x and of the tensors among the keywords.
         keywords: of a module to trace: (keyword, slot).
-        outputs: how many it gives.
+        copies: of a module to trace: whether it is given a copy of x, since it works in place.
     """
 
     handle: str | None
     labels: tuple[str, ...]
     tensors: tuple[int, ...]
     keywords: tuple[tuple[str, int], ...]
-    outputs: int
+    copies: bool = False
 
 
 class Program(NamedTuple):
@@ -82,14 +85,15 @@ class Prepared:
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Checks and runs the step with these tensors."""
         arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
-        values = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
+        known = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
+        values: list[Any] = [known.get(slot) for slot in range(max(known) + 1)]
         step = self.step.with_op(with_tensors(self.step.module, dict(zip(self.names, own, strict=True))))
         x = values[step.x]
         with settings.using(self.config):
             step = step.computed() if step.computes else step
-            step.check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
+            step.check(Spec.of(x), values, self.runtime, {})
             keywords = {name: values[slot] for name, slot in step.reads}
-            return run(step.module, x, keywords, self.runtime, step.input_names)  # type: ignore[arg-type]
+            return run(step.module, x, keywords, self.runtime, step.input_names, None, step.x_is_inner)  # type: ignore[arg-type]
 
 
 _prepared: dict[str, Prepared] = {}
@@ -152,7 +156,7 @@ def _program(
 def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], runtime: Runtime) -> TracedStep:
     labels = tuple([leaf.label for leaf in step.leaves])
     if step.input_names is None or not isinstance(step.module, Op):
-        return TracedStep(None, labels, (step.x,), step.reads, len(step.outputs))
+        return TracedStep(None, labels, (step.x,), step.reads, bool(step.beside) and works_in_place(step.module))
     _check_traceable(step, runtime)
     given = {slot: bound[slot] for _, slot in step.reads if slot < len(bound) and not isinstance(bound[slot], Tensor)}
     slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in given]]))
@@ -161,7 +165,7 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
     bare = replace(step, module=with_tensors(step.module, {}), leaves=tuple([_bare(leaf) for leaf in step.leaves]))
     handle = f"step {next(_numbers)}: {step.name}"
     _prepared[handle] = Prepared(bare, slots, dotted, given, runtime, settings.current())
-    return TracedStep(handle, labels, slots, (), len(step.outputs))
+    return TracedStep(handle, labels, slots, ())
 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:

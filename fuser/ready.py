@@ -56,7 +56,7 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
             return None
         pool += op.held(runtime.grad_enabled)
     for value in call.values:
-        if type(value) not in PLAIN:
+        if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
             return None
     x = pool[0]
     return Facts((*key, len(pool)), pool, x.shape[0] if x.dim() else 0)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from . import ready, settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
+from .dry_run import Shape, explain_plan
 from .errors import ArgumentError
-from .explanation import Explanation, Shape, explain_plan
+from .explanation import Explanation
 from .facts import constant
 from .fusion import registry
 from .graph import OpGraph
@@ -44,11 +45,13 @@ class _Last(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, call: Call, runtime: Runtime) -> _Last:
-        return cls(plan, [v.shape if isinstance(v, Tensor) else v for v in call.values], runtime)
+        # a nested tensor, which a module may take, has no shape to keep
+        seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
+        return cls(plan, seen, runtime)
 
     def explain(self) -> Explanation:
         infos = self.plan.graph.inputs()
-        shapes = [Shape(tuple(s), *i) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
+        shapes = [Shape(tuple(s), *i[:3]) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
         return explain_plan(self.plan, shapes, self.runtime)
 
 
@@ -101,7 +104,8 @@ class Sequential(nn.Sequential):
             The output of the last op; with extra outputs that no op reads, a tuple of it and them, in op order.
 
         Raises:
-            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run.
+            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run, but
+                where it does not fit what a module gives that is no op: then no op behind that module has.
             IndexError: an int key of ``op_kwargs`` is out of range.
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """
@@ -235,7 +239,7 @@ class Sequential(nn.Sequential):
     def __add__(self, other: nn.Sequential) -> Sequential:
         if not isinstance(other, nn.Sequential):
             raise ValueError(f"add operator supports only objects of Sequential class, but {type(other)} is given.")
-        return type(self)(*self, *other)
+        return Sequential(*self, *other)
 
     def __mul__(self, times: int) -> Sequential:
-        return type(self)(*super().__mul__(times))
+        return Sequential(*super().__mul__(times))

@@ -44,6 +44,10 @@ def active() -> bool:
     return _trace.get() is not None
 
 
+class NoDataError(RuntimeError):
+    """Somebody asked for the values of an :class:`Outline`."""
+
+
 class Outline(Tensor):
     """The form of a tensor: shape, dtype, device. Whatever asks for values fails, and says ``why`` there are none."""
 
@@ -61,7 +65,13 @@ class Outline(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(next(t.why for t in arg_tree_leaves(*args, **kwargs or {}) if isinstance(t, Outline)))
+        raise NoDataError(next(t.why for t in arg_tree_leaves(*args, **kwargs or {}) if isinstance(t, Outline)))
+
+
+def promised(spec: Any) -> Outline:
+    """Stands in checks for an extra output that an earlier op will give."""
+    shape, dtype, device, *_ = spec
+    return Outline(shape, dtype, device, False, "an earlier op gives this tensor, which is not there yet")
 
 
 WITHOUT_DATA = (FakeTensor, FunctionalTensor, Outline)

@@ -81,6 +81,7 @@ class Built:
     Attributes:
         routed: what runs all of the layer as one function; None where a step is the model's own.
         parameters: those of the last call, if the module owns them.
+        trained: which parameters of the last call required gradients, where the module does not own them.
         routing: whose kernels routed the last call that was explained.
     """
 
@@ -91,6 +92,7 @@ class Built:
         how: Any = (self.container, gate.spec, experts.is_transposed) if known else None
         self.routed = RoutedLayer(*how) if known else None
         self.parameters: Parameters | None = None
+        self.trained: tuple[bool, ...] = ()
         self.routing = ""
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
@@ -111,6 +113,7 @@ class Built:
         """After a call: of parameters that the module does not keep, but computes or fetches for each call."""
         own = experts.__dict__["_parameters"]
         if _is_offloaded(experts) or any(own.get(name) is not tensor for name, tensor, *_ in self._known):
+            self.trained = tuple([t is not None and t.requires_grad for t in self.parameters or ()])
             shapes = (t if t is None else torch.empty_like(t, device="meta") for t in self.parameters or ())
             _put(self.container, Parameters._make(shapes))
             self.parameters, self._known = None, []
@@ -170,7 +173,8 @@ def existing(experts: nn.Module) -> Built | None:
     """What has run the experts, ready to explain the last call; None if there was no call yet."""
     built: Built | None = experts.__dict__.get(_PLACE)
     if built is not None and built.parameters is None:  # until the next call
-        computed = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in Parameters.of(experts)]
+        now = zip(Parameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
+        computed = [t if t is None else t.detach().requires_grad_(trained) for t, trained in now]
         built.lend(experts, Parameters._make(computed))
     if built is not None and built.routed is not None:
         built.routing = built.routed.explain_last() or built.routing

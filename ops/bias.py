@@ -31,6 +31,9 @@ class Bias(Op):
         """Sets the bias to zero."""
         nn.init.zeros_(self.bias)
 
+    def check_without_x(self) -> None:
+        check_parameter("bias", self.bias, (self.features,), None)
+
     def check(self, x: Spec) -> Spec:
         check_floats(x)
         check_features(x, self.features)

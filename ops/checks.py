@@ -29,8 +29,11 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
         raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
 
 
-def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
-    """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync."""
+def check_split_sizes(split_sizes: Any, groups: int, x: Spec | None) -> None:
+    """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync.
+
+    Without an ``x``, which decides how many rows there are, all but that is checked.
+    """
     if isinstance(split_sizes, Tensor):
         _check_split_tensor(split_sizes, groups, x)
         if is_free_to_read(split_sizes):
@@ -47,16 +50,35 @@ def check_split_sizes(split_sizes: Any, groups: int, x: Spec) -> None:
 
 def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """A tensor of the caller to write into: exactly the shape, dtype and device, contiguous, without grad."""
-    if not isinstance(buffer, Tensor):
-        raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
-    if not is_dense(buffer):
-        raise not_dense(name, buffer)
+    _check_is_tensor(name, buffer)
     if tuple(buffer.shape) != shape:
         raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(buffer.shape)}")
     if buffer.dtype != dtype:
         raise ArgumentError(f"{name}: expected dtype {dtype}, got {buffer.dtype}")
     if buffer.device != device:
         raise ArgumentError(f"{name}: expected a buffer on {device}, got one on {buffer.device}")
+    _check_is_writable(name, buffer)
+
+
+def check_buffer_columns(name: str, buffer: Any, columns: int) -> None:
+    """:func:`check_buffer` where the rows, the dtype and the device are not known yet."""
+    _check_is_tensor(name, buffer)
+    if not buffer.dim() or buffer.shape[-1] != columns:
+        raise ArgumentError(f"{name}: expected {columns} columns, got shape {list(buffer.shape)}")
+    if not buffer.is_floating_point():
+        raise ArgumentError(f"{name}: expected a floating-point buffer, got {buffer.dtype}")
+    _check_is_writable(name, buffer)
+
+
+def _check_is_tensor(name: str, buffer: Any) -> None:
+    if not isinstance(buffer, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
+    if not is_dense(buffer):
+        raise not_dense(name, buffer)
+
+
+def _check_is_writable(name: str, buffer: Tensor) -> None:
+    """By a kernel, which knows no strides, no autograd and no inference mode."""
     if not buffer.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
     if buffer.requires_grad:
@@ -67,15 +89,16 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
         )
 
 
-def check_rows(name: str, column: Any, x: Spec) -> None:
-    """A floating-point number, of more than 8 bits, for every row of ``x``."""
+def check_rows(name: str, column: Any, x: Spec | None) -> None:
+    """A floating-point number, of more than 8 bits, for every row of ``x``, as far as that is known."""
     is_tensor = isinstance(column, Tensor)
     if is_tensor and not is_dense(column):
         raise not_dense(name, column)
     if not is_tensor or not column.dtype.is_floating_point or column.itemsize == 1:
-        raise ArgumentError(
-            f"{name}: expected a floating-point tensor of shape {list(x.shape[:-1])}, got {_kind(column)}"
-        )
+        shape = "with a number for every row of x" if x is None else f"of shape {list(x.shape[:-1])}"
+        raise ArgumentError(f"{name}: expected a floating-point tensor {shape}, got {_kind(column)}")
+    if x is None:
+        return
     if column.shape != x.shape[:-1]:
         raise ArgumentError(f"{name}: expected shape {list(x.shape[:-1])}, one number a row, got {list(column.shape)}")
     if column.device != x.device:
@@ -98,8 +121,10 @@ def check_features(x: Spec, features: int) -> None:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
 
 
-def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device | None) -> None:
     """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
+
+    ``device`` is that of ``x``; None where that is not known yet.
 
     It runs at every call on a host, so it reads attributes and calls nothing.
     """
@@ -110,7 +135,7 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device
             f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
             "to change sizes, build another op"
         )
-    if parameter.device != device:
+    if device is not None and parameter.device != device:
         raise ArgumentError(
             f"{name}: expected a parameter on {device}, where x is, got one on {parameter.device}; "
             f"move all of the op, op.to({str(device)!r})"
@@ -120,9 +145,11 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device
         raise ArgumentError(f"{name}: expected a floating-point parameter of at least 16 bits, got {dtype}")
 
 
-def check_matrix_input(x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None) -> torch.dtype:
-    """``x`` fits the weight; returns the dtype in which they are multiplied."""
-    if len(x.shape) < 2:
+def check_matrix_input(
+    x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
+) -> torch.dtype:
+    """``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype in which they are multiplied."""
+    if len(x.shape) < dims == 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
     if not is_plain(type(weight)):
@@ -199,7 +226,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
     return all(type(size) is int for size in sizes)
 
 
-def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:
+def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec | None) -> None:
     if split_sizes.layout is not torch.strided or split_sizes.is_nested:  # is_dense, written out
         raise not_dense("split_sizes", split_sizes)
     if split_sizes.dtype not in _INDEX_TYPES:
@@ -210,18 +237,20 @@ def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec) -> None:
         shape = (groups, *shape[1:])
     if shape != (groups,):
         raise ArgumentError(f"split_sizes: expected shape [{groups}], one size a group, got {list(split_sizes.shape)}")
-    if split_sizes.device != x.device and split_sizes.device.type != "cpu":
+    if x is not None and split_sizes.device != x.device and split_sizes.device.type != "cpu":
         raise ArgumentError(
             f"split_sizes: expected a tensor on {x.device}, where x is, got one on {split_sizes.device}"
         )
 
 
-def _check_values(sizes: Sequence[int], x: Spec) -> None:
+def _check_values(sizes: Sequence[int], x: Spec | None) -> None:
+    if sizes and min(sizes) < 0:
+        raise ArgumentError(f"split_sizes: sizes must not be negative, got {min(sizes)}")
+    if x is None:
+        return
     rows = 1
     for size in x.shape[:-1]:
         rows *= size
-    if sizes and min(sizes) < 0:
-        raise ArgumentError(f"split_sizes: sizes must not be negative, got {min(sizes)}")
     if sum(sizes) > rows:
         raise ArgumentError(f"split_sizes: they sum to {sum(sizes)}, but x has only {rows} rows")
 

@@ -72,7 +72,7 @@ class ExpertParameters(Op):
             raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
         return found
 
-    def check_parameters(self, device: torch.device, **shapes: tuple[int, ...]) -> None:
+    def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
         """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
         for name, split in self.per_group.items():
             if not split:

@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
+from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec, trace
 from ..fuser.buffers import Lent
 from . import kernels
-from .checks import check_buffer, check_matrix_input, check_rows, check_sizes, check_split_sizes, product_dtype
+from .checks import (
+    check_buffer,
+    check_buffer_columns,
+    check_matrix_input,
+    check_rows,
+    check_sizes,
+    check_split_sizes,
+    product_dtype,
+)
 from .kernels import Layout, Matrices
 from .weight_grads import WeightGrads
 
@@ -30,8 +38,11 @@ class GroupedLinear(WeightGrads):
         split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``. A list, or a tensor on
             the host, is copied there.
         output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
-        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. A leaf
-            ``x`` keeps that memory as its ``.grad``: to accumulate over backwards, give each another buffer.
+        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. The
+            gradient is that memory, with whatever stands in its tail. A contiguous leaf ``x`` without a ``.grad``
+            keeps it as that (of one with other strides, torch copies it): to accumulate over backwards, give each
+            another buffer. Behind another op or module of the container the gradient is a copy whose tail is zero, so
+            that the buffer's tail reaches no weight gradient in front.
         bias_scale: with ``scale_bias``, what the bias counts in each row: [...], any floating-point dtype.
 
     Args:
@@ -66,6 +77,7 @@ class GroupedLinear(WeightGrads):
         bias_scale: Tensor | None
         grad_input: Lent | None
         x_shape: tuple[int, ...]
+        zero_tail: bool
 
     def __init__(
         self,
@@ -119,6 +131,26 @@ class GroupedLinear(WeightGrads):
             key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
         return tuple(key)
 
+    def check_without_x(
+        self,
+        *,
+        split_sizes: Any = None,
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> None:
+        self.check_parameters(None, weight=self._matrix_shape(), bias=(self.out_features,))
+        if split_sizes is not None:
+            check_split_sizes(split_sizes, self.num_groups, None)
+        for name, buffer, columns in (
+            ("output", output, self.out_features),
+            ("grad_input", grad_input, self.in_features),
+        ):
+            if buffer is not None:
+                check_buffer_columns(name, buffer, columns)
+        if bias_scale is not None:
+            check_rows("bias_scale", bias_scale, None)
+
     def check(
         self,
         x: Spec,
@@ -135,9 +167,9 @@ class GroupedLinear(WeightGrads):
         check_split_sizes(split_sizes, self.num_groups, x)
         y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
-            check_buffer("output", output, *y)
+            check_buffer("output", output, *y[:3])
         if grad_input is not None:
-            check_buffer("grad_input", grad_input, *x)
+            check_buffer("grad_input", grad_input, *x[:3])
         if bias_scale is not None:
             check_rows("bias_scale", bias_scale, x)
         return y
@@ -152,6 +184,7 @@ class GroupedLinear(WeightGrads):
         bias_scale: Tensor | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
+        x_is_inner: bool = False,
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
@@ -160,7 +193,7 @@ class GroupedLinear(WeightGrads):
         out = None if output is None else output.view(-1, self.out_features)
         y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, out=out, bias=bias, bias_scale=scale)
         assert isinstance(y, Tensor)
-        saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad)
+        saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def saved(
@@ -172,8 +205,12 @@ class GroupedLinear(WeightGrads):
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
         needs_grad: frozenset[str],
+        x_is_inner: bool,
     ) -> Saved:
         """What the wanted gradients need, and no more."""
+        copies = x_is_inner and grad_input is not None and "x" in needs_grad
+        if copies:
+            trace.note("the gradient of x is copied from grad_input, whose tail must reach nothing in front")
         bias = self.matrices("bias") if "bias_scale" in needs_grad else None
         if bias is not None and type(bias) is not nn.Parameter:
             bias = self.to_save("bias", bias)
@@ -187,6 +224,7 @@ class GroupedLinear(WeightGrads):
             bias_scale,
             None if grad_input is None else Lent(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
+            copies,
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
@@ -237,4 +275,11 @@ def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:
         assert isinstance(dx, Tensor)
         return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
     kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, out=lent.tensor.view(-1, saved.x_shape[-1]))
-    return lent.tensor.detach()
+    return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
+
+
+def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:
+    """A copy whose rows past the last group are zero, whatever stands there; found out on the device."""
+    rows = x.view(-1, x.shape[-1])
+    inside = torch.arange(rows.shape[0], device=x.device) < split_sizes.sum()
+    return torch.where(inside.unsqueeze(-1), rows, 0).view_as(x)

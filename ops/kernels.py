@@ -54,7 +54,7 @@ def grouped_gemm(
         layout: NT: a [T, K], b [E, N, K] -> [T, N]. NN: a [T, K], b [E, K, N] -> [T, N].
             TN: a [T, M], b [T, N] -> [E, M, N].
         split_sizes: int32 or int64 [E].
-        out: where to write; needed for ``beta``.
+        out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
         out_dtype: of what is allocated here; that of ``a`` by default.
     """
     if type(a) is not Tensor and trace.is_traced(a):
@@ -63,6 +63,8 @@ def grouped_gemm(
     own = out is None
     if out is None:
         out = room.new_output(layout, a, b, split_sizes, out_dtype)
+    elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
+        out = out.unsqueeze(0)
     layout, b = _as_it_lies(layout, b)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, own)
     backend = _ready(problem)

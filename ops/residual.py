@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 
 
 class Identity(Op):
-    """``y = x``."""
+    """``y = x``, the tensor itself."""
+
+    passes_x_on = True
 
     def check(self, x: Spec) -> Spec:
         return x
@@ -30,16 +33,32 @@ class Identity(Op):
 class MakeExtraOutput(Op):
     """Passes ``x`` on and also gives it out under a name: a later op's keyword of that name reads it.
 
-    An extra output that no op reads is returned to the caller, after the main output.
+    The extra output shares the memory of ``x``. For as long as somebody wants it, a module with ``inplace=True`` is
+    given a copy of that memory; any other module that writes into its input there raises, but under
+    ``torch.inference_mode()``, where nobody can see that it has.
+
+    Args:
+        name: an identifier.
+        output_to_caller: whether a container returns the extra output, after the main output. None: if no op reads it.
+
+    Raises:
+        ValueError: a name that is none, or that the contract uses.
+        TypeError: ``output_to_caller`` is neither a bool nor None.
     """
 
-    def __init__(self, name: str = "extra") -> None:
+    passes_x_on = True
+
+    def __init__(self, name: str = "extra", *, output_to_caller: bool | None = None) -> None:
         super().__init__()
         _check_name("MakeExtraOutput", name)
+        if output_to_caller is not None and not isinstance(output_to_caller, bool):
+            kind = type(output_to_caller).__name__
+            raise TypeError(f"MakeExtraOutput: output_to_caller must be True, False or None, got a {kind}")
         self.extra_outputs = (name,)
+        self.output_to_caller = {} if output_to_caller is None else {name: output_to_caller}
 
-    def check(self, x: Spec) -> Spec:
-        return x
+    def check(self, x: Spec) -> Mapping[str, Spec]:
+        return {"y": x, self.extra_outputs[0]: x}
 
     def fwd(self, x: Tensor) -> tuple[Outputs, None]:
         return {"y": x, self.extra_outputs[0]: x.detach()}, None
@@ -48,7 +67,8 @@ class MakeExtraOutput(Op):
         return {"x": lambda: dy + extra[self.extra_outputs[0]]}
 
     def extra_repr(self) -> str:
-        return repr(self.extra_outputs[0])
+        returned = [f"output_to_caller={value}" for value in self.output_to_caller.values()]
+        return ", ".join([repr(self.extra_outputs[0]), *returned])
 
 
 class AddExtraInput(Op):
@@ -63,6 +83,11 @@ class AddExtraInput(Op):
     def name(self) -> str:
         """The keyword's name."""
         return next(iter(self.keywords))
+
+    def check_without_x(self, **extra: Any) -> None:
+        for name, tensor in extra.items():
+            if not isinstance(tensor, Tensor):
+                raise ArgumentError(f"{name}: expected a tensor like x, got a {type(tensor).__name__}")
 
     def check(self, x: Spec, **extra: Tensor) -> Spec:
         if is_narrow_float(x.dtype):

@@ -29,6 +29,10 @@ class Scale(Op):
         x: Tensor | None
         scales: Tensor
 
+    def check_without_x(self, *, scales: Any = None) -> None:
+        if scales is not None:
+            check_rows("scales", scales, None)
+
     def check(self, x: Spec, *, scales: Tensor) -> Spec:
         check_floats(x)
         check_rows("scales", scales, x)

@@ -269,6 +269,16 @@ def test_keyword_for_an_op_without_any_raises():
     assert refusal(unrunnable(), op_kwargs={0: {"scales": ONE}}) == message
 
 
+@pytest.mark.parametrize("key", ["k" * 10_000_000, ("k" * 10_000_000,)], ids=["name", "tuple"])
+def test_a_long_key_is_not_printed_whole(key):
+    messages = [refusal(two_scales(), op_kwargs={key: {}})]
+    if isinstance(key, str):
+        messages += [refusal(two_scales(), op_kwargs={0: {key: 1}}), refusal(two_scales(), **{key: 1})]
+
+    assert all(len(message) < 500 and "kkk..." in message for message in messages)
+    assert all("characters)" in message for message in messages)
+
+
 def test_shared_keyword_that_no_op_takes_raises():
     message = "no op takes the keyword 'split_size'; the keywords of the ops are: scales"
 
@@ -370,6 +380,163 @@ def test_same_error_whether_fused_or_not(fused):
 
     with pytest.raises(ArgumentError, match=r"\(Scale\): scales: expected shape \[3\]"):
         model(X, split_sizes=SIZES, scales=torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split_sizes": True}, "op 1 (GroupedLinear): split_sizes: expected an int32 or int64 tensor"),
+        ({"split_sizes": [3]}, "op 1 (GroupedLinear): split_sizes: expected 2 sizes"),
+        ({"split_sizes": [4, -1]}, "op 1 (GroupedLinear): split_sizes: sizes must not be negative, got -1"),
+        ({"grad_input": torch.zeros(4, 3).mT}, "op 1 (GroupedLinear): grad_input: expected a contiguous buffer"),
+        ({"grad_input": torch.zeros(3, 5)}, "op 1 (GroupedLinear): grad_input: expected 4 columns, got shape [3, 5]"),
+        ({"grad_input": torch.zeros(3, 4).int()}, "grad_input: expected a floating-point buffer, got torch.int32"),
+        ({"grad_input": torch.zeros(3, 4, requires_grad=True)}, "op 1 (GroupedLinear): grad_input: requires grad"),
+        ({"scales": 1.0}, "op 2 (Scale): scales: expected a floating-point tensor with a number for every row of x"),
+        ({"r": 1.0}, "op 3 (AddExtraInput): r: expected a tensor like x, got a float"),
+    ],
+)
+def test_what_fits_no_x_is_refused_before_a_module_in_front_runs(wrong, message):
+    class Runs(nn.Module):
+        def forward(self, x):
+            raise AssertionError("something ran")
+
+    arguments = {"split_sizes": SIZES, "scales": ONE, "r": X} | wrong
+    model = Sequential(Runs(), GroupedLinear(2, 4, 4), Scale(), AddExtraInput("r"))
+
+    assert message in refusal(model, **arguments)
+
+
+@pytest.mark.parametrize("front", [nn.Identity, nn.Tanh])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scales": torch.ones(4)}, "op 3 (Scale): scales: expected shape [3]"),
+        ({"by": torch.ones(3, 5)}, "op 4 (AddExtraInput): by: expected a tensor of shape [3, 4]"),
+    ],
+)
+def test_ops_behind_a_module_are_checked_before_the_first_of_them_runs(front, wrong, message):
+    model = Sequential(front(), GroupedLinear(2, 4, 4), ConstantScale(2.0), Scale(), AddExtraInput("by"))
+    buffer = torch.full((3, 4), 7.0)
+
+    for _ in range(3):  # the plan of a refused call is kept
+        assert message in refusal(model, split_sizes=SIZES, output=buffer, **{"scales": ONE, "by": X} | wrong)
+        assert torch.equal(buffer, torch.full((3, 4), 7.0))
+
+
+@pytest.mark.parametrize("front", [[], [nn.Tanh()]])
+def test_ops_behind_a_reader_of_an_extra_output_are_checked_before_anything_is_written(front):
+    branch = [MakeExtraOutput("r"), GroupedLinear(2, 4, 4), AddExtraInput("r"), Scale()]
+    model, buffer = Sequential(*front, *branch), torch.full((3, 4), 7.0)
+
+    assert "scales: expected shape [3]" in refusal(model, split_sizes=SIZES, output=buffer, scales=torch.ones(4))
+    assert torch.equal(buffer, torch.full((3, 4), 7.0))
+
+
+def test_a_check_that_reads_an_extra_output_is_asked_when_it_is_there():
+    class Positive(AddExtraInput):
+        def check(self, x, **extra):
+            if not extra[self.name].gt(0).all():
+                raise ArgumentError("r: expected positive numbers")
+            return super().check(x, **extra)
+
+    model = Sequential(MakeExtraOutput("r"), ConstantScale(2.0), Positive("r"), Scale())
+
+    assert torch.equal(model(X, scales=ONE), 3 * X)
+    assert "op 2 (Positive): r: expected positive numbers" in refusal(model, x=-X, scales=ONE)
+
+
+def test_an_extra_output_of_another_shape_is_refused_before_anything_runs():
+    class Runs(ConstantScale):
+        def fwd(self, x):
+            raise AssertionError("something ran")
+
+    model = Sequential(MakeExtraOutput("r"), Runs(2.0), GroupedLinear(2, 4, 6), AddExtraInput("r"))
+
+    assert "op 3 (AddExtraInput): r: expected a tensor of shape [3, 6]" in refusal(model, split_sizes=SIZES)
+
+
+# ------------------------------------------------------------------------------------------------- layouts
+
+LAYOUTS = {
+    "torch.sparse_coo": lambda t: t.to_sparse(),
+    "torch.sparse_csr": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
+    "torch._mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t)) if t.dim() > 1 else torch.nested.nested_tensor([t]),
+    "nested (jagged)": lambda t: torch.nested.nested_tensor([t], layout=torch.jagged),
+}
+WRONG_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def other_layout(name, tensor):
+    try:
+        return LAYOUTS[name](tensor)
+    except RuntimeError as error:
+        pytest.skip(f"torch makes none: {error}")
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+@pytest.mark.parametrize("front", [[], [nn.Identity()]], ids=["first", "behind a module"])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("x", None), ("scales", 1), ("output", 0), ("grad_input", 0), ("split_sizes", 0), ("r", 2)],
+)
+def test_a_tensor_that_is_not_dense_is_refused(name, at, front, layout):
+    good = {"scales": ONE, "output": torch.zeros(3, 4), "grad_input": torch.zeros(3, 4), "split_sizes": SIZES, "r": X}
+    given = {"x": X, **good}
+    given[name] = other_layout(layout, given[name].clone())
+    model = Sequential(*front, GroupedLinear(2, 4, 4), Scale(), AddExtraInput("r"))
+    label = f"op {len(front) + (at or 0)} "
+    expected = f": {name}: expected a dense tensor, got a {layout.split()[0]} one; give it as a dense tensor"
+
+    for _ in range(3):
+        message = refusal(model, **given)
+        assert message.startswith(label)
+        assert message.endswith(expected)
+    if not (front and name == "x"):
+        with pytest.raises(ArgumentError, match="expected a dense tensor"):
+            model.explain(**given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+@pytest.mark.parametrize("name", ["x", "scales"])
+def test_an_op_alone_refuses_what_is_not_dense(name, layout):
+    given = {"x": X, "scales": ONE}
+    given[name] = other_layout(layout, given[name])
+
+    assert f"Scale: {name}: expected a dense tensor, got a" in refusal(Scale(), **given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@WRONG_LAYOUTS
+def test_a_module_in_front_may_take_what_is_not_dense(layout):
+    class Sums(nn.Module):
+        def forward(self, x):
+            return torch.ones(3, 4)
+
+    model = Sequential(Sums(), ConstantScale(2.0))
+
+    assert torch.equal(model(other_layout(layout, X)), 2 * X)
+    assert [step.name for step in model.explain().steps] == ["Sums", "ConstantScale"]
+
+
+def test_an_op_may_say_that_it_takes_another_layout():
+    class Multiplies(Op):
+        layouts = frozenset({torch.strided, torch.sparse_coo})
+
+        def fwd(self, x: Tensor, *, by: Tensor):
+            return by @ x, by
+
+        def bwd(self, saved, dy):
+            return {"x": saved.mT @ dy, "by": None}
+
+    x = X.clone().requires_grad_()
+    y = Sequential(Multiplies())(x, by=(2 * torch.eye(3)).to_sparse())
+    y.sum().backward()
+
+    torch.testing.assert_close([y.detach(), x.grad], [2 * X, 2 * X])
 
 
 # ------------------------------------------------------------------------------------------------- buffers overlap

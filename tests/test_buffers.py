@@ -11,8 +11,12 @@ from fusible import (
     GRAD_INPUT_BUFFER_KEY,
     OUTPUT_BUFFER_KEY,
     ArgumentError,
+    Bias,
     ConstantScale,
     GroupedLinear,
+    Identity,
+    Linear,
+    MakeExtraOutput,
     Scale,
     Sequential,
     SwiGLU,
@@ -367,3 +371,80 @@ def test_buffer_made_under_inference_mode_is_refused_before_it_is_written(name):
     assert buffer.eq(POISON).all()
     with torch.inference_mode():
         layer(K, K)(unit(T, K), split_sizes=SIZES, output=buffer)
+
+
+# ------------------------------------------------------------------------------------------------- tails in front
+
+FRONT = {
+    "GroupedLinear": (lambda: layer(K, K, bias=True), {"split_sizes": [4, 2, 4]}),
+    "Linear": (lambda: Linear(K, K, dtype=torch.float64), {}),
+    "nn.Linear": (lambda: nn.Linear(K, K, dtype=torch.float64), {}),
+    "Bias": (lambda: Bias(K, dtype=torch.float64), {}),
+}
+INNER = {"layer": lambda: [layer(K, K)], "GroupedLinearGLU": lambda: [layer(K, 2 * F), SwiGLU()], "GroupedMLP": mlp}
+
+
+def hooked(ops):
+    for op in ops:
+        op.register_forward_hook(lambda *_: None)
+    return ops
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("fill", [100.0, float("nan")])
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("front", FRONT)
+@SWITCHED
+def test_the_tail_of_an_inner_buffer_reaches_no_gradient_in_front(front, inner, fill, hook):
+    build, keywords = FRONT[front]
+    first, behind, x = build(), list(INNER[inner]()), unit(T, K)
+    if hook:
+        hooked(behind)
+    model, grads = Sequential(first, *behind), []
+    for buffer in (None, *[torch.full((T, K), fill, dtype=torch.float64) for _ in range(3)]):
+        addressed = {1: {"grad_input": buffer}} | ({0: keywords} if keywords else {})
+        y = model(x, split_sizes=SIZES, op_kwargs=addressed)
+        grads.append(torch.autograd.grad(y[:8].square().sum(), [x, *first.parameters()]))
+        if buffer is not None:
+            torch.testing.assert_close(buffer[8:], torch.full_like(buffer[8:], fill), equal_nan=True, rtol=0, atol=0)
+            assert (buffer[:8] != fill).all()
+            torch.testing.assert_close(grads[-1], grads[0])
+
+
+def test_what_is_in_front_of_an_inner_buffer_gets_the_same_in_compiled_code():
+    model, x, grads = Sequential(layer(K, K), layer(K, K)), unit(T, K), []
+    torch.compiler.reset()
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        buffer = torch.full((T, K), 100.0, dtype=torch.float64)
+        wanted = {0: {"split_sizes": torch.tensor([4, 2, 4])}, 1: {"split_sizes": SIZES, "grad_input": buffer}}
+        grads.append(torch.autograd.grad(run(x, op_kwargs=wanted).sum(), [x, *model[0].parameters()]))
+        assert buffer[8:].eq(100.0).all()
+
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("passes", [[Identity()], [MakeExtraOutput("r")]], ids=["Identity", "MakeExtraOutput"])
+def test_a_gradient_of_x_itself_is_the_buffer_behind_what_passes_x_on(passes):
+    x, buffer = unit(T, K), poisoned(T, K)
+    result = Sequential(*passes, layer(K, K))(x, split_sizes=SIZES, grad_input=buffer)
+    y = result[0] if isinstance(result, tuple) else result
+
+    assert torch.autograd.grad(y.sum(), x)[0].data_ptr() == buffer.data_ptr()
+
+
+def test_explain_notes_the_copy_of_an_inner_buffer():
+    model, x = Sequential(layer(K, K), layer(K, K)), unit(T, K)
+    steps = model.explain(x, split_sizes=SIZES, op_kwargs={1: {"grad_input": poisoned(T, K)}}).steps
+
+    assert [step.notes for step in steps] == [
+        (),
+        ("the gradient of x is copied from grad_input, whose tail must reach nothing in front",),
+    ]
+
+
+def test_a_leaf_with_the_strides_of_the_buffer_keeps_it_as_its_gradient():
+    for x, same in ((unit(T, K), True), (unit(K, T).mT.detach().requires_grad_(), False)):
+        buffer = poisoned(T, K)
+        layer(K, K)(x, split_sizes=SIZES, grad_input=buffer).sum().backward()
+
+        assert (x.grad.data_ptr() == buffer.data_ptr()) == same

@@ -431,7 +431,7 @@ def test_a_copy_leaves_delayed_gradients_to_the_original() -> None:
     step(model, x, **keywords())
     copied = copy.deepcopy(model)
 
-    assert [op.need_backward_dw() for op in (model[0], copied[0])] == [True, False]
+    assert [op.has_delayed_wgrad() for op in (model[0], copied[0])] == [True, False]
     copied[0].backward_dw()
     assert model[0].weight.grad is None
     model[0].backward_dw()

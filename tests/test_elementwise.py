@@ -275,7 +275,7 @@ def test_branch_name_must_be_an_identifier(op, name):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (0, 6)])
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (0, 6), (6,)])
 def test_linear(shape, bias, dtype):
     op, dy = Linear(6, 4, bias=bias, dtype=dtype), unit(*shape[:-1], 4, dtype=dtype)
     tensors = {"x": unit(*shape, dtype=dtype), **dict(op.named_parameters())}
@@ -339,13 +339,25 @@ def test_linear_draws_as_torch_does():
     assert op.weight.std() > 0.06
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_of_a_vector_in_a_container(autocast):
+    model, x = Sequential(Linear(6, 4), Bias(4), SwiGLU(), Linear(2, 3)), unit(6, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        vector, matrix = model(x), model(x.unsqueeze(0))
+
+    assert vector.shape == (3,)
+    torch.testing.assert_close(vector, matrix[0])
+    assert model.explain(x).rows == 1
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (vector, matrix)))
+
+
 def test_linear_errors():
     with pytest.raises(ValueError, match="Linear: in_features must be at least 1, got 0"):
         Linear(0, 4)
     with pytest.raises(ArgumentError, match=r"expected 6 features in the last dimension, got shape \[2, 5\]"):
         Linear(6, 4)(torch.ones(2, 5))
-    with pytest.raises(ArgumentError, match=r"expected at least 2 dimensions, rows and features, got shape \[6\]"):
-        Linear(6, 4)(torch.ones(6))
+    with pytest.raises(ArgumentError, match=r"expected 6 features in the last dimension, got shape \[\]"):
+        Linear(6, 4)(torch.ones(()))
     with pytest.raises(ArgumentError, match=r"expected torch.float32, the dtype of the weight, got torch.bfloat16"):
         Linear(6, 4)(torch.ones(2, 6, dtype=HALF))
     with pytest.raises(ArgumentError, match="expected a tensor on cpu, where the weight is, got one on meta"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -199,6 +200,30 @@ def test_behind_what_needs_data_nothing_is_known(module, reason):
 
     assert [s.reason for s in steps] == [reason, "its input is not known without data"]
     assert [s.shape for s in steps] == [None, None]
+
+
+class Keeps(Op):
+    """The rows whose first number is positive."""
+
+    def fwd(self, x: Tensor):
+        return x[x[:, 0] > 0], None
+
+    def bwd(self, saved, dy): ...
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["explained", "called before"])
+def test_shapes_behind_an_op_of_as_many_rows_as_the_data_say_are_unknown_in_words(first):
+    model, x = Sequential(Linear(K, K), Keeps(), Linear(K, 3), nn.Identity()), torch.randn(T, K)
+    if not first:
+        with torch.no_grad():
+            model(x)
+    explanation = model.explain(x) if first else model.explain()
+    behind = "its shapes depend on data: on what op 1 (Keeps) gives"
+
+    assert [s.shape for s in explanation.steps] == [(T, K), None, None, None]
+    assert [s.reason for s in explanation.steps] == ["", "the shape of its output depends on data", behind, behind]
+    assert "3 of 4 steps, of unknown shapes, are not counted" in str(explanation)
+    assert explanation.to_dict()["steps"][0]["shape"] == (T, K)
 
 
 def test_output_of_integers_carries_no_grad():
@@ -443,3 +468,43 @@ def test_text_drawing_shows_every_op():
 
     for part in ("0 MakeExtraOutput", "2 AddExtraInput", "4 SwiGLU", "x"):
         assert part in text
+
+
+HOSTILE = 'x"]; click n0 "javascript:alert(1)\\" \n \x00 \ud800 <b>#|`&'
+
+
+@pytest.fixture
+def hostile():
+    """An explanation in which a class, a child and a keyword have such a name."""
+    name = HOSTILE.replace("\x00", "").replace("\ud800", "")  # neither of which a class may have in its name
+    branches = [type(name, (kind,), {})("r") for kind in (MakeExtraOutput, AddExtraInput)]
+    branches[0].extra_outputs, branches[1].keywords = (HOSTILE,), {HOSTILE: branches[1].keywords["r"]}
+    model = Sequential()
+    for i, op in enumerate([branches[0], ConstantScale(2.0), branches[1], GroupedLinear(E, K, K), SwiGLU()]):
+        model.add_module(HOSTILE.replace(".", "") + str(i), op)
+    return model.explain(torch.ones(T, K), split_sizes=SIZES)
+
+
+def test_mermaid_takes_names_as_text(hostile):
+    quoted = re.compile(r'\["[^"\]<>|`&\\]*"\]|\|[^"\]<>|`&\\]*\|')
+
+    for line in hostile.to_mermaid().splitlines():
+        outside = quoted.sub("", line).replace("-->", "")
+        assert not set(outside) & set('"<>|`&;')
+        assert "javascript" not in outside
+
+
+def test_dot_takes_names_as_text(hostile):
+    text = hostile.to_dot()
+    outside = re.sub(r'"(?:[^"\\\n]|\\.)*"', "", text)
+
+    assert "javascript" in text
+    assert "javascript" not in outside
+    assert '"' not in outside
+    assert text.isprintable() or text.replace("\n", "").isprintable()
+
+
+def test_svg_is_well_formed_whatever_the_names(hostile):
+    words = [e.text for e in ElementTree.fromstring(hostile.to_svg().encode()) if e.text]
+
+    assert sum("click n0" in word for word in words) >= 3

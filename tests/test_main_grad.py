@@ -10,10 +10,11 @@ import pytest
 import reference
 import torch
 from reference import assert_close_to, assert_same, leaves, named_grads, unit
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fusible import GroupedLinear, Sequential, SwiGLU, config
+from fusible import Activation, GroupedLinear, Linear, Sequential, SwiGLU, config
 
 E, K, F, T = 3, 4, 6, 10
 SIZES = torch.tensor([3, 0, 5])
@@ -748,3 +749,86 @@ def test_fused_and_unfused_write_the_same(single, how):
 
     torch.testing.assert_close(*results)
     assert_same(*results)
+
+
+# ------------------------------------------------------------------------------------------------- without groups
+
+
+def linears(accumulate, dtype=torch.float64, bias=True):
+    how = {"dtype": dtype, "bias": bias}
+    model = Sequential(
+        Linear(K, F, accumulate_into_main_grad=accumulate, **how), Activation("silu"), Linear(F, K, **how)
+    )
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter)
+    return model
+
+
+def backward(model, x):
+    model(x).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("shape", [(T, K), (2, T // 2, K), (0, K), (K,)])
+def test_linear_accumulates_into_main_grad(shape, overwrite):
+    ours, plain, x = linears(True), linears(False), unit(*shape)
+    weight = ours[0].weight
+    weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, FIRST), overwrite
+    weight.grad_added_to_main_grad = False
+    for times in (1, 2):
+        backward(ours, x)
+        backward(plain, x)
+        added = plain[0].weight.grad / times if overwrite else plain[0].weight.grad + FIRST
+        torch.testing.assert_close(weight.main_grad, added)
+
+    assert weight.grad_added_to_main_grad
+    torch.testing.assert_close([p.grad for p in ours[2].parameters()], [p.grad for p in plain[2].parameters()])
+    torch.testing.assert_close(ours[0].bias.grad, plain[0].bias.grad)
+
+
+def test_linear_rounds_nothing_on_the_way_to_a_wide_main_grad():
+    ours, x = linears(True, torch.bfloat16), unit(T, K, dtype=torch.bfloat16)
+    ours[0].weight.main_grad = torch.zeros(F, K)
+    seen = []
+    ours[0].register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0]))
+    backward(ours, x)
+
+    expected = seen[0].double().mT @ x.detach().double()
+    assert (ours[0].weight.main_grad - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_linear_without_main_grad_raises_in_the_backward_alone():
+    model, x = linears(True), unit(T, K)
+    y = model(x)
+
+    with pytest.raises(RuntimeError, match=r"Linear: accumulate_into_main_grad needs weight.main_grad"):
+        y.sum().backward()
+    with torch.no_grad():
+        model(x)
+
+
+def test_a_frozen_linear_needs_no_main_grad():
+    model = linears(True)
+    model[0].weight.requires_grad_(False)
+
+    assert backward(model, unit(T, K))[0].weight.grad is None
+
+
+def test_linear_with_main_grad_is_copied_saved_and_loaded():
+    model, x = linears(True), unit(T, K)
+    clone, other = copy.deepcopy(model), linears(False)
+    other.load_state_dict(model.state_dict())
+
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    torch.testing.assert_close([clone(x), other(x)], [model(x)] * 2)
+
+
+def test_linear_with_main_grad_runs_eagerly_under_compile():
+    model, x = linears(True), unit(T, K)
+    model[0].weight.main_grad = torch.zeros_like(model[0].weight)
+    torch.compiler.reset()
+    torch.compile(model, backend="eager")(x).square().sum().backward()
+
+    torch.testing.assert_close(model[0].weight.main_grad, backward(linears(False), x)[0].weight.grad)

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from fusible import (
     Activation,
+    AddExtraInput,
     ArgumentError,
     FusedOp,
     GroupedLinear,
     Linear,
+    MakeExtraOutput,
     Pattern,
     Scale,
     ScaledSwiGLU,
@@ -242,3 +244,52 @@ def test_errors_of_a_hooked_op_name_it() -> None:
 
     with pytest.raises(ArgumentError, match=r"^op 0 \(GroupedLinear\): x: expected torch.float32"):
         call(model, torch.randn(5, K))
+
+
+def one_tensor(module: nn.Module, args: Any, outputs: Any) -> Any:
+    return outputs[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("returned", [True, False])
+def test_a_hook_that_drops_an_extra_output_raises(rows: int, returned: bool) -> None:
+    model = Sequential(MakeExtraOutput("r"), *([] if returned else [AddExtraInput("r")]))
+    model[0].register_forward_hook(one_tensor)
+    for _ in range(3):
+        with pytest.raises(
+            RuntimeError, match=r"^op 0 \(MakeExtraOutput\): expected its outputs \(y, r\) .* a Tensor; "
+        ):
+            model(torch.ones(rows, K))
+
+
+def test_a_hook_that_returns_too_many_outputs_raises() -> None:
+    model = Sequential(MakeExtraOutput("r"))
+    model[0].register_forward_hook(lambda module, args, outputs: (*outputs, outputs[0]))
+
+    with pytest.raises(RuntimeError, match=r"expected its outputs \(y, r\) as a tuple, got 3 values"):
+        model(torch.ones(2, K))
+
+
+def test_a_forward_of_a_subclass_that_drops_an_extra_output_raises() -> None:
+    class First(MakeExtraOutput):
+        def forward(self, x: Tensor, **keywords: Any) -> Any:
+            return super().forward(x, **keywords)[0]
+
+    with pytest.raises(RuntimeError, match=r"^op 0 \(First\): expected its outputs"):
+        Sequential(First("r"))(torch.ones(2, K))
+
+
+def test_a_hook_that_drops_an_extra_output_raises_in_compiled_code() -> None:
+    model = Sequential(MakeExtraOutput("r"), AddExtraInput("r"))
+    model[0].register_forward_hook(one_tensor)
+    torch.compiler.reset()
+
+    with pytest.raises(RuntimeError, match=r"expected its outputs \(y, r\) as a tuple, got a Tensor"):
+        torch.compile(model, backend="eager")(torch.ones(2, K))
+
+
+def test_a_hook_may_replace_all_outputs() -> None:
+    model, x = Sequential(MakeExtraOutput("r"), AddExtraInput("r")), torch.ones(2, K)
+    model[0].register_forward_hook(lambda module, args, outputs: [2 * y for y in outputs])
+
+    torch.testing.assert_close(model(x), 4 * x)

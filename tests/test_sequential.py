@@ -15,16 +15,20 @@ from fusible import (
     ArgumentError,
     Bias,
     ConstantScale,
+    FusedOp,
     GroupedLinear,
     Identity,
     Linear,
     MakeExtraOutput,
+    Pattern,
     Scale,
     ScaledSwiGLU,
     Sequential,
     SwiGLU,
     config,
+    register_fusion,
 )
+from fusible.fuser import registry
 
 SIZES = torch.tensor([2, 1])
 
@@ -111,6 +115,45 @@ def test_list_operations_are_those_of_torch(edit):
     assert list(ours.state_dict()) == list(torchs.state_dict())
     x = torch.randn(3, 4)
     assert torch.equal(ours(x), torchs(x))
+
+
+class Named(Sequential):
+    """A subclass that is built in another way."""
+
+    def __init__(self, features):
+        super().__init__(Bias(features), ConstantScale(2.0))
+
+
+@pytest.mark.parametrize("join", [lambda m: m + nn.Sequential(Identity()), lambda m: m * 2, lambda m: 2 * m])
+def test_joining_a_subclass_gives_a_plain_container_as_torch_does(join):
+    ours, x = join(Named(4)), torch.randn(3, 4)
+
+    assert type(ours) is Sequential
+    assert torch.equal(ours(x), nn.Sequential(*ours)(x))
+
+
+@pytest.mark.parametrize("hook", [False, True], ids=["plain", "hooked"])
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_container_in_itself_is_refused(deep, hook, compiled):
+    model = Sequential(Identity())
+    model.append(Sequential(Identity(), model) if deep else model)
+    if hook:
+        model.register_forward_hook(lambda *_: None)
+    label = "1.1" if deep else "1"
+    torch.compiler.reset()
+
+    with pytest.raises(Exception if compiled else ArgumentError, match=f"op {label} .Sequential. is a container that"):
+        (torch.compile(model, backend="eager") if compiled else model)(torch.ones(2))
+    if not compiled:
+        with pytest.raises(ArgumentError, match=f"op {label} .Sequential. is a container that"):
+            model.explain(torch.ones(2))
+
+
+def test_a_container_may_stand_at_several_places():
+    inner = Sequential(ConstantScale(2.0))
+
+    assert torch.equal(Sequential(inner, Sequential(inner), inner)(torch.ones(2)), torch.full((2,), 8.0))
 
 
 def test_indexing_is_that_of_a_list():
@@ -529,6 +572,119 @@ def test_plain_linear_follows_a_channel_of_another_shape():
 
     with pytest.raises(ArgumentError, match=r"op 2 \(AddExtraInput\): r: expected a tensor of shape \[3, 6\]"):
         model(torch.ones(3, 4))
+
+
+# ------------------------------------------------------------------------------------------------- what is returned
+
+
+def residual(output_to_caller, read=True):
+    make = MakeExtraOutput("r", output_to_caller=output_to_caller)
+    return Sequential(make, ConstantScale(2.0), *([AddExtraInput("r")] if read else []))
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("output_to_caller", [None, True, False])
+def test_an_extra_output_is_returned_where_the_op_says_so(output_to_caller, read):
+    returned = not read if output_to_caller is None else output_to_caller
+    for _ in range(3):
+        x, result = x_and_y(residual(output_to_caller, read))
+        y, extras = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+        (10 * y + sum(extras)).sum().backward()
+
+        assert len(extras) == returned
+        assert all(torch.equal(r, x) for r in extras)
+        torch.testing.assert_close(y, (3 if read else 2) * x)
+        torch.testing.assert_close(x.grad, torch.full((3, 4), (30.0 if read else 20.0) + returned))
+
+
+class Tripled(FusedOp):
+    """A residual over ``ConstantScale(2)``, without its extra output."""
+
+    def fwd(self, x):
+        return 3 * x, None
+
+    def bwd(self, saved, dy):
+        return {"x": 3 * dy}
+
+
+class TripledWithOutput(FusedOp):
+    extra_outputs = ("r",)
+
+    def fwd(self, x):
+        return {"y": 3 * x, "r": x.clone()}, None
+
+    def bwd(self, saved, dy, r):
+        return {"x": 3 * dy + r}
+
+
+class TripledForward(FusedOp):
+    extra_outputs = ("r",)
+
+    def fwd(self, x):
+        return {"y": 3 * x, "r": x.clone()}, dict.fromkeys(self.parts)
+
+
+class TripledBackward(FusedOp):
+    def bwd(self, saved, dy, **extra):
+        return {"x": 3 * dy + extra.get("r", 0)}
+
+
+@pytest.mark.parametrize("fused", [Tripled, TripledWithOutput, TripledForward, TripledBackward])
+@pytest.mark.parametrize("output_to_caller", [None, True, False])
+def test_a_fusion_over_a_residual_returns_what_the_ops_return(output_to_caller, fused):
+    pattern = Pattern.path(make=MakeExtraOutput, scale=ConstantScale, add=AddExtraInput).edge("make", "add", "r")
+    returned = output_to_caller is True
+    with registry.restored():
+        register_fusion(pattern)(fused)
+        model = residual(output_to_caller)
+        for _ in range(3):
+            x, result = x_and_y(model)
+            results = result if isinstance(result, tuple) else (result,)
+            sum(r.sum() for r in results).backward()
+
+            assert len(results) == 1 + returned
+            torch.testing.assert_close(results[0], 3 * x)
+            torch.testing.assert_close(x.grad, torch.full((3, 4), 3.0 + returned))
+        assert (steps(model) == [fused.__name__]) == (fused is not Tripled or not returned)
+
+
+def test_a_change_of_what_is_returned_is_seen():
+    model = residual(None)
+    counts = []
+    for value in (None, True, False, None):
+        model[0].output_to_caller = {} if value is None else {"r": value}
+        result = x_and_y(model)[1]
+        counts.append(len(result) if isinstance(result, tuple) else 1)
+
+    assert counts == [1, 2, 1, 1]
+
+
+@pytest.mark.parametrize("output_to_caller", [None, True, False])
+def test_compiled_code_returns_what_the_ops_return(output_to_caller):
+    torch.compiler.reset()
+    model = residual(output_to_caller)
+    compiled, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.randn(3, 4)
+
+    torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_clones_return_what_the_op_returns():
+    for clone in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
+        assert len(x_and_y(clone(residual(True)))[1]) == 2
+
+
+def test_explain_shows_where_an_extra_output_goes():
+    notes = [residual(value).explain(torch.ones(3, 4)).steps[0].notes for value in (None, True)]
+    hidden = residual(False, read=False).explain(torch.ones(3, 4)).steps[0].notes
+
+    assert notes == [("extra output 'r': read by op 2",), ("extra output 'r': read by op 2, returned",)]
+    assert hidden == ("extra output 'r': neither read nor returned",)
+
+
+@pytest.mark.parametrize("value", [1, "yes"])
+def test_output_to_caller_must_be_a_bool(value):
+    with pytest.raises(TypeError, match=r"output_to_caller must be True, False or None, got a (int|str)"):
+        MakeExtraOutput("r", output_to_caller=value)
 
 
 class _Low(nn.Module):

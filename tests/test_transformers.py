@@ -596,6 +596,38 @@ def test_explain_says_what_routes(gate: str) -> None:
     )
 
 
+class _Adapter(nn.Module):
+    """What PEFT adds to a target parameter: two thin matrices for each expert."""
+
+    def __init__(self, like: Tensor) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn_like(thin)) for thin in (like[..., :1], like[..., :1, :]))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.a * self.b
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "no_grad"])
+def test_explain_tells_of_adapters_that_are_there_during_a_call_alone(trains: bool) -> None:
+    """As PEFT's ``ParamWrapper`` has them: put on for a call, and taken off after it."""
+    experts, saved = module("mixtral").requires_grad_(False), []
+    adapters = {name: _Adapter(getattr(experts, name)) for name in ("gate_up_proj", "down_proj")}
+    arguments = [a.detach() for a in inputs(experts, 7)]
+    for while_they_are_on in (False, False, False, True):
+        for name, low_rank in adapters.items():
+            nn.utils.parametrize.register_parametrization(experts, name, low_rank)
+        with torch.set_grad_enabled(trains):
+            experts(*arguments)
+        if while_they_are_on:
+            fusible.explain(nn.Sequential(experts))
+        for name in adapters:
+            nn.utils.parametrize.remove_parametrizations(experts, name, leave_parametrized=False)
+        saved.append(fusible.explain(nn.Sequential(experts)).layers[0].explanation.saved_bytes_per_row)
+
+    assert len(set(saved)) == 1
+    assert (saved[0] > 0) == trains
+
+
 @pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
 def test_profile_names_the_steps() -> None:
     experts = module("mixtral")

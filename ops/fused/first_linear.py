@@ -47,6 +47,7 @@ def forward(
     autocast_dtype: torch.dtype | None,
     keep_pre: bool,
     interior: bool,
+    x_is_inner: bool,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
@@ -61,7 +62,7 @@ def forward(
         interior=interior,
         **factors,  # type: ignore[arg-type]
     )
-    return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad))
+    return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
 
 
 def backward(

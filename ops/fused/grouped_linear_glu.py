@@ -42,9 +42,10 @@ class GroupedLinearGLU(FusedOp):
         fc1_bias_scale: Tensor | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
+        x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         needs, spec = names_of(FC1, needs_grad), self.act.spec
-        how = autocast_dtype, bool(needs_grad), False
+        how = autocast_dtype, bool(needs_grad), False, x_is_inner
         half = first_linear.forward(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, *how)
         return with_rows_of(x, half.hidden), self.Saved(half.saved, half.pre, scales)
 

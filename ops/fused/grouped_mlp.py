@@ -70,9 +70,10 @@ class GroupedMLP(FusedOp):
         fc2_bias_scale: Tensor | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
+        x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         through = _through(needs_grad)
-        how = names_of(FC1, needs_grad), autocast_dtype, through or _trains(needs_grad), True
+        how = names_of(FC1, needs_grad), autocast_dtype, through or _trains(needs_grad), True, x_is_inner
         half = first_linear.forward(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, *how)
         hidden, sizes = half.hidden, half.saved.split_sizes
         weight, bias = self.fc2.matrices("weight", hidden.dtype), self._bias()
@@ -81,7 +82,7 @@ class GroupedMLP(FusedOp):
         y = kernels.grouped_gemm(Layout.NT, hidden, weight, sizes, out=out, **factors)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
         needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
-        fc2 = self.fc2.saved(hidden, hidden, weight, sizes, fc2_bias_scale, None, needs)
+        fc2 = self.fc2.saved(hidden, hidden, weight, sizes, fc2_bias_scale, None, needs, True)
         saved = self.Saved(half.saved, fc2, half.pre, scales, out_scale_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
