@@ -30,6 +30,7 @@ class Step:
 
     module: nn.Module
     leaves: tuple[Leaf, ...]
+    ops: tuple[Op | None, ...]  # of the leaves
     leaf_reads: tuple[Reads | None, ...]  # None where an op reads what is made inside the step
     reads: Reads
     x: int
@@ -46,13 +47,13 @@ class Step:
     def check(self, x: Spec | None, values: list[Any], runtime: Runtime) -> Spec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known."""
         whole = self.input_names is None
-        for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or x is None or reads is None or (whole and self._input_may_change()):
+        for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
+            if op is None or x is None or reads is None or (whole and self._input_may_change()):
                 return None
             try:
-                x = check(leaf.op, x, {name: values[slot] for name, slot in reads}, runtime)
+                x = check(op, x, {name: values[slot] for name, slot in reads}, runtime)
             except ArgumentError as error:
-                raise error.located(str(leaf)) from None
+                raise error.located(str(self.leaves[i])) from None
         return None if whole and self.module._forward_hooks else x  # hooks may give out something else
 
     def _input_may_change(self) -> bool:
@@ -110,6 +111,7 @@ class Plan:
     buffers: tuple[NamedValue, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
+    config: Config  # kept, so that the same switches are this object again: it stands in the keys of caches
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     is_replayable: bool
 
@@ -179,7 +181,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+    return Plan(_with_dead(steps, results), results, inputs, buffers, decisions, graph, config, passed, able)
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
@@ -198,10 +200,10 @@ def _with_dead(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step,
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
     """What errors call it, the slot, and the declaration of everything that a call gives."""
     made = {slot for step in steps for slot in step.outputs}
-    for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
+    for leaf, op, reads in (each for s in steps for each in zip(s.leaves, s.ops, s.leaf_reads, strict=True)):
         for name, slot in reads or ():
-            if leaf.op and slot not in made:
-                yield f"{leaf}: {name!r}", slot, leaf.op.keywords[name]
+            if op and slot not in made:
+                yield f"{leaf}: {name!r}", slot, op.keywords[name]
 
 
 class _Builder:
@@ -238,13 +240,15 @@ class _Builder:
     def _single(self, node: str) -> Step:
         leaf = self.graph.leaf(node)
         assert leaf is not None
+        module, op = leaf.module, leaf.op
+        assert module is not None
         sources = self.graph.sources(node)
         x = self.slots[sources.pop("x")]
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
-        outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        names = None if leaf.op is None or is_called_whole(leaf.op) else leaf.op.input_names()
-        how = self._late(reads), computes_parameters(leaf.module)
-        return Step(leaf.module, (leaf,), (reads,), reads, x, outputs, names, *how)
+        outputs = self._file([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
+        names = None if op is None or is_called_whole(op) else op.input_names()
+        how = self._late(reads), computes_parameters(module)
+        return Step(module, (leaf,), (op,), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -252,11 +256,11 @@ class _Builder:
         x = self.slots[legality.entry(match)]
         reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
         leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
-        leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
-        makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
+        ops, leaf_reads = tuple(map(self.graph.op, nodes)), tuple(self._leaf_reads(n) for n in nodes)
+        makers = {name: n for n, op in zip(nodes, ops, strict=True) for name in (op.extra_outputs if op else ())}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
         how = self._late(reads), computes_parameters(fused)
-        return Step(fused, leaves, leaf_reads, reads, x, outputs, fused.input_names(), *how)
+        return Step(fused, leaves, ops, leaf_reads, reads, x, outputs, fused.input_names(), *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class Prepared:
     """A step whose tensors, those of its modules included, are still to come.
 
     Attributes:
-        step: its module, and those of its leaves, have no tensors.
+        step: its module, and the ops of its leaves, have no tensors.
         roles: of each leaf, which part of a fused op it is; "" for the op itself.
         slots: of x and of the tensors among the keywords, in the order in which they come.
         names: of the modules' tensors, which come next.
@@ -84,17 +85,24 @@ class Prepared:
         arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
         values = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
         op: Op = with_tensors(self.step.module, dict(zip(self.names, own, strict=True)))
-        parts: list[Any] = [op if role == "" else op._modules[role] for role in self.roles]
-        leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.step.leaves, parts, strict=True)])
+        parts: Any = tuple([op if role == "" else op._modules[role] for role in self.roles])
         x = values[self.step.x]
         with settings.using(self.config):
-            replace(self.step, leaves=leaves).check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
+            replace(self.step, ops=parts).check(Spec.of(x), values, self.runtime)
             keywords = {name: values[slot] for name, slot in self.step.reads}
             return run(op, x, keywords, self.runtime, self.step.input_names)
 
 
-_prepared: dict[str, Prepared] = {}
+_prepared: weakref.WeakValueDictionary[str, Prepared] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def _keep(handle: str, prepared: Prepared) -> None:
+    """Files a step for as long as the code lives that Dynamo is about to compile: as one of its globals."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    _prepared[handle] = prepared
+    InstructionTranslator.current_tx().output.install_global("__fusible_step", prepared)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -117,11 +125,11 @@ def answer(find: Callable[..., Program], switches: tuple[Any, ...], *arguments: 
 def of_container(container: Any, call: Any, likes: Any, names: Any) -> Program:
     """The program of a ``Sequential`` for a call; :mod:`compiled` says what the arguments are."""
     extra, addressed, shared = call
-    layout, values = container._layout(), [_stand_in(like) for like in likes]
-    runtime = Runtime.of(values[0])
+    compiled, values = container._current(), [_stand_in(like) for like in likes]
+    layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _given(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _given(shared, values))
-    plan: Plan = container._plan(layout, bound, runtime)
+    plan: Plan = compiled.plan(bound, runtime)
     return _program(plan.steps, plan.results, bound.values, values, dict(names), runtime)
 
 
@@ -131,7 +139,7 @@ def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
     runtime, given = Runtime.of(values[0]), accepted(op, _given(call[2], values))
     reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
     outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
-    step = Step(op, (Leaf("", 0, op),), (reads,), reads, 0, outputs, op.input_names(), False, False)
+    step = Step(op, (Leaf("", 0, op),), (op,), (reads,), reads, 0, outputs, op.input_names(), False, False)
     return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 
@@ -158,35 +166,31 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
     slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in given]]))
     roles = _roles(step)
     dotted = tuple([f"{r}.{n}" if r else n for r, label in zip(roles, labels, strict=True) for n in names[label]])
-    bare = replace(step, module=with_tensors(step.module, {}), leaves=tuple([_bare(leaf) for leaf in step.leaves]))
+    bare = replace(step, module=with_tensors(step.module, {}), ops=(None,) * len(step.ops))
     handle = f"step {next(_numbers)}: {step.name}"
-    _prepared[handle] = Prepared(bare, roles, slots, dotted, given, runtime, settings.current())
+    _keep(handle, Prepared(bare, roles, slots, dotted, given, runtime, settings.current()))
     return TracedStep(handle, labels, slots, (), len(step.outputs))
 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:
-    for leaf in step.leaves:
-        if leaf.op and (half := patched_half(leaf.op)):
+    for leaf, op in zip(step.leaves, step.ops, strict=True):
+        if op and (half := patched_half(op)):
             raise _Refused(f"{leaf}: its {half} was set on the object, whose tensors compiled code does not see")
-        why = leaf.op.trace_refusal() if leaf.op and runtime.grad_enabled else None
+        why = op.trace_refusal() if op and runtime.grad_enabled else None
         if why:
             raise _Refused(f"{leaf}: {why}")
 
 
 def _roles(step: Step) -> tuple[str, ...]:
     """Of each leaf of a step, the role of its op in the fused op."""
-    if step.leaves[0].module is step.module:
+    if step.ops[0] is step.module:
         return ("",)
     parts = dict(step.module._modules)
     found = []
-    for leaf in step.leaves:
-        found.append(next(role for role, part in parts.items() if part is leaf.module))
+    for op in step.ops:
+        found.append(next(role for role, part in parts.items() if part is op))
         del parts[found[-1]]  # an op may stand at two places
     return tuple(found)
-
-
-def _bare(leaf: Leaf) -> Leaf:
-    return replace(leaf, module=nn.Identity())
 
 
 def _key(layout: Layout, where: Any) -> Any:

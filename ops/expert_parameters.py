@@ -135,6 +135,19 @@ class ExpertParameters(Op):
             group = self._groups[name] = ExpertGroup(parameters)
         return group
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As of any module."""
+        super().register_parameter(name, param)
+        self._forget_groups()
+
+    def _count_edit(self, of_tensor: bool) -> None:
+        super()._count_edit(of_tensor)
+        self._forget_groups()
+
+    def _forget_groups(self) -> None:
+        """So that a parameter which is replaced is freed now, and not at the next call."""
+        self.__dict__.get("_groups", {}).clear()
+
     def _has_others(self) -> bool:
         replaced = self._forward_pre_hooks  # which may put parameters in the place of others, as prune's do
         return bool(self._modules or replaced) or len(self._parameters) > self._count
