@@ -49,7 +49,7 @@ def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs 
         return Call([arguments[place] for place in known.places], known.reads)
     call = _bind(layout, x, extra, op_kwargs, shared)
     if form is not None:
-        place_of = {id(argument): place for place, argument in reversed(list(enumerate(arguments)))}
+        place_of = {id(argument): place for place, argument in enumerate(arguments)}
         layout.bound[form] = Bound([place_of[id(value)] for value in call.values], call.reads)
     return call
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import settings
 from .autograd import Runtime, accepted, run
@@ -88,7 +88,7 @@ class Prepared:
         parts: Any = tuple([op if role == "" else op._modules[role] for role in self.roles])
         x = values[self.step.x]
         with settings.using(self.config):
-            replace(self.step, ops=parts).check(Spec.of(x), values, self.runtime)
+            replace(self.step, ops=parts).check(Spec.of(x), values, self.runtime)  # type: ignore[arg-type]
             keywords = {name: values[slot] for name, slot in self.step.reads}
             return run(op, x, keywords, self.runtime, self.step.input_names)
 

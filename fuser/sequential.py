@@ -24,7 +24,6 @@ from .plan import Plan, compile_plan
 from .recent import Recent
 from .replay import SEEN, Forms, aligned
 
-
 _MANY_PLANS = 64
 
 
@@ -193,7 +192,7 @@ class Sequential(nn.Sequential):
             last = self._last_call()
             if last is None:
                 raise ArgumentError(
-                    "explain: there was no call yet; give it what you would give forward (an edit forgets the last call)"
+                    "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
                 )
             return last.explain()
         compiled, runtime = self._current(), Runtime.of(x)

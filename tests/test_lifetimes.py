@@ -1,4 +1,4 @@
-"""What a call keeps is freed with its owner, by reference counting alone: memory of a device must not wait for a sweep."""
+"""What a call keeps is freed with its owner, by reference counting alone: a device's memory does not wait for a sweep."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request: pytest.FixtureRequest) -> Iterator[list[nn.Module]]:
+def model(request: pytest.FixtureRequest) -> list[nn.Module]:
     """In a list, out of which the test takes it: nobody else has it then."""
-    yield [MODELS[request.param]()]
+    return [MODELS[request.param]()]
 
 
 @pytest.mark.parametrize("use", [forward, step, explained])
