@@ -1,4 +1,4 @@
-"""What a call keeps is freed with its owner, by reference counting alone: a device's memory does not wait for a sweep."""
+"""What a call keeps is freed with its owner, by reference counting: memory of a device does not wait for a sweep."""
 
 from __future__ import annotations
 
