@@ -42,8 +42,8 @@ def look_ups(problem: Problem) -> dict[str, Callable[[], None]]:
     }
 
     def look_up(extra: tuple[Any, ...], op_kwargs: Any, shared: dict[str, Any]) -> None:
-        layout, runtime = model._layout(), Runtime.of(problem.x)
-        model._plan(layout, bind(layout, problem.x, extra, op_kwargs, shared), runtime)
+        compiled, runtime = model._current(), Runtime.of(problem.x)
+        compiled.plan(bind(compiled.layout, problem.x, extra, op_kwargs, shared), runtime)
 
     return {name: partial(look_up, *way) for name, way in ways.items()}
 

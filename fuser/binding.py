@@ -20,7 +20,7 @@ class Call(NamedTuple):
 
     Attributes:
         values: slot -> value; slot 0 is ``x``.
-        reads: leaf -> the (keyword, slot) that it was given; one object for all equal calls of a layout.
+        reads: leaf -> the (keyword, slot) that it was given.
     """
 
     values: list[Any]
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
     def key(self) -> list[Any]:
         """What a plan may depend on: who reads which value, and what the tensors are like."""
-        key: list[Any] = [id(self.reads)]
+        key: list[Any] = [self.reads]  # itself: the id of one that has gone may come back
         for v in self.values:
             key += (v.dtype, v.device, v.requires_grad, v.layout, v.is_nested) if isinstance(v, Tensor) else (type(v),)
         return key
@@ -49,7 +49,7 @@ def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs 
         return Call([arguments[place] for place in known.places], known.reads)
     call = _bind(layout, x, extra, op_kwargs, shared)
     if form is not None:
-        place_of = {id(argument): place for place, argument in reversed(list(enumerate(arguments)))}
+        place_of = {id(argument): place for place, argument in enumerate(arguments)}
         layout.bound[form] = Bound([place_of[id(value)] for value in call.values], call.reads)
     return call
 
@@ -88,7 +88,7 @@ def _bind(
     missing = [slot for slot in layout.required if slot[1] not in given[slot[0]]]
     if missing or extra:
         _bind_positional(layout, given, missing, extra)
-    return _call(layout, x, given)
+    return _call(x, given)
 
 
 def _bind_addressed(layout: Layout, given: Given, op_kwargs: OpKwargs) -> None:
@@ -160,7 +160,7 @@ def _misfit(
     return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
 
 
-def _call(layout: Layout, x: Tensor, given: Given) -> Call:
+def _call(x: Tensor, given: Given) -> Call:
     values: list[Any] = [x]
     slots = {id(x): 0}
     reads = []
@@ -173,7 +173,7 @@ def _call(layout: Layout, x: Tensor, given: Given) -> Call:
                 values.append(value)
             row.append((name, slot))
         reads.append(tuple(row))
-    return Call(values, layout.reads.setdefault(tuple(reads), tuple(reads)))
+    return Call(values, tuple(reads))
 
 
 def _shown(key: Any) -> str:

@@ -21,7 +21,7 @@ def name(graph: OpGraph, node: str) -> str:
     """What a drawing calls a node."""
     leaf = graph.leaf(node)
     if leaf is not None:
-        return f"{leaf.label}: {type(leaf.module).__name__}"
+        return f"{leaf.label}: {leaf.kind}"
     ports = sorted({port for _, port, _ in graph.readers(node)})
     return "x" if node == X else ", ".join(ports)
 

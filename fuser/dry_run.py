@@ -143,11 +143,11 @@ def _explain_op(
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
     """Where the extra outputs of a step's ops go."""
     notes = []
-    for leaf in step.leaves:
-        for name in leaf.op.extra_outputs if leaf.op else ():
+    for leaf, op in zip(step.leaves, step.ops, strict=True):
+        for name in op.extra_outputs if op else ():
             readers = [reader for reader, _, output in graph.readers(leaf.label) if output == name]
             ends = [f"read by op {' and '.join(readers)}"] if readers else []
-            ends += ["returned"] if leaf.op and leaf.op.returns(name, bool(readers)) else []
+            ends += ["returned"] if op and op.returns(name, bool(readers)) else []
             notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
     return tuple(notes)
 

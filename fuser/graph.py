@@ -85,7 +85,7 @@ class OpGraph:
         return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])
 
     def __str__(self) -> str:
-        names = {n: f"{n} {type(leaf.module).__name__}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
+        names = {n: f"{n} {leaf.kind}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
         return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import ref
 
 from torch import nn
 
@@ -16,20 +16,44 @@ from .own_code import has_own_forward, hooks_of, is_hooked, patched_half
 from .parametrized import foreseen
 
 
-@dataclass(frozen=True)
 class Leaf:
-    """One op, or one module that is not an op, in execution order."""
+    """One op, or one module that is not an op, in execution order.
 
-    label: str  # "1", or "1.0" inside a composite or a nested container
-    index: int  # position in the outermost container, which int keys count in
-    module: nn.Module
+    It does not keep the module alive: graphs, which consist of leaves, are in an explanation that somebody may keep,
+    and in reference cycles of networkx.
 
-    @cached_property  # asked many times in every call
+    Attributes:
+        label: "1", or "1.0" inside a composite or a nested container.
+        index: position in the outermost container, which int keys count in.
+    """
+
+    def __init__(self, label: str, index: int, module: nn.Module) -> None:
+        self.label, self.index = label, index
+        self._kind = type(module).__name__
+        self._module: ref[nn.Module] | None = ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once nobody else keeps it."""
+        return None if self._module is None else self._module()
+
+    @property
     def op(self) -> Op | None:
-        return self.module if isinstance(self.module, Op) else None
+        """The module, if it is an op."""
+        module = self.module
+        return module if isinstance(module, Op) else None
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        module = self.module
+        return self._kind if module is None else type(module).__name__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kind": self.kind, "_module": None}
 
     def __str__(self) -> str:
-        return f"op {self.label} ({type(self.module).__name__})"
+        return f"op {self.label} ({self.kind})"
 
 
 @dataclass(frozen=True)
@@ -62,34 +86,36 @@ class Layout:
         channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
         takers: keyword -> the leaves that take it.
         required: the (leaf, keyword) that a call must give, in op order, then signature order.
+        modules: those of the leaves.
         ops: those of the leaves that are ops; ``holders``: of these, those with parameters; ``hooks``: all theirs.
-        bound: the forms of calls that have been bound; ``reads``: every way of reading among them, once.
+        bound: the forms of calls that have been bound.
     """
 
     def __init__(self, container: nn.Sequential, container_type: type[nn.Sequential]) -> None:
         self.leaves: list[Leaf] = []
+        self.modules: list[nn.Module] = []
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
         self.bound: dict[tuple[Any, ...], Bound] = {}
-        self.reads: dict[Reads, Reads] = {}
         self._container_type = container_type
         self._by_index: list[Target] = []
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
         self._composites: list[tuple[Composite, int]] = []
-        self._around: list[nn.Module] = [container]
-        self._note(container)
+        self._children = tuple(container._modules.items())
         for index, (name, module) in enumerate(container._modules.items()):
-            self._by_index.append(self._add(module, name, index))
+            self._by_index.append(self._add(module, name, index, (container,)))
         self._connect()
-        self.ops = [leaf.op for leaf in self.leaves if leaf.op is not None]
+        self.ops = [module for module in self.modules if isinstance(module, Op)]
         self.holders = [op for op in self.ops if op._parameters or op._modules]
         self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
 
-    def is_current(self) -> bool:
-        """Whether nobody has edited the container, or one inside it, since."""
+    def is_current(self, container: nn.Sequential) -> bool:
+        """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
+        if tuple(container._modules.items()) != self._children:
+            return False
         for module, children, hooked in self._seen:
             if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
                 return False
@@ -97,6 +123,11 @@ class Layout:
             if composite.changes != changes:
                 return False
         return True
+
+    def opened(self) -> Iterator[nn.Module]:
+        """The modules inside the container whose children are among the leaves."""
+        for module, _, _ in self._seen:
+            yield module
 
     def resolve(self, key: Any) -> Target:
         """What a key of ``op_kwargs`` addresses.
@@ -154,29 +185,28 @@ class Layout:
     def _note(self, parent: nn.Module) -> None:
         self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
 
-    def _add(self, module: nn.Module, label: str, index: int) -> Target:
+    def _add(self, module: nn.Module, label: str, index: int, around: tuple[nn.Module, ...]) -> Target:
         first = len(self.leaves)
         if isinstance(module, Composite):
             self._composites.append((module, module.changes))
         if opens(module, self._container_type):
-            refuse_itself(module, label, self._around)
+            refuse_itself(module, label, around)
             self._note(module)
-            self._around.append(module)
             for name, child in () if is_hooked(module) else module._modules.items():
-                self._add(child, f"{label}.{name}", index)  # type: ignore[arg-type]
-            self._around.pop()
+                self._add(child, f"{label}.{name}", index, (*around, module))  # type: ignore[arg-type]
         if not opens(module, self._container_type) or is_hooked(module):
             self.leaves.append(Leaf(label, index, module))
-            self._check_whole(self.leaves[-1])
+            self.modules.append(module)
+            self._check_whole(self.leaves[-1], module)
         target = Target(label, module, tuple(range(first, len(self.leaves))))
         self._by_name[label] = target
         self._by_id.setdefault(id(module), []).append(target)
         return target
 
-    def _check_whole(self, leaf: Leaf) -> None:
+    def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
-        if isinstance(leaf.module, self._container_type) and opens(leaf.module, self._container_type):
-            inner = Layout(leaf.module, self._container_type)
+        if isinstance(module, self._container_type) and opens(module, self._container_type):
+            inner = Layout(module, self._container_type)
             for i, name in inner.required:
                 raise ArgumentError(
                     f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "
@@ -206,7 +236,7 @@ class Layout:
                 made[name] = (i, name)
 
 
-def refuse_itself(module: nn.Module, label: str, around: Sequence[nn.Module]) -> None:
+def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) -> None:
     """Raises for a container that stands in itself, ``around`` being those that it stands in."""
     if any([module is outer for outer in around]):
         kind = type(module).__name__

@@ -21,8 +21,7 @@ def refusal(match: Match, fused: FusedOp) -> str | None:
 def last(match: Match) -> str:
     """The op whose ``y`` is the fused op's: the one that no other matched op reads."""
     nodes = set(match.nodes.values())
-    ends = [n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n))]
-    return max(ends, key=lambda n: match.graph.nx.nodes[n]["position"])
+    return next(n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n)))
 
 
 def entry(match: Match) -> tuple[str, str]:

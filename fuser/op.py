@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .edits import children_changed
 from .facts import Attributes, attributes, constant
 from .spec import Spec, Specs
 
@@ -204,13 +205,22 @@ class Op(nn.Module, ABC):
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_child = isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ())
         super().__setattr__(name, value)
         if name != "training":
             self._count_edit(isinstance(value, Tensor))
+        if is_child:
+            children_changed(self)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self._count_edit(False)
+        children_changed(self)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As of any module."""
+        super().add_module(name, module)
+        children_changed(self)
 
     def _count_edit(self, of_tensor: bool) -> None:
         self.__dict__["edits"] = self.edits + 1

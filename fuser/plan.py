@@ -38,6 +38,7 @@ class Plan:
     buffers: tuple[NamedValue, ...]
     decisions: tuple[Decision, ...]
     graph: OpGraph
+    config: Config  # kept, so that the same switches are this object again: it stands in the keys of caches
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     is_replayable: bool
 
@@ -86,7 +87,7 @@ class Plan:
         So nothing of a run of ops between other modules has run when one of them refuses its arguments.
         """
         leaf, x = self.steps[first].leaves[0], values[self.steps[first].x]
-        if leaf.op is None:
+        if self.steps[first].ops[0] is None:
             return first + 1
         if first and not isinstance(x, Tensor):
             raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
@@ -126,17 +127,17 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, passed, able)
+    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, able)
 
 
 def _check_layouts(graph: OpGraph) -> None:
     """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
     for node in graph.leaves():
-        leaf = graph.leaf(node)
-        for port, (source, _) in graph.sources(node).items() if leaf and leaf.op else ():
+        leaf, op = graph.leaf(node), graph.op(node)
+        for port, (source, _) in graph.sources(node).items() if op else ():
             info = graph.nx.nodes[source].get("info")
             if info is not None:
-                check_layout(f"{leaf}: {port}", info.layout, leaf.op.layouts)  # type: ignore[union-attr]
+                check_layout(f"{leaf}: {port}", info.layout, op.layouts)  # type: ignore[union-attr]
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
@@ -165,10 +166,10 @@ def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
     """What errors call it, the slot, and the declaration of everything that a call gives."""
     made = {slot for step in steps for slot in step.outputs}
-    for leaf, reads in (pair for step in steps for pair in zip(step.leaves, step.leaf_reads, strict=True)):
+    for leaf, op, reads in (each for s in steps for each in zip(s.leaves, s.ops, s.leaf_reads, strict=True)):
         for name, slot in reads:
-            if leaf.op and slot is not None and slot not in made:
-                yield f"{leaf}: {name!r}", slot, leaf.op.keywords[name]
+            if op and slot is not None and slot not in made:
+                yield f"{leaf}: {name!r}", slot, op.keywords[name]
 
 
 class _Builder:
@@ -207,16 +208,18 @@ class _Builder:
     def _single(self, node: str) -> Step:
         leaf = self.graph.leaf(node)
         assert leaf is not None
+        module, op = leaf.module, leaf.op
+        assert module is not None
         sources = self.graph.sources(node)
         source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
-        if not inner and leaf.op is not None and leaf.op.passes_x_on and not is_called_whole(leaf.op):
+        if not inner and op is not None and op.passes_x_on and not is_called_whole(op):
             self.outer.add((node, "y"))
-        outputs = self._file([(node, "y"), *((node, name) for name in (leaf.op.extra_outputs if leaf.op else ()))])
-        names = None if leaf.op is None or is_called_whole(leaf.op) else foreseen(leaf.op).input_names()
-        how = self._late(reads), leaf.op is not None and computes_parameters(leaf.op), inner
-        return Step(leaf.module, (leaf,), ("",), (reads,), reads, x, outputs, names, *how)
+        outputs = self._file([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
+        names = None if op is None or is_called_whole(op) else foreseen(op).input_names()
+        how = self._late(reads), op is not None and computes_parameters(op), inner
+        return Step(module, (leaf,), (op,), ("",), (reads,), reads, x, outputs, names, *how)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
@@ -224,13 +227,13 @@ class _Builder:
         source = legality.entry(match)
         reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
         leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
-        leaf_reads = tuple(self._leaf_reads(n) for n in nodes)
-        makers = {name: n for n in nodes if (op := self.graph.op(n)) for name in op.extra_outputs}
+        ops, leaf_reads = tuple(map(self.graph.op, nodes)), tuple(self._leaf_reads(n) for n in nodes)
+        makers = {name: n for n, op in zip(nodes, ops, strict=True) for name in (op.extra_outputs if op else ())}
         outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
         role_of = {node: role for role, node in match.nodes.items()}
         roles, x, names = tuple([role_of[n] for n in nodes]), self.slots[source], foreseen(fused).input_names()
         how = self._late(reads), computes_parameters(fused), source not in self.outer
-        return Step(fused, leaves, roles, leaf_reads, reads, x, outputs, names, *how)
+        return Step(fused, leaves, ops, roles, leaf_reads, reads, x, outputs, names, *how)
 
     def _late(self, reads: Reads) -> bool:
         return any(slot >= self.given for _, slot in reads)

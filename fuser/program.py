@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import settings
 from .autograd import Runtime, accepted, run
@@ -69,7 +70,7 @@ class Prepared:
     """A step whose tensors, those of its modules included, are still to come.
 
     Attributes:
-        step: its module, and those of its leaves, have no tensors.
+        step: its module, and the ops of its leaves, have no tensors.
         slots: of x and of the tensors among the keywords, in the order in which they come.
         names: of the modules' tensors, which come next.
         given: slot -> value, of the keywords that are no tensors.
@@ -96,8 +97,16 @@ class Prepared:
             return run(step.module, x, keywords, self.runtime, step.input_names, None, step.x_is_inner)  # type: ignore[arg-type]
 
 
-_prepared: dict[str, Prepared] = {}
+_prepared: weakref.WeakValueDictionary[str, Prepared] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+
+
+def _keep(handle: str, prepared: Prepared) -> None:
+    """Files a step for as long as the code lives that Dynamo is about to compile: as one of its globals."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    _prepared[handle] = prepared
+    InstructionTranslator.current_tx().output.install_global("__fusible_step", prepared)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
@@ -120,11 +129,11 @@ def answer(find: Callable[..., Program], switches: tuple[Any, ...], *arguments: 
 def of_container(container: Any, call: Any, likes: Any, names: Any) -> Program:
     """The program of a ``Sequential`` for a call; :mod:`compiled` says what the arguments are."""
     extra, addressed, shared = call
-    layout, values = container._layout(), [_stand_in(like) for like in likes]
-    runtime = Runtime.of(values[0])
+    compiled, values = container._current(), [_stand_in(like) for like in likes]
+    layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _given(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _given(shared, values))
-    plan: Plan = container._plan(layout, bound, runtime)
+    plan: Plan = compiled.plan(bound, runtime)
     return _program(plan.steps, plan.results, bound.values, values, dict(names), runtime)
 
 
@@ -135,7 +144,7 @@ def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
     reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
     outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
     names_of = foreseen(op).input_names(), False, computes_parameters(op)
-    step = Step(op, (Leaf("", 0, op),), ("",), (reads,), reads, 0, outputs, *names_of)
+    step = Step(op, (Leaf("", 0, op),), (op,), ("",), (reads,), reads, 0, outputs, *names_of)
     return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 
@@ -162,23 +171,19 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
     slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in given]]))
     by_role = zip(step.roles, labels, strict=True)
     dotted = tuple([f"{role}.{name}" if role else name for role, label in by_role for name in names[label]])
-    bare = replace(step, module=with_tensors(step.module, {}), leaves=tuple([_bare(leaf) for leaf in step.leaves]))
+    bare = replace(step, module=with_tensors(step.module, {}), ops=(None,) * len(step.ops))
     handle = f"step {next(_numbers)}: {step.name}"
-    _prepared[handle] = Prepared(bare, slots, dotted, given, runtime, settings.current())
+    _keep(handle, Prepared(bare, slots, dotted, given, runtime, settings.current()))
     return TracedStep(handle, labels, slots, ())
 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:
-    for leaf in step.leaves:
-        if leaf.op and (half := patched_half(leaf.op)):
+    for leaf, op in zip(step.leaves, step.ops, strict=True):
+        if op and (half := patched_half(op)):
             raise _Refused(f"{leaf}: its {half} was set on the object, whose tensors compiled code does not see")
-        why = foreseen(leaf.op).trace_refusal() if leaf.op and runtime.grad_enabled else None
+        why = foreseen(op).trace_refusal() if op and runtime.grad_enabled else None
         if why:
             raise _Refused(f"{leaf}: {why}")
-
-
-def _bare(leaf: Leaf) -> Leaf:
-    return replace(leaf, module=nn.Identity())
 
 
 def _key(layout: Layout, where: Any) -> Any:

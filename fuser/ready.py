@@ -18,7 +18,6 @@ from . import settings
 from .autograd import Runtime, run_again
 from .binding import Call
 from .buffers import extent
-from .fusion import registry
 from .halves import Again
 from .halves import Call as BackwardCall
 from .layout import Layout
@@ -48,7 +47,7 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
         return None
     if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None
-    key: list[Any] = [id(call.reads), runtime, id(settings.current()), registry.version]
+    key: list[Any] = [call.reads, runtime, settings.current().token]
     key += [op.edits for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:

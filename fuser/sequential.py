@@ -13,6 +13,7 @@ from . import ready, settings
 from .autograd import Runtime
 from .binding import Call, OpKwargs, bind
 from .dry_run import Shape, explain_plan
+from .edits import children_changed, tell_of_edits
 from .errors import ArgumentError
 from .explanation import Explanation
 from .facts import constant
@@ -22,18 +23,66 @@ from .layout import Layout
 from .own_code import is_hooked
 from .parametrized import foreseen
 from .plan import Plan, compile_plan
+from .recent import Recent
 from .replay import SEEN, Forms, aligned
+
+_MANY_PLANS = 64
 
 
 class _Compiled:
-    """What a container keeps between calls: layout, plans, ready calls, and what ``explain()`` needs of the last."""
+    """What a container keeps between calls: layout, plans, ready calls, and what ``explain()`` needs of the last.
 
-    def __init__(self) -> None:
-        self.layout: Layout | None = None
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+    All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
+    which is still in an earlier call files nothing among the plans of later ones.
+    """
+
+    def __init__(self, layout: Layout, last: _Last | None = None) -> None:
+        self.layout, self.last, self.version = layout, last, registry.version
+        self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.changes = 0  # of the ops when the plans were made
         self.ready = Forms()
-        self.last: _Last | None = None
+
+    def run(self, call: Call, runtime: Runtime) -> Any:
+        facts = ready.facts(self.layout, call, runtime)
+        if facts is None:
+            return self.note(call, runtime)(call.values, runtime)
+        entry, addresses = self.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
+        known = entry.what
+        if known is ready.REFUSED or not aligned(addresses):
+            return self.note(call, runtime)(call.values, runtime)
+        if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
+            self.last = known.last or _Last.of(known.plan, call, runtime)
+            return known.run(facts.pool, addresses, facts.rows)
+        plan = self.note(call, runtime)
+        if known is not None and known is not SEEN:
+            return plan(call.values, runtime)
+        watch = ready.watch(entry, plan, facts, len(call.values))
+        result = plan(call.values, runtime, watch)
+        if watch is not None:
+            watch.note(entry, self.last)
+        return result
+
+    def note(self, call: Call, runtime: Runtime) -> Plan:
+        """The plan for this call, which is the last one from now on."""
+        plan = self.plan(call, runtime)
+        self.last = _Last.of(plan, call, runtime)
+        return plan
+
+    def plan(self, call: Call, runtime: Runtime) -> Plan:
+        """The plan for this signature, compiled at the first call that has it."""
+        switches, key, changes = settings.current(), call.key(), 0
+        for op in self.layout.ops:
+            known = op if not op._modules else foreseen(op)
+            key += (known.decision_key(), is_hooked(op))
+            changes += op.changes
+        if changes != self.changes:  # conditions may have read what has been assigned since
+            self.plans, self.changes = Recent(_MANY_PLANS), changes
+        signature, plans = (*key, runtime, switches.token), self.plans
+        plan = plans.young.get(signature) or plans.from_old(signature)
+        if plan is None:
+            plan = compile_plan(OpGraph.of(self.layout, call), registry, switches)
+            plans.add(signature, plan)
+        return plan
 
 
 class _Last(NamedTuple):
@@ -81,13 +130,32 @@ class Sequential(nn.Sequential):
     torch.Size([3, 4])
     """
 
-    _compiled: _Compiled
+    _compiled: _Compiled | None
 
     def __init__(self, *modules: Any) -> None:
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             modules = (OrderedDict(modules[0]),)
         super().__init__(*modules)
-        self._compiled = _Compiled()
+        self._compiled = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_child = isinstance(value, nn.Module) or name in self.__dict__.get("_modules", ())
+        super().__setattr__(name, value)
+        if is_child:
+            children_changed(self)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        children_changed(self)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As of any module."""
+        super().add_module(name, module)
+        children_changed(self)
+
+    def forget_children(self) -> None:
+        """Drops what is kept of earlier calls: somebody edits the container, or one inside it."""
+        self._compiled = None
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
@@ -113,9 +181,9 @@ class Sequential(nn.Sequential):
             from .compiled import run_container
 
             return run_container(self, x, extra_inputs, op_kwargs, shared)
-        layout, runtime = self._layout(), Runtime.of(x)
-        call = bind(layout, x, extra_inputs, op_kwargs, shared)
-        return self._run(layout, call, runtime)
+        compiled, runtime = self._current(), Runtime.of(x)
+        call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
+        return compiled.run(call, runtime)
 
     def explain(
         self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
@@ -128,12 +196,15 @@ class Sequential(nn.Sequential):
             ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
-            if self._compiled.last is None:
-                raise ArgumentError("explain: there was no call yet; give it what you would give forward")
-            return self._compiled.last.explain()
-        layout, runtime = self._layout(), Runtime.of(x)
-        call = bind(layout, x, extra_inputs, op_kwargs, shared)
-        plan = self._plan(layout, call, runtime)
+            last = self._last_call()
+            if last is None:
+                raise ArgumentError(
+                    "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
+                )
+            return last.explain()
+        compiled, runtime = self._current(), Runtime.of(x)
+        call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
+        plan = compiled.plan(call, runtime)
         plan.check(call.values, runtime)
         return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
 
@@ -143,18 +214,21 @@ class Sequential(nn.Sequential):
         Raises:
             ArgumentError: as :meth:`forward`.
         """
-        layout, runtime = self._layout(), Runtime.of(x)
-        self._noted(layout, bind(layout, x, (), None, shared), runtime)
+        compiled, runtime = self._current(), Runtime.of(x)
+        compiled.note(bind(compiled.layout, x, (), None, shared), runtime)
 
     def runs_as(self, name: str) -> bool:
         """Whether the last call, or noted one, is a single step of an op of that name."""
-        last = self._compiled.last
+        last = self._last_call()
         return last is not None and [step.name for step in last.plan.steps] == [name]
 
     @property
     def was_called(self) -> bool:
         """Whether :meth:`explain` has a last call to tell about."""
-        return self._compiled.last is not None
+        return self._last_call() is not None
+
+    def _last_call(self) -> _Last | None:
+        return None if self._compiled is None else self._compiled.last
 
     @constant
     def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
@@ -162,58 +236,16 @@ class Sequential(nn.Sequential):
 
         return answer(of_container, switches, self, call, likes, names)
 
-    def _layout(self) -> Layout:
+    def _current(self) -> _Compiled:
+        """What is kept for the structure and the fusions of now."""
         compiled = self._compiled
-        layout = compiled.layout
-        if layout is None or not layout.is_current():
-            compiled.plans.clear()
-            compiled.ready.clear()
-            layout = compiled.layout = Layout(self, Sequential)
-        return layout
-
-    def _run(self, layout: Layout, call: Call, runtime: Runtime) -> Any:
-        compiled, facts = self._compiled, ready.facts(layout, call, runtime)
-        if facts is None:
-            return self._noted(layout, call, runtime)(call.values, runtime)
-        entry, addresses = compiled.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
-        known = entry.what
-        if known is ready.REFUSED or not aligned(addresses):
-            return self._noted(layout, call, runtime)(call.values, runtime)
-        if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
-            compiled.last = known.last or _Last.of(known.plan, call, runtime)
-            return known.run(facts.pool, addresses, facts.rows)
-        plan = self._noted(layout, call, runtime)
-        if known is not None and known is not SEEN:
-            return plan(call.values, runtime)
-        watch = ready.watch(entry, plan, facts, len(call.values))
-        result = plan(call.values, runtime, watch)
-        if watch is not None:
-            watch.note(entry, compiled.last)
-        return result
-
-    def _noted(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
-        """The plan for this call, which is the last one from now on."""
-        plan = self._plan(layout, call, runtime)
-        self._compiled.last = _Last.of(plan, call, runtime)
-        return plan
-
-    def _plan(self, layout: Layout, call: Call, runtime: Runtime) -> Plan:
-        """The plan for this signature, compiled at the first call that has it."""
-        switches, key, changes = settings.current(), call.key(), 0
-        for leaf in layout.leaves:
-            if leaf.op is not None:
-                known = leaf.op if not leaf.op._modules else foreseen(leaf.op)
-                key += (known.decision_key(), is_hooked(leaf.op))
-                changes += leaf.op.changes
-        if changes != self._compiled.changes:  # conditions may have read what has been assigned since
-            self._compiled.plans.clear()
-            self._compiled.changes = changes
-        signature = (*key, runtime, id(switches), registry.version)
-        plan = self._compiled.plans.get(signature)
-        if plan is None:
-            plan = compile_plan(OpGraph.of(layout, call), registry, switches)
-            self._compiled.plans[signature] = plan
-        return plan
+        if compiled is None or not compiled.layout.is_current(self):
+            compiled = self._compiled = _Compiled(Layout(self, Sequential))
+            for module in (self, *compiled.layout.opened()):
+                tell_of_edits(module, self)
+        elif compiled.version != registry.version:
+            compiled = self._compiled = _Compiled(compiled.layout, compiled.last)
+        return compiled
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module: the parameters as they are."""
@@ -230,11 +262,11 @@ class Sequential(nn.Sequential):
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        replica._compiled = _Compiled()  # it has ops of its own
+        replica._compiled = None  # it has ops of its own
         return replica
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": _Compiled()}
+        return {**self.__dict__, "_compiled": None}
 
     def __add__(self, other: nn.Sequential) -> Sequential:
         if not isinstance(other, nn.Sequential):

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from threading import local
 from typing import Any
+from weakref import WeakValueDictionary
 
 from .facts import constant
 
 
 @dataclass(frozen=True)
 class Config:
-    """What :func:`config` sets; see there. Those in force are one object wherever they are equal, and stay alive."""
+    """What :func:`config` sets; see there. Those in force are one object wherever they are equal."""
 
     strict: bool = False
     deterministic: bool = True
@@ -22,23 +23,28 @@ class Config:
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
 
+    @cached_property
+    def token(self) -> object:
+        """What stands for it in the keys of caches. Unlike its id it never comes back, and it is hashed at once."""
+        return object()
+
 
 @constant
 def config_of(**switches: Any) -> Config:
-    """The one object with these switches."""
-    return _config_of(**switches)
+    """The one object with these switches, for as long as somebody has it."""
+    config = Config(**switches)
+    return _in_use.setdefault(tuple(vars(config).values()), config)
 
 
-@cache
-def _config_of(**switches: Any) -> Config:
-    return Config(**switches)
+_in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
+_DEFAULT = config_of(**vars(Config()))
 
 
 class InForce(local):
     """The switches in force in this thread: no ``ContextVar``, which ``torch.compile`` cannot guard on."""
 
     def __init__(self) -> None:
-        self.config = config_of(**vars(Config()))
+        self.config = _DEFAULT
 
 
 in_force = InForce()

@@ -29,6 +29,7 @@ class Step:
 
     module: nn.Module
     leaves: tuple[Leaf, ...]
+    ops: tuple[Op | None, ...]  # of the leaves
     roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
     leaf_reads: tuple[LeafReads, ...]
     reads: Reads
@@ -54,8 +55,8 @@ class Step:
             extras: what is known of extra outputs that are not there yet, by name; those of the step are added.
         """
         whole, look = self.input_names is None, check_foreseen if self.computes else check
-        for leaf, reads in zip(self.leaves, self.leaf_reads):  # noqa: B905
-            if leaf.op is None or (whole and self._input_may_change()):
+        for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
+            if op is None or (whole and self._input_may_change()):
                 return None
             try:
                 keywords = {name: values[slot] for name, slot in reads} if reads else {}  # type: ignore[index]
@@ -63,15 +64,15 @@ class Step:
                 keywords = None
             try:
                 if x is None or keywords is None:
-                    x = _check_part(look, leaf.op, x, reads, values, runtime, extras)
+                    x = _check_part(look, op, x, reads, values, runtime, extras)
                 else:
-                    known = look(leaf.op, x, keywords, runtime)
-                    x = _noted(leaf.op, known, extras) if leaf.op.extra_outputs else known  # type: ignore[assignment]
+                    known = look(op, x, keywords, runtime)
+                    x = _noted(op, known, extras) if op.extra_outputs else known  # type: ignore[assignment]
             except ArgumentError as error:
-                raise error.located(str(leaf)) from None
+                raise error.located(str(self.leaves[i])) from None
         if not whole or not self.module._forward_hooks:
             return x
-        for name in self.leaves[0].op.extra_outputs:  # type: ignore[union-attr]
+        for name in self.ops[0].extra_outputs:  # type: ignore[union-attr]
             extras.pop(name, None)
         return None  # hooks may give out something else
 
@@ -88,9 +89,8 @@ class Step:
 
     def with_op(self, op: Op) -> Step:
         """The same with another op, or view of it, in place of its own."""
-        parts = [op if role == "" else op.inner_ops()[role] for role in self.roles]
-        leaves = tuple([replace(leaf, module=part) for leaf, part in zip(self.leaves, parts, strict=True)])
-        return replace(self, module=op, leaves=leaves)
+        parts = tuple([op if role == "" else op.inner_ops()[role] for role in self.roles])
+        return replace(self, module=op, ops=parts)
 
     def computed(self) -> Step:
         """The same on parameters that are computed here, for one run; they may be others than have been checked."""

@@ -51,7 +51,7 @@ class ExpertParameters(Op):
         super().register_parameter(name, param)
         for key, group in [*self._groups.items()]:
             number = name.removeprefix(key)
-            if name == key or not number.isdecimal() or type(param) is not nn.Parameter:
+            if name == key or not number.isdecimal() or type(param) not in (nn.Parameter, type(None)):
                 continue  # something else, or what FSDP puts there while it keeps the others
             if not any(tensor is param for tensor in group.tensors[int(number) :][:1]):
                 del self._groups[key]
@@ -176,6 +176,10 @@ class ExpertParameters(Op):
             return group
         group = groups[name] = ExpertGroup(parameters)
         return group
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._groups.clear()  # so that a parameter is freed now, and not at the next call
 
     def _has_others(self) -> bool:
         replaced = self._forward_pre_hooks  # which may put parameters in the place of others, as prune's do

@@ -309,6 +309,15 @@ def test_too_few_or_too_many_extra_inputs_list_the_slots(count):
     assert refusal(unrunnable(), *[ONE] * count) == message
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_too_few_or_too_many_extra_inputs_raise_after_a_good_call(count):
+    model, given = Sequential(GroupedLinear(2, 4, 4), Scale(), Scale()), [torch.ones(3) for _ in range(3)]
+    model(X, *given[:2], split_sizes=SIZES)
+
+    with pytest.raises(ArgumentError, match=r"missing|got \d extra inputs for 2 open slots"):
+        model(X, *given[:count], split_sizes=SIZES)
+
+
 def test_extra_inputs_beside_given_ones_raise():
     assert refusal(unrunnable(), ONE, scales=ONE) == "got 1 extra inputs for 0 open slots: none"
 

@@ -22,6 +22,7 @@ from fusible import (
     SwiGLU,
     config,
 )
+from fusible.fuser.buffers import overlap
 
 E, K, F = 3, 4, 6
 SIZES = torch.tensor([3, 0, 5])
@@ -306,6 +307,16 @@ def test_overlap_with_another_input_is_refused(keyword):
 
     with pytest.raises(ArgumentError, match=rf"'output' overlaps op \d \(\w+\): '{keyword}' in memory"):
         model(unit(T, K), split_sizes=SIZES, op_kwargs={0: {"output": buffer}}, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
+def test_one_element_in_common_is_an_overlap(dtype):
+    memory = torch.zeros(9, dtype=dtype)
+
+    for a, b in ((memory[:5], memory[4:]), (memory, memory[8:]), (memory[:1], memory)):
+        assert overlap(a, b)
+        assert overlap(b, a)
+    assert not overlap(memory[:5], memory[5:])
 
 
 def test_neighbouring_memory_is_no_overlap():

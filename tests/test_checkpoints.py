@@ -42,6 +42,14 @@ def gated(rows: Tensor, weights: dict[str, Tensor], *, transposed: bool = False)
     return (torch.nn.functional.silu(gate) * linear) @ down.mT
 
 
+def test_the_prefix_of_a_state_may_be_given_by_position() -> None:
+    model = container(layout=interleaved(2))
+    with pytest.warns(FutureWarning, match="Positional args"):
+        found = model.state_dict(None, "p.")
+
+    assert_same_states(found, {f"p.{name}": value for name, value in model.state_dict().items()})
+
+
 # --- conversions ------------------------------------------------------------------------------------------------------
 
 

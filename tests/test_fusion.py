@@ -295,6 +295,19 @@ def test_keyword_of_two_parts_must_be_one_tensor(same):
     assert reasons(model)["Scales"] == (None if same else "a and b read different scales")
 
 
+def test_gradients_of_a_keyword_that_two_parts_share_add_up():
+    @register_fusion(Pattern.path(a=Scale, b=Scale).shares("scales", "a", "b"))
+    class Squared(FusedOp):
+        def fwd(self, x, *, scales, needs_grad, autocast_dtype):
+            return super().fwd(x, scales=scales, needs_grad=needs_grad, autocast_dtype=autocast_dtype)
+
+    model, scales = Sequential(Scale(), Scale()), torch.tensor([2.0, 3.0, 5.0], requires_grad=True)
+    model(X, scales=scales).sum().backward()
+
+    assert steps(model) == ["Squared"]
+    assert torch.equal(scales.grad, 2 * 4 * scales)
+
+
 def test_module_in_between_ends_a_fusible_run():
     register_fusion(PAIR)(Product)
 

@@ -33,7 +33,13 @@ def graph(*modules, **keywords):
     """The op graph of a call."""
     model = Sequential(*modules)
     model(X, **keywords)
-    return model.explain().graph
+    return kept(model.explain().graph, model)
+
+
+def kept(found, *modules):
+    """The graph, which keeps its modules from now on."""
+    found.nx.graph["modules"] = modules
+    return found
 
 
 def matched(pattern, *modules, **keywords):
@@ -312,11 +318,12 @@ def hand_made(edges, nodes):
     """A match of the nodes in a graph that no container builds; edges are (source, reader, port, output)."""
     made = nx.DiGraph()
     made.add_node("in", info=None)
-    for position, (name, op) in enumerate([("a", MakeExtraOutput("r")), ("b", Identity()), ("c", Identity())]):
+    ops = {"a": MakeExtraOutput("r"), "b": Identity(), "c": Identity()}
+    for position, (name, op) in enumerate(ops.items()):
         made.add_node(name, leaf=Leaf(name, position, op), position=position)
     for source, reader, port, output in edges:
         made.add_edge(source, reader, port=port, ports={port: output})
-    return Match(OpGraph(made), {node: node for node in nodes}, tuple(nodes))
+    return Match(kept(OpGraph(made), *ops.values()), {node: node for node in nodes}, tuple(nodes))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ They run on the emulated kernels (tests/emulation), whose tensors are on the CPU
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import copy, deepcopy
 from itertools import pairwise
@@ -851,3 +853,32 @@ def test_a_replay_refuses_main_grad_in_a_buffer_of_the_backward(runs: Runs) -> N
     with pytest.raises(RuntimeError, match=r"GroupedMLP: a buffer for a gradient overlaps .* what that of fc1\.weight"):
         experts.forward(op_kwargs={0: {"grad_input": buffers[1]}}).backward(experts.dy)
     assert not memory.any()
+
+
+def parameters_alive(seen: list[Any]) -> int:
+    return sum(ref() is not None for ref in seen)
+
+
+@pytest.mark.parametrize("how", [{}, {"single_grouped_weight": False}, {"accumulate_into_main_grad": True}])
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_replayed_is_freed_with_its_container(runs: Runs, how: dict[str, Any], trains: bool) -> None:
+    experts = Experts(**how)
+    seen = []
+    for p in experts.model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+        seen.append(weakref.ref(p))
+    del p
+    of_first = seen[: len(list(experts.fc1.parameters()))]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            experts.step() if trains else experts.forward().detach()
+        assert runs.again > 0
+        experts.fc1 = experts.model[0] = GroupedLinear(GROUPS, K, 2 * F, bias=False, dtype=torch.bfloat16)
+        assert parameters_alive(of_first) == 0
+        experts.forward()
+        del experts
+        assert parameters_alive(seen) == 0
+    finally:
+        gc.enable()

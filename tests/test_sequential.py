@@ -462,6 +462,19 @@ def test_hooks_of_a_nested_container_or_composite_run(build):
     assert seen == [1]
 
 
+def test_hooks_of_a_nested_container_may_come_and_go_after_a_call():
+    inner, seen = Sequential(ConstantScale(2.0)), []
+    model, x = Sequential(inner, Identity()), torch.ones(3, 4)
+    model(x)
+    handle = inner.register_forward_hook(lambda *_: seen.append(1))
+    model(x)
+    assert seen == [1]
+    handle.remove()
+    model(x)
+    assert seen == [1]
+    assert steps(model) == ["ConstantScale", "Identity"]
+
+
 def test_hooked_container_whose_ops_need_keywords_raises():
     inner = Sequential(Identity(), Scale())
     inner.register_forward_hook(lambda *_: None)
