@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusible.fuser import trace
+from fusible.fuser import tracing as trace
 from fusible.ops import kernels
-from fusible.ops.backends import grouped_mm as grouped_mm_backend
-from fusible.ops.backends import hopper
-from fusible.ops.backends.extension import compiled
-from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.hopper.extension import compiled
+from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
+from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
 
 from .problem import Problem
 

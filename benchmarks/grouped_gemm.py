@@ -20,18 +20,12 @@ import torch
 from torch import Tensor
 
 import fusible
-from fusible.fuser.settings import BACKENDS
-from fusible.ops.backends.problem import GroupedGemm, Layout, stacked
+from fusible.fuser.config import BACKENDS
+from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 
 from .arguments import duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles
-from .problem import (
-    DISTRIBUTIONS,
-    Asked,
-    InaccurateError,
-    add_asked_arguments,
-    asked,
-)
+from .problem import DISTRIBUTIONS, Asked, InaccurateError, add_asked_arguments, asked
 from .report import Report, describe
 from .timing import interleaved, markdown, sustained
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 import fusible
-from fusible.fuser.autograd import Runtime
-from fusible.fuser.binding import bind
+from fusible.fuser.compiler.binding import bind
+from fusible.fuser.runtime.autograd import Runtime
 
 from .arguments import positive
 from .contestants import experts, fused, loop

@@ -1,16 +1,16 @@
 """The graph compiler: ops, patterns, fusions, plans. Knows no concrete op and no kernel."""
 
-from .chain import Composite, FusedOp
+from .compiler.graph import OpGraph
+from .compiler.pattern import Match, Pattern, optional
+from .compiler.plan import Plan
+from .compiler.registry import Fusion, register_fusion, registry, unregister
+from .composite import Composite, FusedOp
+from .config import Config, config
 from .errors import ArgumentError, DoubleBackwardError, RefusedError
-from .explanation import Explanation
-from .fusion import Fusion, register_fusion, registry, unregister
-from .graph import OpGraph
-from .model_explanation import ModelExplanation, explain
+from .explain.explanation import Explanation
+from .explain.model import ModelExplanation, explain
 from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs
-from .pattern import Match, Pattern, optional
-from .plan import Plan
 from .sequential import Sequential
-from .settings import Config, config
 from .spec import Spec
 
 __all__ = [

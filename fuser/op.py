@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .edits import children_changed
-from .facts import Attributes, attributes, constant
+from .module_state import Attributes, attributes, constant
 from .spec import Spec, Specs
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
@@ -241,7 +241,7 @@ class Op(nn.Module, ABC):
 
     @constant
     def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        from .program import answer, of_op
+        from .dynamo.steps import answer, of_op
 
         return answer(of_op, switches, self, call, likes, names)
 
@@ -256,10 +256,10 @@ class Op(nn.Module, ABC):
             ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
         """
         if torch.compiler.is_dynamo_compiling():
-            from .compiled import run_op
+            from .dynamo.frontend import run_op
 
             return run_op(self, x, keywords)
-        from .autograd import run_alone
+        from .runtime.autograd import run_alone
 
         return run_alone(self, x, keywords)
 

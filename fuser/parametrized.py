@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .op import Op
-from .trace import Outline
+from .tracing import Outline
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 

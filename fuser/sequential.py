@@ -9,22 +9,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import ready, settings
-from .autograd import Runtime
-from .binding import Call, OpKwargs, bind
-from .dry_run import Shape, explain_plan
+from .compiler.binding import Call, OpKwargs, bind
+from .compiler.flatten import Layout
+from .compiler.graph import OpGraph
+from .compiler.plan import Plan, compile_plan
+from .compiler.recent import Recent
+from .compiler.registry import registry
+from .config import active_config
 from .edits import children_changed, tell_of_edits
 from .errors import ArgumentError
-from .explanation import Explanation
-from .facts import constant
-from .fusion import registry
-from .graph import OpGraph
-from .layout import Layout
-from .own_code import is_hooked
+from .explain.dry_run import Shape, explain_plan
+from .explain.explanation import Explanation
+from .module_state import constant
+from .overrides import is_hooked
 from .parametrized import foreseen
-from .plan import Plan, compile_plan
-from .recent import Recent
-from .replay import SEEN, Forms, aligned
+from .replay import calls as ready
+from .replay.program import SEEN, Forms, aligned
+from .runtime.autograd import Runtime
 
 _MANY_PLANS = 64
 
@@ -70,7 +71,7 @@ class _Compiled:
 
     def plan(self, call: Call, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
-        switches, key, changes = settings.current(), call.key(), 0
+        switches, key, changes = active_config(), call.key(), 0
         for op in self.layout.ops:
             known = op if not op._modules else foreseen(op)
             key += (known.decision_key(), is_hooked(op))
@@ -178,7 +179,7 @@ class Sequential(nn.Sequential):
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """
         if torch.compiler.is_dynamo_compiling():
-            from .compiled import run_container
+            from .dynamo.frontend import run_container
 
             return run_container(self, x, extra_inputs, op_kwargs, shared)
         compiled, runtime = self._current(), Runtime.of(x)
@@ -232,7 +233,7 @@ class Sequential(nn.Sequential):
 
     @constant
     def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        from .program import answer, of_container
+        from .dynamo.steps import answer, of_container
 
         return answer(of_container, switches, self, call, likes, names)
 

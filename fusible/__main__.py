@@ -16,7 +16,7 @@ from .benchmarks.arguments import file
 from .benchmarks.problem import add_size_arguments, sizes_of
 from .examples import moe_lm
 from .fuser import RefusedError, registry
-from .fuser.settings import BACKENDS
+from .fuser.config import BACKENDS
 
 
 def info(argv: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.activations import Interleaved, gated
-from ..ops.stored import SUFFIX, note, noted
+from ..ops.activation_spec import Interleaved, gated
+from ..ops.parameters.stored import SUFFIX, note, noted
 from . import layouts
 from .layouts import Layer
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuser import settings
-from ..fuser.compiled import plain, switches
-from ..fuser.own_code import is_hooked
+from ..fuser.config import thread_config, use_config
+from ..fuser.dynamo.frontend import plain, switches
+from ..fuser.overrides import is_hooked
 from ..ops import grouped_gemm
-from ..ops.activations import ActivationSpec
+from ..ops.activation_spec import ActivationSpec
 from ..ops.checks import product_dtype
-from ..ops.library import config
+from ..ops.kernels.custom_ops import config
 from ..ops.routed_mlp import Experts
 from . import routed
 from .experts import CONSTANTS, Parameters
@@ -47,13 +47,13 @@ def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: An
     """What Dynamo puts into its graph: AOTAutograd traces through it, down to the custom ops of the doors."""
     x, index, weights, up, down, up_bias, down_bias = tensors
     experts = Experts(up, down, up_bias, down_bias, ActivationSpec(*spec), transposed)
-    with settings.using(config(obeyed)):
+    with use_config(config(obeyed)):
         return routed.run(experts, x, index, weights)
 
 
 def _obeyed() -> str | None:
     """The switches in force that kernels obey; None: the experts shall not run as one."""
-    if settings.in_force.config is DEFAULT:  # one guard
+    if thread_config.config is DEFAULT:  # one guard
         return "auto"
     given = dict(switches())
     if "GroupedMLP" in given["disable_fusions"]:

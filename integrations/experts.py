@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.explanation import StandIn
-from ..fuser.facts import constant
-from ..fuser.own_code import is_hooked
+from ..fuser.explain.explanation import StandIn
+from ..fuser.module_state import constant
+from ..fuser.overrides import is_hooked
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from .gates import activation_of

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Op
-from ..fuser.facts import constant
-from ..fuser.own_code import is_hooked
+from ..fuser.module_state import constant
+from ..fuser.overrides import is_hooked
 from ..ops import GLU, Activation, interleaved
 
 _ACTIVATIONS: dict[str, str] = {

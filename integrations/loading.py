@@ -18,7 +18,7 @@ from ..fuser import Composite, Sequential
 from ..fuser.sequential import StateFormat, add_state_format
 from ..ops import GroupedLinear, Linear
 from ..ops.glu import Activated
-from ..ops.stored import SUFFIX, note, take_basic_ops
+from ..ops.parameters.stored import SUFFIX, note, take_basic_ops
 from . import layouts, row_order
 from .layouts import Layer
 

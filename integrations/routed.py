@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..fuser import settings
-from ..fuser.trace import named_range
-from ..ops.activations import ActivationSpec
+from ..fuser.config import active_config, use_config
+from ..fuser.tracing import named_range
+from ..ops.activation_spec import ActivationSpec
 from ..ops.routed_backward import Needs, routed_activation_backward, routed_input_grad, routed_weight_grad
 from ..ops.routed_mlp import Experts, routed_mlp, routed_mlp_forward
 from ..ops.routing import Routing
@@ -48,7 +48,7 @@ class _Routed(torch.autograd.Function):
         made = routed_mlp_forward(experts, x, index, weights, keep_pre=needs.through or needs.down)
         kept = *made.routing[:3], made.scales, made.pre
         ctx.save_for_backward(x if needs.up else None, *kept, up, down, up_bias, down_bias)
-        ctx.how = spec, transposed, made.routing.own, weights.dtype, settings.current()
+        ctx.how = spec, transposed, made.routing.own, weights.dtype, active_config()
         return made.y
 
     @staticmethod
@@ -56,7 +56,7 @@ class _Routed(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         backward = Backward(ctx.needs, ctx.saved_tensors, ctx.how)
         ctx.maybe_clear_saved_tensors()  # so that what is not needed further is free; nothing with retain_graph
-        with settings.using(ctx.how[-1]), named_range("fusible::GroupedMLP.bwd"):
+        with use_config(ctx.how[-1]), named_range("fusible::GroupedMLP.bwd"):
             return None, None, *backward.run(dy if dy.stride(-1) == 1 else dy.contiguous())
 
 

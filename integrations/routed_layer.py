@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import Sequential, settings
-from ..fuser.fusion import registry
-from ..ops.activations import ActivationSpec
+from ..fuser import Sequential
+from ..fuser.compiler.registry import registry
+from ..fuser.config import Config, config_of, thread_config
+from ..ops.activation_spec import ActivationSpec
 from ..ops.routed_mlp import Experts
 from ..ops.routing import routed_by
 from . import routed
 
-DEFAULT = settings.config_of(**vars(settings.Config()))
+DEFAULT = config_of(**vars(Config()))
 
 
 class _Seen(NamedTuple):
@@ -77,4 +78,4 @@ def _seen(x: Tensor, index: Tensor, weights: Tensor) -> _Seen:
 
 
 def _switched() -> bool:
-    return settings.in_force.config is not DEFAULT
+    return thread_config.config is not DEFAULT

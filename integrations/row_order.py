@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..fuser import Composite, Sequential
-from ..fuser.layout import opens
+from ..fuser.compiler.flatten import opens
 from ..ops import AddExtraInput, ConstantScale, GroupedLinear, Identity, Linear, MakeExtraOutput, Scale
 from ..ops.glu import Activated
-from ..ops.stored import SETTLED, SUFFIX, note, noted
+from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
 from . import layouts
 
 METADATA = "interleaved"

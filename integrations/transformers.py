@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.model_explanation import Found, add_finder
-from ..fuser.trace import named_range
+from ..fuser.explain.model import Found, add_finder
+from ..fuser.tracing import named_range
 from ..ops.routing import route, routed_by
 from . import compiled
 from .experts import Built, Forward, Parameters, built_of, existing, known, refusal

@@ -1,9 +1,8 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from . import library as _library  # noqa: F401  # register the custom ops
 from . import library_routed as _library_routed  # noqa: F401
 from .activation import Activation
-from .activations import interleaved
+from .activation_spec import interleaved
 from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .functional import grouped_gemm
@@ -11,6 +10,7 @@ from .fused import GLUScale, GroupedLinearGLU, GroupedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
+from .kernels import custom_ops as _library  # noqa: F401  # register the custom ops
 from .linear import Linear
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .activations import activation
+from .activation_spec import activation
 from .glu import Activated
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Spec
-from ..fuser.settings import current
-from ..fuser.trace import WITHOUT_DATA, has_no_data
+from ..fuser.config import active_config
+from ..fuser.tracing import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _PLAIN = (Tensor, nn.Parameter)
@@ -192,7 +192,7 @@ def is_free_to_read(tensor: Tensor) -> bool:
     """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
     if tensor.is_meta or has_no_data(tensor):
         return False
-    return tensor.device.type == "cpu" or current().debug
+    return tensor.device.type == "cpu" or active_config().debug
 
 
 def is_free_to_write(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..fuser import Composite
 from .activation import Activation
-from .activations import Interleaved
+from .activation_spec import Interleaved
 from .glu import ClampedSwiGLU, SwiGLU
 from .scale import Scale
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
-from ..fuser.autograd import Runtime, run
+from ..fuser.runtime.autograd import Runtime, run
 from . import kernels
 from .checks import is_dense, is_free_to_read, not_dense
 from .grouped_tensor import GroupedTensor

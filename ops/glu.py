@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Op, Spec
 from . import kernels
-from .activations import ActivationSpec, Interleaved, gated
+from .activation_spec import ActivationSpec, Interleaved, gated
 from .checks import check_floats
 
 

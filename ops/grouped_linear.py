@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec, trace
-from ..fuser.buffers import Lent
+from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
+from ..fuser import tracing as trace
+from ..fuser.runtime.buffers import Lent
 from . import kernels
 from .checks import (
     check_buffer,
@@ -22,7 +23,7 @@ from .checks import (
     product_dtype,
 )
 from .kernels import Layout, Matrices
-from .weight_grads import WeightGrads
+from .parameters.weight_grads import WeightGrads
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"

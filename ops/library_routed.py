@@ -14,9 +14,9 @@ from torch import Tensor
 from . import routed_backward as backward
 from . import routed_mlp as routed
 from . import routing
-from .activations import ActivationSpec
+from .activation_spec import ActivationSpec
 from .kernels import room
-from .library import SPEC, obeying, register
+from .kernels.custom_ops import SPEC, obeying, register
 from .routed_backward import Needs
 from .routed_mlp import Experts
 from .routing import Routing

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ..fuser import Gradient, Grads, Spec
 from .checks import check_matrix_input, check_parameter, check_sizes, product_dtype
-from .stored import drop_note, take_basic_ops
-from .weight_grads import WeightGrads
+from .parameters.stored import drop_note, take_basic_ops
+from .parameters.weight_grads import WeightGrads
 
 
 class Linear(WeightGrads):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError
-from ..fuser.buffers import overlap
-from ..fuser.trace import has_no_data
+from ..fuser.runtime.buffers import overlap
+from ..fuser.tracing import has_no_data
 from .checks import is_dense, is_free_to_write, is_narrow_float, not_dense
 from .grouped_tensor import GroupedTensor
 from .product import Factor, Product, columns_of, fits, in_words, is_counted_on_the_host, needed, output_shape, shapes

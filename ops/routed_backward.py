@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser.trace import is_traced
+from ..fuser.tracing import is_traced
 from . import kernels
 from . import routing as rows_of
-from .backends import traced_routed as traced
 from .kernels import Layout
+from .kernels import traced_routed as traced
 from .routed_mlp import Experts, oriented, product
 from .routing import Routing
 

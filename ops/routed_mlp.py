@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, settings
-from ..fuser.trace import is_traced, named_range
+from ..fuser import ArgumentError
+from ..fuser.config import active_config
+from ..fuser.tracing import is_traced, named_range
 from . import kernels
 from . import routing as rows_of
-from .activations import ActivationSpec
-from .backends import routed_mlp as backend
-from .backends import traced_routed as traced
-from .backends.extension import address
-from .backends.routed_mlp import Experts, RoutedMlp
+from .activation_spec import ActivationSpec
 from .kernels import Layout
+from .kernels import traced_routed as traced
+from .kernels.hopper import routed_mlp as backend
+from .kernels.hopper.extension import address
+from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .routing import Routing
 
 __all__ = ["Experts", "Forward", "RoutedMlp", "compiled", "oriented", "product", "routed_mlp", "routed_mlp_forward"]
@@ -71,7 +72,7 @@ def routed_mlp(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: 
     if type(x) is not Tensor and is_traced(x):
         return traced.routed_mlp(experts, x, top_k_index, top_k_weights)
     _check(experts, x, top_k_index, top_k_weights)
-    call = compiled(experts) if x.is_cuda and settings.current().backend in _OUR_BACKENDS else None
+    call = compiled(experts) if x.is_cuda and active_config().backend in _OUR_BACKENDS else None
     if call is None:
         return _in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
     if not torch._C._autograd._profiler_enabled():

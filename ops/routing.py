@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .backends import routing as kernels
+from .kernels.hopper import permute as kernels
 
 _SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
 

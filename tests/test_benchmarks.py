@@ -40,7 +40,7 @@ from fusible.benchmarks.problem import (
     sizes_of,
     split_sizes,
 )
-from fusible.ops.backends.problem import GroupedGemm
+from fusible.ops.kernels.problem import GroupedGemm
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 PRODUCTS = ["fc1", "fc2", "dgrad1", "dgrad2", "wgrad1", "wgrad2"]

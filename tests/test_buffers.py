@@ -22,7 +22,7 @@ from fusible import (
     SwiGLU,
     config,
 )
-from fusible.fuser.buffers import overlap
+from fusible.fuser.runtime.buffers import overlap
 
 E, K, F = 3, 4, 6
 SIZES = torch.tensor([3, 0, 5])

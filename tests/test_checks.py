@@ -21,10 +21,10 @@ from fusible import (
     SwiGLU,
     config,
 )
-from fusible.fuser import plan
-from fusible.ops.backends import hopper
-from fusible.ops.backends.choice import choose
-from fusible.ops.backends.problem import GroupedGemm, Layout
+from fusible.fuser.compiler import plan
+from fusible.ops.kernels.dispatch import choose
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.problem import GroupedGemm, Layout
 
 E, K, N, T = 2, 8, 16, 4
 F8 = torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
 from fusible import ArgumentError, GroupedLinear, RefusedError, Scale, Sequential, SwiGLU, config, grouped_gemm
-from fusible.ops.backends import hopper
+from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,

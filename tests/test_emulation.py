@@ -18,9 +18,9 @@ from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
-from fusible.ops.activations import ActivationSpec, gated, interleaved
-from fusible.ops.backends import hopper
-from fusible.ops.backends.problem import Layout
+from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.problem import Layout
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 

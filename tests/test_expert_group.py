@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU
-from fusible.ops.expert_group import as_one
+from fusible.ops.parameters.group import as_one
 
 E, K, F = 3, 4, 6
 SIZES = torch.tensor([2, 0, 3])

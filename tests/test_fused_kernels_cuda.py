@@ -18,11 +18,13 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from fusible.ops import kernels  # noqa: E402
-from fusible.ops.activations import ActivationSpec, activation, gated, interleaved  # noqa: E402
-from fusible.ops.backends import hopper, pointwise, separate  # noqa: E402
-from fusible.ops.backends import hopper_activation as fused  # noqa: E402
-from fusible.ops.backends.pointwise import ActivationGrads  # noqa: E402
-from fusible.ops.backends.problem import GroupedGemm, Layout  # noqa: E402
+from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved  # noqa: E402
+from fusible.ops.kernels import unfused as separate  # noqa: E402
+from fusible.ops.kernels.hopper import epilogue as fused  # noqa: E402
+from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
+from fusible.ops.kernels.problem import GroupedGemm, Layout  # noqa: E402
+from fusible.ops.kernels.pytorch import activation as pointwise  # noqa: E402
+from fusible.ops.kernels.pytorch.activation import ActivationGrads  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:

@@ -31,8 +31,9 @@ from fusible import (
     register_fusion,
     unregister,
 )
-from fusible.fuser import Fusion, fusion, registry
-from fusible.fuser.fusion import Registry
+from fusible.fuser import Fusion, registry
+from fusible.fuser.compiler import registry as fusion
+from fusible.fuser.compiler.registry import Registry
 
 X = torch.ones(3, 4)
 SIZES = torch.tensor([2, 1])

@@ -11,7 +11,7 @@ from reference import assert_same, unit
 from torch import Tensor, nn
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
-from fusible.ops.backends import hopper
+from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,

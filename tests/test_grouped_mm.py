@@ -11,8 +11,8 @@ from test_grouped_mlp import Case
 
 from fusible import GroupedLinear, RefusedError, Sequential, config
 from fusible.ops import kernels
-from fusible.ops.backends import grouped_mm, loop
-from fusible.ops.backends.problem import GroupedGemm, Layout
+from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.pytorch import grouped_mm, loop
 
 E, K, N, T = 3, 16, 24, 40
 SIZES = [15, 0, 20]

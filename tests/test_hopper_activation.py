@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusible.ops.activations import activation, gated, interleaved
-from fusible.ops.backends import hopper_activation as fused
-from fusible.ops.backends.pointwise import ActivationGrads
-from fusible.ops.backends.problem import GroupedGemm, Layout
+from fusible.ops.activation_spec import activation, gated, interleaved
+from fusible.ops.kernels.hopper import epilogue as fused
+from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.pytorch.activation import ActivationGrads
 
 T, K, F, E = 6, 16, 96, 2
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")

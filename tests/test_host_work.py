@@ -14,7 +14,8 @@ from emulation import harness
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
-from fusible.fuser import plan, ready
+from fusible.fuser.compiler import plan
+from fusible.fuser.replay import calls as ready
 
 K = F = 8
 

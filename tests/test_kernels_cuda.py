@@ -15,8 +15,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fusible.ops.backends import hopper  # noqa: E402
-from fusible.ops.backends.problem import GroupedGemm, Layout  # noqa: E402
+from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
+from fusible.ops.kernels.problem import GroupedGemm, Layout  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:

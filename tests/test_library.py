@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.ops import kernels
-from fusible.ops.activations import ActivationSpec
+from fusible.ops.activation_spec import ActivationSpec
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 OPS = torch.ops.fusible

@@ -28,7 +28,8 @@ from fusible import (
     explain,
     register_fusion,
 )
-from fusible.fuser import FusedOp, program
+from fusible.fuser import FusedOp
+from fusible.fuser.dynamo import steps as program
 
 SIZES, X = [2, 1], torch.randn(3, 4)
 KEYWORDS: dict[str, Any] = {"split_sizes": SIZES, "scales": torch.ones(3)}

@@ -25,7 +25,7 @@ from fusible import (
     register_fusion,
 )
 from fusible.fuser import Grads
-from fusible.ops.activations import activation
+from fusible.ops.activation_spec import activation
 
 E, K, F, SIZES = 3, 4, 6, [2, 0, 3]
 FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}

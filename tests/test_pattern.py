@@ -23,8 +23,8 @@ from fusible import (
     SwiGLU,
     optional,
 )
-from fusible.fuser import legality
-from fusible.fuser.layout import Leaf
+from fusible.fuser.compiler import legality
+from fusible.fuser.compiler.flatten import Leaf
 
 X = torch.ones(3, 4)
 

@@ -25,7 +25,9 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import FusedOp, binding, graph, plan, sequential, settings
+from fusible.fuser import FusedOp, sequential
+from fusible.fuser.compiler import binding, graph, plan
+from fusible.fuser.config import Config, active_config
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])
@@ -249,11 +251,11 @@ class Reads(Identity):
         self.seen = []
 
     def fwd(self, x: Tensor):
-        self.seen.append(settings.current().backend)
+        self.seen.append(active_config().backend)
         return x * 1, None
 
     def bwd(self, saved, dy):
-        self.seen.append(settings.current().backend)
+        self.seen.append(active_config().backend)
         return {"x": dy}
 
 
@@ -264,7 +266,7 @@ def test_backward_runs_under_the_switches_of_its_forward():
     y.sum().backward()
 
     assert op.seen == ["loop", "loop"]
-    assert settings.current().backend == "auto"
+    assert active_config().backend == "auto"
 
 
 def test_switches_do_not_leak_into_another_thread():
@@ -281,17 +283,17 @@ def test_switches_nest_and_are_restored():
     with config(backend="loop", debug=True):
         with config(backend="grouped_mm") as inner:
             assert (inner.backend, inner.debug) == ("grouped_mm", True)
-            assert settings.current() is inner
-        assert settings.current().backend == "loop"
+            assert active_config() is inner
+        assert active_config().backend == "loop"
 
-    assert settings.current() == settings.Config()
+    assert active_config() == Config()
 
 
 def test_switches_are_restored_after_an_error():
     with pytest.raises(ZeroDivisionError), config(debug=True):
         _ = 1 / 0
 
-    assert not settings.current().debug
+    assert not active_config().debug
 
 
 def test_two_threads_may_share_a_container():
@@ -315,7 +317,7 @@ def test_two_threads_may_share_a_container():
 
 
 def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
-    monkeypatch.setattr("fusible.fuser.plan._checks_values", lambda *_: False)  # as on a device
+    monkeypatch.setattr("fusible.fuser.compiler.plan._checks_values", lambda *_: False)  # as on a device
     model, checked = mlp(), []
     check = SwiGLU.check
     monkeypatch.setattr(SwiGLU, "check", lambda self, x: checked.append(x.shape[0]) or check(self, x))
@@ -330,7 +332,7 @@ def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
 @pytest.mark.parametrize("where", ["host", "device", "debug"])
 def test_values_are_checked_where_they_can_be_read(where):
     cuda = graph.TensorInfo(torch.float32, torch.device("cuda" if where != "host" else "cpu"), False)
-    switches = settings.Config(debug=where == "debug")
+    switches = Config(debug=where == "debug")
     model = mlp()
     found = graph.OpGraph.of(model._current().layout, binding.Call([X], ((), (), (), ())))
     found.nx.nodes[".x"]["info"] = cuda

@@ -20,8 +20,10 @@ from fusible import (
     register_fusion,
     unregister,
 )
-from fusible.fuser import FusedOp, layout, sequential, settings
-from fusible.fuser.recent import Recent
+from fusible.fuser import FusedOp, sequential
+from fusible.fuser.compiler import flatten as layout
+from fusible.fuser.compiler.recent import Recent
+from fusible.fuser.config import _in_use
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])
@@ -82,7 +84,7 @@ def test_plans_of_many_switches_are_bounded(compiled):
     assert len(compiled) == 3 * sequential._MANY_PLANS + 1  # what is used all the time stays
     assert len(model._compiled.plans) <= 2 * sequential._MANY_PLANS
     model._compiled = None
-    assert len(settings._in_use) <= 4
+    assert len(_in_use) <= 4
 
 
 @pytest.mark.filterwarnings("ignore:config")

@@ -17,9 +17,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fusible import GroupedTensor, config, grouped_gemm  # noqa: E402
-from fusible.ops.backends import hopper, hopper_ragged  # noqa: E402
-from fusible.ops.backends.problem import Layout  # noqa: E402
-from fusible.ops.backends.ragged import RaggedGemm  # noqa: E402
+from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
+from fusible.ops.kernels.hopper import ragged as hopper_ragged
+from fusible.ops.kernels.problem import Layout  # noqa: E402
+from fusible.ops.kernels.ragged import RaggedGemm  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:

@@ -12,11 +12,12 @@ from torch import Tensor
 from fusible import ArgumentError, GroupedTensor, config, grouped_gemm
 from fusible.benchmarks import ragged_gemm
 from fusible.benchmarks.problem import InaccurateError
-from fusible.fuser import RefusedError, trace
+from fusible.fuser import RefusedError
+from fusible.fuser import tracing as trace
 from fusible.ops import kernels
-from fusible.ops.backends import hopper_ragged
-from fusible.ops.backends.problem import Layout
-from fusible.ops.backends.ragged import RaggedGemm
+from fusible.ops.kernels.hopper import ragged as hopper_ragged
+from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.ragged import RaggedGemm
 
 ROWS, COLUMNS, DEPTHS, TAIL = (3, 0, 4), (2, 5, 1), (6, 2, 3), 7
 SIZE = sum(m * n for m, n in zip(ROWS, COLUMNS, strict=True))

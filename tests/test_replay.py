@@ -21,8 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError, halves, plan, ready, recorder, records, replay
-from fusible.ops.backends import extension
+from fusible.fuser import DoubleBackwardError
+from fusible.fuser.compiler import plan
+from fusible.fuser.replay import calls as ready
+from fusible.fuser.replay import capture as recorder
+from fusible.fuser.replay import captured as records
+from fusible.fuser.replay import program as replay
+from fusible.fuser.runtime import call as halves
+from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 

@@ -11,8 +11,8 @@ from reference import unit
 from torch import Tensor
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
-from fusible.fuser import replay
-from fusible.ops.backends import hopper
+from fusible.fuser.replay import program as replay
+from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,

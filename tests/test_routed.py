@@ -14,8 +14,8 @@ from fusible import ArgumentError
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
 from fusible.integrations import routed
 from fusible.ops import routed_backward, routed_mlp
-from fusible.ops.activations import ActivationSpec
-from fusible.ops.backends.extension import TYPE_CODES
+from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.kernels.hopper.extension import TYPE_CODES
 from fusible.ops.routed_mlp import Experts
 
 E, K, F, T, SLOTS = 16, 512, 128, 512, 4

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fusible.integrations import routed
 from fusible.ops import routed_backward, routed_mlp
-from fusible.ops.activations import ActivationSpec, activation, gated, interleaved
-from fusible.ops.backends import hopper, pointwise
+from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.routed_mlp import Experts
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fusible.ops import routing
-from fusible.ops.backends import hopper
+from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusible.ops.activations import activation, gated, interleaved
-from fusible.ops.backends import hopper, pointwise, rows
-from fusible.ops.backends.pointwise import ActivationGrads
+from fusible.ops.activation_spec import activation, gated, interleaved
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.hopper import rows
+from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.kernels.pytorch.activation import ActivationGrads
 
 pytestmark = [
     pytest.mark.cuda,

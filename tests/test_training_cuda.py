@@ -11,7 +11,7 @@ from reference import grouped_linear
 from torch import Tensor
 
 from fusible import GroupedLinear, config
-from fusible.ops.backends import hopper
+from fusible.ops.kernels.hopper import gemm as hopper
 
 NOT_BUILT = not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None
 

@@ -12,8 +12,8 @@ from .. import kernels
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..scale import Scale
-from . import first_linear
-from .first_linear import FC1, flat, names_of
+from . import fc1 as first_linear
+from .fc1 import FC1, flat, names_of
 
 
 @register_fusion(

@@ -20,8 +20,8 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..scale import Scale
-from . import first_linear
-from .first_linear import FC1, Part, filed, flat, names_of
+from . import fc1 as first_linear
+from .fc1 import FC1, Part, filed, flat, names_of
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 

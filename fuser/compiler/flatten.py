@@ -1,0 +1,256 @@
+"""The structure of a container: its ops one by one, and what a key of ``op_kwargs`` may address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import nn
+
+from ..composite import Chain, Composite
+from ..errors import ArgumentError, shown
+from ..op import Op
+from ..overrides import has_own_forward, hooks_of, is_hooked, patched_half
+from ..parametrized import foreseen
+
+
+class Leaf:
+    """One op, or one module that is not an op, in execution order.
+
+    It does not keep the module alive: graphs, which consist of leaves, are in an explanation that somebody may keep,
+    and in reference cycles of networkx.
+
+    Attributes:
+        label: "1", or "1.0" inside a composite or a nested container.
+        index: position in the outermost container, which int keys count in.
+    """
+
+    def __init__(self, label: str, index: int, module: nn.Module) -> None:
+        self.label, self.index = label, index
+        self._kind = type(module).__name__
+        self._module: ref[nn.Module] | None = ref(module)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None once nobody else keeps it."""
+        return None if self._module is None else self._module()
+
+    @property
+    def op(self) -> Op | None:
+        """The module, if it is an op."""
+        module = self.module
+        return module if isinstance(module, Op) else None
+
+    @property
+    def kind(self) -> str:
+        """The name of the module's class."""
+        module = self.module
+        return self._kind if module is None else type(module).__name__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kind": self.kind, "_module": None}
+
+    def __str__(self) -> str:
+        return f"op {self.label} ({self.kind})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that a key can address: a child, or a module deeper down, with the leaves that it stands for."""
+
+    label: str
+    module: nn.Module
+    leaves: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"op {self.label} ({type(self.module).__name__})"
+
+
+Reads = tuple[tuple[tuple[str, int], ...], ...]  # leaf -> the (keyword, slot) that it is given
+
+
+class Bound(NamedTuple):
+    """How a form of call was bound: which of its arguments is the value of each slot, and who reads which slot."""
+
+    places: list[int]
+    reads: Reads
+
+
+class Layout:
+    """The leaves of a container and the ways to address them.
+
+    Attributes:
+        leaves: in execution order; composites and nested containers are taken apart.
+        channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
+        takers: keyword -> the leaves that take it.
+        required: the (leaf, keyword) that a call must give, in op order, then signature order.
+        modules: those of the leaves.
+        ops: those of the leaves that are ops; ``holders``: of these, those with parameters; ``hooks``: all theirs.
+        bound: the forms of calls that have been bound.
+    """
+
+    def __init__(self, container: nn.Sequential, container_type: type[nn.Sequential]) -> None:
+        self.leaves: list[Leaf] = []
+        self.modules: list[nn.Module] = []
+        self.channels: dict[tuple[int, str], tuple[int, str]] = {}
+        self.takers: dict[str, list[int]] = {}
+        self.required: list[tuple[int, str]] = []
+        self.bound: dict[tuple[Any, ...], Bound] = {}
+        self._container_type = container_type
+        self._by_index: list[Target] = []
+        self._by_name: dict[str, Target] = {}
+        self._by_id: dict[int, list[Target]] = {}
+        self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
+        self._composites: list[tuple[Composite, int]] = []
+        self._children = tuple(container._modules.items())
+        for index, (name, module) in enumerate(container._modules.items()):
+            self._by_index.append(self._add(module, name, index, (container,)))
+        self._connect()
+        self.ops = [module for module in self.modules if isinstance(module, Op)]
+        self.holders = [op for op in self.ops if op._parameters or op._modules]
+        self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
+
+    def is_current(self, container: nn.Sequential) -> bool:
+        """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
+        if tuple(container._modules.items()) != self._children:
+            return False
+        for module, children, hooked in self._seen:
+            if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
+                return False
+        for composite, changes in self._composites:  # noqa: SIM110  # no generator: this is asked at every call
+            if composite.changes != changes:
+                return False
+        return True
+
+    def opened(self) -> Iterator[nn.Module]:
+        """The modules inside the container whose children are among the leaves."""
+        for module, _, _ in self._seen:
+            yield module
+
+    def resolve(self, key: Any) -> Target:
+        """What a key of ``op_kwargs`` addresses.
+
+        Raises:
+            ArgumentError: a key of the wrong type, a module or name that is not here, one that stands at several
+                places, or one that takes no keywords.
+            IndexError: an index out of range.
+        """
+        if isinstance(key, nn.Module):
+            target = self._of_module(key)
+        elif isinstance(key, str):
+            target = self._of_name(key)
+        elif isinstance(key, int) and not isinstance(key, bool):
+            target = self._of_index(key)
+        else:
+            raise ArgumentError(
+                f"op_kwargs: {shown(key)} is a {type(key).__name__}; use the op itself, its index or its name"
+            )
+        if not isinstance(target.module, Op):
+            inside = "; address the ops inside it by module" if isinstance(target.module, nn.Sequential) else ""
+            raise ArgumentError(f"op_kwargs: {target} is not an Op and takes no keywords{inside}")
+        return target
+
+    def module_at(self, label: str) -> nn.Module:
+        """The module with that label."""
+        return self._by_name[label].module
+
+    def _of_module(self, key: nn.Module) -> Target:
+        found = self._by_id.get(id(key), [])
+        if not found:
+            raise ArgumentError(
+                f"op_kwargs: this {type(key).__name__} is not in the container, which has {self._all()}"
+            )
+        if len(found) > 1:
+            places = " and ".join(t.label for t in found)
+            way = "a name" if any("." in t.label for t in found) else "an index"
+            raise ArgumentError(f"op_kwargs: this {type(key).__name__} occurs at {places}: use {way}")
+        return found[0]
+
+    def _of_name(self, key: str) -> Target:
+        if key not in self._by_name:
+            raise ArgumentError(f"op_kwargs: no op is named {shown(key)}; the container has {self._all()}")
+        return self._by_name[key]
+
+    def _of_index(self, key: int) -> Target:
+        count = len(self._by_index)
+        if not -count <= key < count:
+            raise IndexError(f"op_kwargs: index {key} is out of range; the container has {count} ops: {self._all()}")
+        return self._by_index[key]
+
+    def _all(self) -> str:
+        return ", ".join(map(str, self._by_index)) or "none"
+
+    def _note(self, parent: nn.Module) -> None:
+        self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
+
+    def _add(self, module: nn.Module, label: str, index: int, around: tuple[nn.Module, ...]) -> Target:
+        first = len(self.leaves)
+        if isinstance(module, Composite):
+            self._composites.append((module, module.changes))
+        if opens(module, self._container_type):
+            refuse_itself(module, label, around)
+            self._note(module)
+            for name, child in () if is_hooked(module) else module._modules.items():
+                self._add(child, f"{label}.{name}", index, (*around, module))  # type: ignore[arg-type]
+        if not opens(module, self._container_type) or is_hooked(module):
+            self.leaves.append(Leaf(label, index, module))
+            self.modules.append(module)
+            self._check_whole(self.leaves[-1], module)
+        target = Target(label, module, tuple(range(first, len(self.leaves))))
+        self._by_name[label] = target
+        self._by_id.setdefault(id(module), []).append(target)
+        return target
+
+    def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
+        """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
+        if isinstance(module, self._container_type) and opens(module, self._container_type):
+            inner = Layout(module, self._container_type)
+            for i, name in inner.required:
+                raise ArgumentError(
+                    f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "
+                    "hook its ops instead"
+                )
+
+    def _connect(self) -> None:
+        made: dict[str, tuple[int, str]] = {}
+        for i, leaf in enumerate(self.leaves):
+            op = leaf.op
+            if op is None:
+                continue
+            twice = sorted(op.keywords.keys() & set(foreseen(op).input_names()))
+            if twice:
+                raise ArgumentError(f"{leaf}: {twice[0]!r} is both a keyword and a parameter; rename one")
+            for name, keyword in op.keywords.items():
+                self.takers.setdefault(name, []).append(i)
+                if name in made and not keyword.buffer:
+                    self.channels[i, name] = made[name]
+                elif keyword.required:
+                    self.required.append((i, name))
+            for name in op.extra_outputs:
+                if name in made:
+                    raise ArgumentError(
+                        f"{leaf}: extra output {name!r} is made by {self.leaves[made[name][0]]} already"
+                    )
+                made[name] = (i, name)
+
+
+def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) -> None:
+    """Raises for a container that stands in itself, ``around`` being those that it stands in."""
+    if any([module is outer for outer in around]):
+        kind = type(module).__name__
+        raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
+
+
+def opens(module: nn.Module, container_type: type[nn.Sequential]) -> bool:
+    """Whether to take a module apart. Hooks, and code of its own, only run where it is called whole."""
+    if isinstance(module, Composite):
+        return not _has_own_code(module)
+    return isinstance(module, container_type) and type(module).forward is container_type.forward
+
+
+def _has_own_code(composite: Composite) -> bool:
+    kind = type(composite)
+    overrides = kind.fwd is not Chain.fwd or kind.bwd is not Chain.bwd or kind.check is not Chain.check
+    return overrides or has_own_forward(composite) or patched_half(composite) is not None

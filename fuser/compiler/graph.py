@@ -1,0 +1,107 @@
+"""The op graph: ops and the tensors that they read, as a networkx digraph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import networkx
+import torch
+from torch import Tensor
+
+from ..op import Op
+from ..spec import layout_of
+from .binding import Call
+from .flatten import Layout, Leaf
+
+X = ".x"  # the node of the input of the first op
+
+
+class TensorInfo(NamedTuple):
+    """What a fusion may ask about an input: never its shape or its values, since plans are kept for other ones."""
+
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: torch.layout = torch.strided
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """One call's ops and inputs.
+
+    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``info=`` (a
+    :class:`TensorInfo`, or None for what is no tensor). A tensor that several ops read is one node. Edges carry
+    ``ports=``: for each port of the reader ("x" or a keyword) the output of the source ("y" or an extra output); and
+    ``port=``, the first of them.
+    """
+
+    nx: networkx.DiGraph[str]
+
+    @classmethod
+    def of(cls, layout: Layout, call: Call) -> OpGraph:
+        graph: networkx.DiGraph[str] = networkx.DiGraph()
+        sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
+        previous = X
+        for i, leaf in enumerate(layout.leaves):
+            graph.add_node(leaf.label, leaf=leaf, position=i)
+            _connect(graph, previous, leaf.label, "x", "y")
+            for name, slot in call.reads[i]:
+                _connect(graph, sources[slot], leaf.label, name, "y")
+            previous = leaf.label
+        for (reader, name), (maker, output) in layout.channels.items():
+            _connect(graph, layout.leaves[maker].label, layout.leaves[reader].label, name, output)
+        return cls(graph)
+
+    def inputs(self) -> list[TensorInfo | None]:
+        """What is known of the inputs, in the order of their slots."""
+        return [info["info"] for _, info in self.nx.nodes.items() if "info" in info]
+
+    def leaf(self, node: str) -> Leaf | None:
+        """The leaf of an op node, None for an input."""
+        return self.nx.nodes[node].get("leaf")
+
+    def op(self, node: str) -> Op | None:
+        """The op of a node, None for inputs and for modules that are not ops."""
+        leaf = self.leaf(node)
+        return None if leaf is None else leaf.op
+
+    def leaves(self) -> list[str]:
+        """The op nodes in execution order."""
+        return sorted((n for n in self.nx if self.leaf(n)), key=lambda n: self.nx.nodes[n]["position"])
+
+    def sources(self, node: str) -> dict[str, tuple[str, str]]:
+        """Port -> (node, output) that an op reads."""
+        edges = self.nx.pred[node].items()
+        return {port: (source, output) for source, edge in edges for port, output in edge["ports"].items()}
+
+    def readers(self, node: str) -> list[tuple[str, str, str]]:
+        """The (node, port, output) that read an op's outputs."""
+        edges = self.nx.succ[node].items()
+        return [(reader, port, output) for reader, edge in edges for port, output in edge["ports"].items()]
+
+    def ops_only(self) -> networkx.DiGraph[str]:
+        """The graph without inputs, and without modules that are not ops."""
+        return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])
+
+    def __str__(self) -> str:
+        names = {n: f"{n} {leaf.kind}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
+        return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
+
+
+def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
+    name = f".%{slot}" if slot else X
+    info = _info(value) if isinstance(value, Tensor) else None
+    graph.add_node(name, info=info)
+    return name
+
+
+def _info(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
+
+
+def _connect(graph: networkx.DiGraph[str], source: str, reader: str, port: str, output: str) -> None:
+    if graph.has_edge(source, reader):
+        graph.edges[source, reader]["ports"][port] = output
+    else:
+        graph.add_edge(source, reader, port=port, ports={port: output})

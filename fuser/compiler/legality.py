@@ -1,0 +1,70 @@
+"""When ops may be replaced by one: what any fusion must respect, whatever its pattern says."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from ..composite import FusedOp
+from ..overrides import has_own_forward, is_hooked
+from .graph import OpGraph
+from .pattern import Match
+
+
+def refusal(match: Match, fused: FusedOp) -> str | None:
+    """Why the matched ops cannot be replaced by one ``fused``, None if they can."""
+    nodes = set(match.nodes.values())
+    return (
+        _hooks(match) or _entries(match.graph, nodes) or _leaks(match.graph, nodes, fused) or _cycle(match.graph, nodes)
+    )
+
+
+def last(match: Match) -> str:
+    """The op whose ``y`` is the fused op's: the one that no other matched op reads."""
+    nodes = set(match.nodes.values())
+    return next(n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n)))
+
+
+def entry(match: Match) -> tuple[str, str]:
+    """The (node, output) that the fused op reads as ``x``."""
+    return next(iter(_outside(match.graph, set(match.nodes.values()))))
+
+
+def _outside(graph: OpGraph, nodes: set[str]) -> set[tuple[str, str]]:
+    return {source for n in nodes if (source := graph.sources(n)["x"])[0] not in nodes}
+
+
+def _hooks(match: Match) -> str | None:
+    for role, node in match.nodes.items():
+        op = getattr(match, role)
+        what = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
+        if what:
+            return f"op {node} has {what}, which only run{'s' if what[0] == 'a' else ''} where it is called itself"
+    return None
+
+
+def _entries(graph: OpGraph, nodes: set[str]) -> str | None:
+    return None if len(_outside(graph, nodes)) == 1 else "the ops read more than one x from outside"
+
+
+def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
+    """Every value made inside stays inside, but for the last ``y`` and the extra outputs that the fused op has."""
+    ends = 0
+    for node in nodes:
+        readers = graph.readers(node)
+        ends += all(r not in nodes for r, port, output in readers if output == "y")
+        op = graph.op(node)
+        for name in ("y", *(op.extra_outputs if op else ())):
+            inside = [r in nodes for r, _, output in readers if output == name]
+            if name == "y" and any(inside) and not all(inside):
+                return f"another op reads the output of op {node}"
+            if name == "y" or name in fused.extra_outputs or op is None:
+                continue
+            if not all(inside) or op.returns(name, bool(inside)):
+                return f"the extra output {name!r} of op {node} is wanted outside"
+    return None if ends == 1 else "the ops have more than one output"
+
+
+def _cycle(graph: OpGraph, nodes: set[str]) -> str | None:
+    after = {d for n in nodes for d in nx.descendants(graph.nx, n)} - nodes
+    before = {a for n in nodes for a in nx.ancestors(graph.nx, n)} - nodes
+    return f"op {min(after & before)} must run between the ops" if after & before else None

@@ -1,0 +1,180 @@
+"""Patterns: a small graph of roles, matched with VF2, and the conditions that a match must meet."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import networkx as nx
+from networkx.algorithms.isomorphism import DiGraphMatcher
+
+from ..op import Op
+from ..overrides import patched_half
+from ..parametrized import foreseen
+from .graph import OpGraph, TensorInfo
+
+OpTypes = type[Op] | tuple[type[Op], ...]
+
+
+class Optional(NamedTuple):
+    """A role that may be missing; see :func:`optional`."""
+
+    types: OpTypes
+
+
+def optional(types: OpTypes) -> Optional:
+    """Marks a role of :meth:`Pattern.path` that may be missing: the fused op is then built with None for it."""
+    return Optional(types)
+
+
+@dataclass(frozen=True)
+class Match:
+    """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
+
+    Parameters that a parametrization computes are not computed for it: all but their values can be read.
+    """
+
+    graph: OpGraph
+    nodes: dict[str, str]
+    roles: tuple[str, ...]
+
+    def __getattr__(self, role: str) -> Any:
+        if role not in self.roles:
+            raise AttributeError(f"no role {role!r} in this match; it has {', '.join(self.roles)}")
+        op = self.ops()[role]
+        return op if op is None else foreseen(op)
+
+    def ops(self) -> dict[str, Any]:
+        """What the fused op is built with."""
+        return {role: self.graph.op(self.nodes[role]) if role in self.nodes else None for role in self.roles}
+
+    def given(self, role: str, port: str) -> bool:
+        """Whether the op of a role reads anything at ``port``."""
+        return role in self.nodes and port in self.graph.sources(self.nodes[role])
+
+    def source(self, role: str, port: str) -> tuple[str, str] | None:
+        """The (node, output) that the op of a role reads at ``port``, None if nothing."""
+        return self.graph.sources(self.nodes[role]).get(port) if role in self.nodes else None
+
+    def info(self, role: str, port: str) -> TensorInfo | None:
+        """What the caller gives the op of a role at ``port``; None if nothing, or if another op computes it."""
+        source = self.source(role, port)
+        return None if source is None else self.graph.nx.nodes[source[0]].get("info")
+
+
+Condition = tuple[str, Callable[[Match], bool]]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A shape (roles joined by ports) and conditions, each with the reason that ``explain`` gives where it fails."""
+
+    roles: dict[str, OpTypes]
+    edges: tuple[tuple[str, str, str], ...] = ()
+    optional_roles: frozenset[str] = frozenset()
+    chain: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+
+    @classmethod
+    def path(cls, **roles: OpTypes | Optional) -> Pattern:
+        """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``.
+
+        Raises:
+            TypeError: a role that is no class of :class:`Op`, or tuple of such.
+            ValueError: no role.
+        """
+        types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
+        if not roles:
+            raise ValueError("Pattern.path: give at least one role, such as linear=Linear")
+        for role, found in types.items():
+            if not all(
+                isinstance(t, type) and issubclass(t, Op) for t in (found if isinstance(found, tuple) else (found,))
+            ):
+                raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {found!r}")
+        missing_ok = frozenset(role for role, t in roles.items() if isinstance(t, Optional))
+        return cls(types, optional_roles=missing_ok, chain=tuple(roles))
+
+    def edge(self, source: str, reader: str, port: str) -> Pattern:
+        """Asks that ``reader`` reads an output of ``source`` at ``port``; roles of a :meth:`path`."""
+        self._check(source, reader)
+        return replace(self, edges=(*self.edges, (source, reader, port)))
+
+    def shares(self, port: str, *roles: str) -> Pattern:
+        """Asks that the roles read one and the same tensor at ``port``."""
+        self._check(*roles)
+        reason = f"{' and '.join(roles)} read different {port}"
+        return self.where(reason, lambda m: len({m.source(role, port) for role in roles if role in m.nodes}) == 1)
+
+    def absent(self, port: str, role: str) -> Pattern:
+        """Asks that the call does not give the keyword ``port`` to the op of a role."""
+        self._check(role)
+        return self.where(f"{role} has {port!r}", lambda m: not m.given(role, port))
+
+    def where(self, reason: str, holds: Callable[[Match], bool]) -> Pattern:
+        """Adds a condition; ``reason`` is what ``explain`` says where it does not hold.
+
+        A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what
+        :class:`Match` offers. It must not read shapes or values of inputs.
+        """
+        return replace(self, conditions=(*self.conditions, (reason, holds)))
+
+    def matches(self, graph: OpGraph) -> list[Match]:
+        """Every place where the shape fits, conditions not yet asked: in execution order, the longest first."""
+        position = graph.nx.nodes
+        found = [match for shape in self._shapes() for match in self._matches_of(shape, graph)]
+        return sorted(found, key=lambda m: (min(position[n]["position"] for n in m.nodes.values()), -len(m.nodes)))
+
+    def refusal(self, match: Match) -> str | None:
+        """The reason of the first condition that does not hold."""
+        overrides = next(filter(None, (self._override(match, role) for role in match.nodes)), None)
+        return overrides or next((reason for reason, holds in self.conditions if not holds(match)), None)
+
+    def _override(self, match: Match, role: str) -> str | None:
+        """An op that computes something else than the class in the pattern is not what the pattern means."""
+        op, types = getattr(match, role), self.roles[role]
+        half = patched_half(op)
+        if half:
+            return f"{role} has a {half} of its own, set on the object"
+        base = next(t for t in (types if isinstance(types, tuple) else (types,)) if isinstance(op, t))
+        same = inspect.isabstract(base) or (type(op).fwd is base.fwd and type(op).bwd is base.bwd)
+        return None if same else f"{role} is a {type(op).__name__}, which overrides {base.__name__}"
+
+    def _check(self, *roles: str) -> None:
+        for role in roles:
+            if role not in self.roles:
+                raise ValueError(f"no role {role!r} in this pattern; it has {', '.join(self.roles)}")
+
+    def _matches_of(self, shape: nx.DiGraph[str], graph: OpGraph) -> Iterator[Match]:
+        matcher = DiGraphMatcher(graph.ops_only(), shape, node_match=_fits, edge_match=_same_ports)
+        for mapping in matcher.subgraph_isomorphisms_iter():
+            name_of = {role: name for name, role in mapping.items()}
+            yield Match(graph, {role: name_of[role] for role in self.roles if role in name_of}, tuple(self.roles))
+
+    def _shapes(self) -> Iterator[nx.DiGraph[str]]:
+        """The shape with every choice of optional roles."""
+        choices = [(True, False) if role in self.optional_roles else (True,) for role in self.roles]
+        for chosen in product(*choices):
+            if any(chosen):
+                yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there})
+
+    def _shape(self, there: set[str]) -> nx.DiGraph[str]:
+        shape: nx.DiGraph[str] = nx.DiGraph()
+        chain = [role for role in self.chain if role in there]
+        shape.add_nodes_from((role, {"types": self.roles[role]}) for role in chain)
+        joins = [(a, b, "x") for a, b in pairwise(chain)]
+        for source, reader, port in [*joins, *(e for e in self.edges if {e[0], e[1]} <= there)]:
+            if not shape.has_edge(source, reader):
+                shape.add_edge(source, reader, ports=set())
+            shape.edges[source, reader]["ports"].add(port)
+        return shape
+
+
+def _fits(node: dict[str, Any], role: dict[str, Any]) -> bool:
+    return isinstance(node["leaf"].op, role["types"])
+
+
+def _same_ports(edge: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return bool(edge["ports"].keys() == wanted["ports"])

@@ -1,0 +1,250 @@
+"""Plans: the straight-line program for one call signature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Config
+from ..errors import ArgumentError, RefusedError
+from ..op import Keyword, Op
+from ..overrides import is_called_whole
+from ..parametrized import computes_parameters, foreseen
+from ..runtime.autograd import Runtime, Watch, refuse_transforms
+from ..runtime.buffers import NamedValue, check_overlaps
+from ..spec import Spec, check_layout
+from . import legality
+from .graph import OpGraph, X
+from .registry import Decision, Registry
+from .step import LeafReads, Reads, Step
+
+_MANY_SHAPES = 1024
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps in order, the slots to return, and what was decided on the way.
+
+    Steps put their outputs into slots one after the other, from the number of the call's values on.
+    """
+
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+    inputs: tuple[NamedValue, ...]
+    buffers: tuple[NamedValue, ...]
+    decisions: tuple[Decision, ...]
+    graph: OpGraph
+    config: Config  # kept, so that the same switches are this object again: it stands in the keys of caches
+    passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
+    is_replayable: bool
+
+    def __call__(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> Any:
+        """Checks everything that can be checked beforehand, then runs."""
+        checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
+        profiled = torch._C._autograd._profiler_enabled()
+        for i, step in enumerate(self.steps):
+            if i >= checked:
+                checked = self._check_run(i, values, runtime)
+            elif step.late:
+                step.check(Spec.of(values[step.x]), values, runtime, {})
+            if profiled:
+                with torch.profiler.record_function(f"fusible::{step.name}"):
+                    step.run(values, runtime, watch)
+            else:
+                step.run(values, runtime, watch)
+        return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
+
+    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
+        """:meth:`check`, or what it said of these shapes before."""
+        shapes = tuple([value.shape for value in values])
+        checked = passed.get(shapes)
+        if checked is None:
+            checked = self.check(values, runtime)
+            if len(passed) >= _MANY_SHAPES:
+                passed.clear()
+            passed[shapes] = checked
+        return checked
+
+    def check(self, values: list[Any], runtime: Runtime) -> int:
+        """Checks all that can be checked before anything runs; returns how many steps that settles."""
+        refuse_transforms([step.module for step in self.steps])
+        if self.buffers:
+            check_overlaps(self.buffers, self.inputs, values, self._parameters())
+        if not self.steps:
+            return 0
+        checked = self._check_run(0, values, runtime)
+        for step in self.steps[checked:]:
+            step.check(None, values, runtime, {})
+        return checked
+
+    def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
+        """Checks the steps from ``first`` on, whose input is there, as far as it says what theirs are; where to go on.
+
+        So nothing of a run of ops between other modules has run when one of them refuses its arguments.
+        """
+        leaf, x = self.steps[first].leaves[0], values[self.steps[first].x]
+        if self.steps[first].ops[0] is None:
+            return first + 1
+        if first and not isinstance(x, Tensor):
+            raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
+        spec: Spec | None = Spec.of(x)
+        extras: dict[str, Spec] = {}
+        end = first
+        for step in self.steps[first:]:
+            spec, end = step.check(spec, values, runtime, extras), end + 1
+            if spec is None:
+                break
+        return end
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for step in self.steps:
+            yield from step.module.parameters()
+
+
+def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
+    """Chooses the fusions and lays out the steps.
+
+    Raises:
+        ArgumentError: an op is given a tensor of a layout that it does not take.
+        RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
+    """
+    _check_layouts(graph)
+    decisions = tuple(registry.decide(graph, config))
+    refused = [d for d in decisions if not d.taken and not d.benign]
+    if config.strict and refused:
+        lines = (f"{d.fusion.name} over {' '.join(d.match.nodes.values())}: {d.reason}" for d in refused)
+        raise RefusedError("strict: a fusion was refused. " + "; ".join(lines))
+    builder = _Builder(graph, [d for d in decisions if d.taken])
+    steps = tuple(builder.steps())
+    results = builder.results()
+    read = {slot: name for name, slot, keyword in reversed([*_keywords(steps)]) if not keyword.buffer} | {0: "x"}
+    inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
+    buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
+    by_values = _checks_values(graph, config)
+    passed: dict[Any, int] | None = None if buffers or by_values else {}
+    able = not by_values and all([step.is_replayable for step in steps])
+    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, able)
+
+
+def _check_layouts(graph: OpGraph) -> None:
+    """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
+    for node in graph.leaves():
+        leaf, op = graph.leaf(node), graph.op(node)
+        for port, (source, _) in graph.sources(node).items() if op else ():
+            info = graph.nx.nodes[source].get("info")
+            if info is not None:
+                check_layout(f"{leaf}: {port}", info.layout, op.layouts)  # type: ignore[union-attr]
+
+
+def _checks_values(graph: OpGraph, config: Config) -> bool:
+    """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
+    here = any(info is None or info.device.type != "cuda" for info in graph.inputs())
+    return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
+
+
+def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
+    """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
+    last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
+    last |= dict.fromkeys(results, len(steps))
+    made: list[int] = []
+    extras: list[NamedValue] = []
+    lasting = []
+    for i, step in enumerate(steps):
+        made += step.outputs
+        dead = tuple([slot for slot in made if last[slot] == i])
+        beside = [extra for extra in extras if last[extra.slot] > i] if not isinstance(step.module, Op) else ()
+        lasting.append(replace(step, dead=dead, beside=tuple(beside)))
+        names = step.module.extra_outputs if isinstance(step.module, Op) else ()
+        extras += map(NamedValue, names, step.outputs[1:])
+    return tuple(lasting)
+
+
+def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
+    """What errors call it, the slot, and the declaration of everything that a call gives."""
+    made = {slot for step in steps for slot in step.outputs}
+    for leaf, op, reads in (each for s in steps for each in zip(s.leaves, s.ops, s.leaf_reads, strict=True)):
+        for name, slot in reads:
+            if op and slot is not None and slot not in made:
+                yield f"{leaf}: {name!r}", slot, op.keywords[name]
+
+
+class _Builder:
+    """Turns nodes into steps, and (node, output) into slots."""
+
+    def __init__(self, graph: OpGraph, taken: list[Decision]) -> None:
+        self.graph = graph
+        self.decision_of = {node: d for d in taken for node in d.match.nodes.values()}
+        inputs = [n for n in graph.nx if graph.leaf(n) is None]
+        self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
+        self.given = self.next = len(inputs)
+        self.outer = {(X, "y")}  # the x of the call, and what passes it on
+
+    def steps(self) -> Iterator[Step]:
+        for nodes in self._order():
+            decision = self.decision_of.get(nodes[0])
+            yield self._fused(decision, nodes) if decision else self._single(nodes[0])
+
+    def results(self) -> tuple[int, ...]:
+        """The slots of the main output and of the extra outputs that are returned."""
+        leaves = self.graph.leaves()
+        results = [self.slots[leaves[-1] if leaves else X, "y"]]
+        for node in leaves:
+            op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
+            names = [n for n in op.extra_outputs if op.returns(n, n in read)] if op else ()
+            results += [self.slots[node, name] for name in names]
+        return tuple(results)
+
+    def _order(self) -> list[list[str]]:
+        """The nodes of each step, in execution order: what a fusion took is one run of ops, as its legality says."""
+        steps: dict[Any, list[str]] = {}
+        for node in self.graph.leaves():
+            steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
+        return list(steps.values())
+
+    def _single(self, node: str) -> Step:
+        leaf = self.graph.leaf(node)
+        assert leaf is not None
+        module, op = leaf.module, leaf.op
+        assert module is not None
+        sources = self.graph.sources(node)
+        source = sources.pop("x")
+        reads = tuple((port, self.slots[source]) for port, source in sources.items())
+        x, inner = self.slots[source], source not in self.outer
+        if not inner and op is not None and op.passes_x_on and not is_called_whole(op):
+            self.outer.add((node, "y"))
+        outputs = self._file([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
+        names = None if op is None or is_called_whole(op) else foreseen(op).input_names()
+        how = self._late(reads), op is not None and computes_parameters(op), inner
+        return Step(module, (leaf,), (op,), ("",), (reads,), reads, x, outputs, names, *how)
+
+    def _fused(self, decision: Decision, nodes: list[str]) -> Step:
+        fused, match = decision.fused, decision.match
+        assert fused is not None
+        source = legality.entry(match)
+        reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
+        leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
+        ops, leaf_reads = tuple(map(self.graph.op, nodes)), tuple(self._leaf_reads(n) for n in nodes)
+        makers = {name: n for n, op in zip(nodes, ops, strict=True) for name in (op.extra_outputs if op else ())}
+        outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
+        role_of = {node: role for role, node in match.nodes.items()}
+        roles, x, names = tuple([role_of[n] for n in nodes]), self.slots[source], foreseen(fused).input_names()
+        how = self._late(reads), computes_parameters(fused), source not in self.outer
+        return Step(fused, leaves, ops, roles, leaf_reads, reads, x, outputs, names, *how)
+
+    def _late(self, reads: Reads) -> bool:
+        return any(slot >= self.given for _, slot in reads)
+
+    def _leaf_reads(self, node: str) -> LeafReads:
+        """What an op inside a fused one reads."""
+        sources = self.graph.sources(node).items()
+        return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
+
+    def _file(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
+        slots = tuple(range(self.next, self.next + len(outputs)))
+        self.slots.update(zip(outputs, slots, strict=True))
+        self.next += len(outputs)
+        return slots

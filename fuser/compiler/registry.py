@@ -1,0 +1,199 @@
+"""Fusions: which pattern becomes which fused op. A plugin is one ``@register_fusion(pattern)`` on a class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from ..composite import FusedOp
+from ..config import Config
+from . import legality
+from .graph import OpGraph
+from .pattern import Match, Pattern
+
+T = TypeVar("T", bound=type[FusedOp])
+ENTRY_POINTS = "fusible.fusions"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Where ``pattern`` matches, ``op(**roles)`` replaces the matched ops."""
+
+    name: str
+    pattern: Pattern
+    op: type[FusedOp]
+    priority: int
+
+
+Reads = dict[str, tuple[str, str]]  # keyword of the fused op -> (node, output) that it reads
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one match. ``refusal`` is None where it was taken, ``benign`` where nobody need mind."""
+
+    fusion: Fusion
+    match: Match
+    refusal: str | None
+    benign: bool = False
+    fused: FusedOp | None = None
+    reads: Reads = field(default_factory=dict)
+
+    @property
+    def taken(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def reason(self) -> str:
+        return self.refusal or "every condition holds"
+
+
+class Registry:
+    """Fusions in the order in which they are tried: by priority, then as they came."""
+
+    def __init__(self) -> None:
+        self._fusions: tuple[Fusion, ...] = ()
+        self._plugins_loaded = False
+        self.version = 0
+
+    def __iter__(self) -> Iterator[Fusion]:
+        self._load_plugins()
+        return iter(self._fusions)
+
+    def add(self, fusion: Fusion) -> None:
+        """Adds a fusion; it counts from the next call of any container on.
+
+        Raises:
+            ValueError: a fusion of that name is there already.
+        """
+        if any(f.name == fusion.name for f in self._fusions):
+            raise ValueError(
+                f"a fusion named {fusion.name!r} is registered already; give another name, or unregister it"
+            )
+        self._set((*self._fusions, fusion))
+
+    def remove(self, name: str) -> None:
+        """Removes the fusion of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if all(f.name != name for f in self._fusions):
+            known = ", ".join(f.name for f in self._fusions) or "none"
+            raise KeyError(f"no fusion is named {name!r}; there are {known}")
+        self._set(tuple(f for f in self._fusions if f.name != name))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Undoes at the end whatever the body registers or unregisters."""
+        before = self._fusions
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def decide(self, graph: OpGraph, config: Config) -> Iterator[Decision]:
+        """Tries every fusion, in order. The first to take an op has it."""
+        known = {fusion.name for fusion in self}
+        if not config.disable_fusions <= known:
+            unknown = ", ".join(sorted(config.disable_fusions - known))
+            warnings.warn(
+                f"config(disable_fusions): no fusion {unknown}; there are {', '.join(sorted(known))}", stacklevel=2
+            )
+        taken: dict[str, str] = {}
+        for fusion in self:
+            for match in fusion.pattern.matches(graph):
+                decision = _decide(fusion, match, config, taken)
+                if decision.taken:
+                    taken |= dict.fromkeys(match.nodes.values(), fusion.name)
+                yield decision
+
+    def _set(self, fusions: tuple[Fusion, ...]) -> None:
+        self._fusions = tuple(sorted(fusions, key=lambda f: -f.priority))
+        self.version += 1
+
+    def _load_plugins(self) -> None:
+        if not self._plugins_loaded:
+            self._plugins_loaded = True
+            for plugin in entry_points(group=ENTRY_POINTS):
+                try:
+                    plugin.load()
+                except Exception as error:  # a broken plugin must not take the model down, nor go unseen
+                    warnings.warn(
+                        f"fusible: plugin {plugin.name!r} ({plugin.value}) failed to load: {error!r}", stacklevel=2
+                    )
+
+
+registry = Registry()
+
+
+def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None) -> Callable[[T], T]:
+    """Class decorator: where ``pattern`` matches, the decorated :class:`FusedOp` replaces the ops.
+
+    Args:
+        pattern: what to look for; its roles are what the class is built with.
+        priority: higher is tried first; fusions of equal priority are tried in the order in which they came.
+        name: what ``explain`` and ``config(disable_fusions=...)`` call it; the name of the class by default.
+
+    Raises:
+        TypeError: ``pattern`` is no :class:`Pattern`, or the class no :class:`FusedOp`.
+        ValueError: a fusion of that name is there already.
+    """
+    if not isinstance(pattern, Pattern):
+        raise TypeError(
+            f"register_fusion: expected a Pattern, got {pattern!r}; write @register_fusion(Pattern.path(...))"
+        )
+
+    def add(op: T) -> T:
+        if not (isinstance(op, type) and issubclass(op, FusedOp)):
+            raise TypeError(f"register_fusion: expected a subclass of FusedOp, got {op!r}")
+        registry.add(Fusion(name or op.__name__, pattern, op, priority))
+        return op
+
+    return add
+
+
+def unregister(name: str | type[FusedOp]) -> None:
+    """Removes a fusion by name, or by the class if it carries that class's name."""
+    registry.remove(name if isinstance(name, str) else name.__name__)
+
+
+def _decide(fusion: Fusion, match: Match, config: Config, taken: dict[str, str]) -> Decision:
+    if fusion.name in config.disable_fusions:
+        return Decision(fusion, match, "disabled by config(disable_fusions=...)", benign=True)
+    others = {taken[node] for node in match.nodes.values() if node in taken}
+    if others:
+        return Decision(fusion, match, f"{min(others)} has taken one of the ops", benign=True)
+    refusal = fusion.pattern.refusal(match)
+    if refusal:
+        return Decision(fusion, match, refusal)
+    fused = fusion.op(**match.ops())
+    reads, misfit = _bind_keywords(match, fused)
+    return Decision(fusion, match, legality.refusal(match, fused) or misfit, False, fused, reads)
+
+
+def _bind_keywords(match: Match, fused: FusedOp) -> tuple[Reads, str | None]:
+    """What each keyword of the fused op reads, and why its keywords do not fit the call if they do not."""
+    reads: Reads = {}
+    owners: dict[str, str] = {}
+    for role, port, source in _given(match):
+        name = fused.takes(role, port)
+        if name is None:
+            return reads, f"{role} has {port!r}, which {type(fused).__name__} does not take"
+        if reads.setdefault(name, source) != source:
+            return reads, f"{owners[name]} and {role} read different {port}"
+        owners[name] = role
+    return reads, None
+
+
+def _given(match: Match) -> Iterator[tuple[str, str, tuple[str, str]]]:
+    """The (role, keyword, source) of everything that the matched ops read from outside besides ``x``."""
+    inside = set(match.nodes.values())
+    for role, node in match.nodes.items():
+        for port, source in match.graph.sources(node).items():
+            if port != "x" and source[0] not in inside:
+                yield role, port, source

@@ -1,0 +1,156 @@
+"""One step of a plan: an op, a fused op, or a module that is not an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from .. import tracing as trace
+from ..errors import ArgumentError
+from ..op import Op
+from ..overrides import has_own_forward, outputs_of, patched_half
+from ..parametrized import computed, foreseen
+from ..runtime.autograd import Runtime, Watch, calling, check, check_foreseen, run
+from ..runtime.buffers import NamedValue
+from ..runtime.in_place import run_beside
+from ..spec import Spec, Specs
+from .flatten import Leaf
+
+Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
+LeafReads = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
+
+    module: nn.Module
+    leaves: tuple[Leaf, ...]
+    ops: tuple[Op | None, ...]  # of the leaves
+    roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
+    leaf_reads: tuple[LeafReads, ...]
+    reads: Reads
+    x: int
+    outputs: tuple[int, ...]
+    input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
+    late: bool  # reads what an earlier step computes, besides x
+    computes: bool  # some of the parameters of its ops
+    x_is_inner: bool = False  # an earlier step has made x
+    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+    beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def check(self, x: Spec | None, values: list[Any], runtime: Runtime, extras: dict[str, Spec]) -> Spec | None:
+        """Lets every op that the step stands for check its own arguments; returns what the step will give, if known.
+
+        Args:
+            x: None where it is not known: then the ops check what can be checked without.
+            values: those that are there.
+            extras: what is known of extra outputs that are not there yet, by name; those of the step are added.
+        """
+        whole, look = self.input_names is None, check_foreseen if self.computes else check
+        for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
+            if op is None or (whole and self._input_may_change()):
+                return None
+            try:
+                keywords = {name: values[slot] for name, slot in reads} if reads else {}  # type: ignore[index]
+            except (IndexError, TypeError):  # a slot that is not there yet, or none
+                keywords = None
+            try:
+                if x is None or keywords is None:
+                    x = _check_part(look, op, x, reads, values, runtime, extras)
+                else:
+                    known = look(op, x, keywords, runtime)
+                    x = _noted(op, known, extras) if op.extra_outputs else known  # type: ignore[assignment]
+            except ArgumentError as error:
+                raise error.located(str(self.leaves[i])) from None
+        if not whole or not self.module._forward_hooks:
+            return x
+        for name in self.ops[0].extra_outputs:  # type: ignore[union-attr]
+            extras.pop(name, None)
+        return None  # hooks may give out something else
+
+    def _input_may_change(self) -> bool:
+        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
+        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether all ops that it stands for are."""
+        return self.input_names is not None and all(
+            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
+        )
+
+    def with_op(self, op: Op) -> Step:
+        """The same with another op, or view of it, in place of its own."""
+        parts = tuple([op if role == "" else op.inner_ops()[role] for role in self.roles])
+        return replace(self, module=op, ops=parts)
+
+    def computed(self) -> Step:
+        """The same on parameters that are computed here, for one run; they may be others than have been checked."""
+        assert isinstance(self.module, Op)
+        op = computed(self.module)
+        return replace(self.with_op(op), computes=False, input_names=op.input_names())
+
+    def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
+        """Runs on the values so far, and adds its outputs to them."""
+        module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
+        if self.input_names is not None:
+            if self.computes:
+                step = self.computed()
+                step.check(Spec.of(x), values, runtime, {})
+                return step.run(values, runtime)
+            values += run(module, x, keywords, runtime, self.input_names, watch, self.x_is_inner)  # type: ignore[arg-type]
+            if watch is not None:
+                watch.made(values[-len(self.outputs) :])
+        elif isinstance(module, Op):
+            values.extend(self._called(module, x, keywords))
+        else:
+            beside = self.beside
+            values.append(run_beside(module, str(self.leaves[0]), x, beside, values) if beside else module(x))
+        for slot in self.dead:
+            values[slot] = None
+
+    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
+        try:
+            with calling(self.x_is_inner):
+                result = op(x, **keywords)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
+        return outputs_of(op, str(self.leaves[0]), result)
+
+
+def _check_part(
+    look: Callable[..., Specs],
+    op: Op,
+    x: Spec | None,
+    reads: LeafReads,
+    values: list[Any],
+    runtime: Runtime,
+    extras: dict[str, Spec],
+) -> Spec | None:
+    """Lets an op check what is known of its arguments; returns what it will give, if that is known."""
+    keywords = {name: values[slot] for name, slot in reads if slot is not None and slot < len(values)}
+    promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
+    try:
+        if x is None or len(keywords) + len(promised) < len(reads):
+            foreseen(op).check_without_x(**keywords)
+        else:
+            return _noted(op, look(op, x, keywords | promised, runtime), extras)
+    except trace.NoDataError:
+        pass  # it looks at values that are not there yet, and is asked again once they are
+    return None
+
+
+def _noted(op: Op, known: Specs, extras: dict[str, Spec]) -> Spec | None:
+    """What a check says of ``y``; what it says of extra outputs is added to those that are known."""
+    if known is None or isinstance(known, Spec):
+        return known
+    extras.update({name: known[name] for name in op.extra_outputs if name in known})
+    return known.get("y")

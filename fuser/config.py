@@ -1,0 +1,106 @@
+"""The switches. ``with config(strict=True): ...`` holds for this thread, and for the backward of what ran in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from threading import local
+from typing import Any
+from weakref import WeakValueDictionary
+
+from .module_state import constant
+
+
+@dataclass(frozen=True)
+class Config:
+    """What :func:`config` sets; see there. Those in force are one object wherever they are equal."""
+
+    strict: bool = False
+    deterministic: bool = True
+    backend: str = "auto"
+    disable_fusions: frozenset[str] = frozenset()
+    debug: bool = False
+
+    @cached_property
+    def token(self) -> object:
+        """What stands for it in the keys of caches. Unlike its id it never comes back, and it is hashed at once."""
+        return object()
+
+
+@constant
+def config_of(**switches: Any) -> Config:
+    """The one object with these switches, for as long as somebody has it."""
+    config = Config(**switches)
+    return _in_use.setdefault(tuple(vars(config).values()), config)
+
+
+_in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
+_DEFAULT = config_of(**vars(Config()))
+
+
+class ThreadConfig(local):
+    """The switches in force in this thread: no ``ContextVar``, which ``torch.compile`` cannot guard on."""
+
+    def __init__(self) -> None:
+        self.config = _DEFAULT
+
+
+thread_config = ThreadConfig()
+BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
+
+
+def active_config() -> Config:
+    """The switches in force."""
+    return thread_config.config
+
+
+@contextmanager
+def use_config(switches: Config) -> Iterator[None]:
+    """Puts ``switches`` in force."""
+    before, thread_config.config = thread_config.config, switches
+    try:
+        yield
+    finally:
+        thread_config.config = before
+
+
+@contextmanager
+def config(
+    *,
+    strict: bool | None = None,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    disable_fusions: Collection[str] | None = None,
+    debug: bool | None = None,
+) -> Iterator[Config]:
+    """Changes the switches that are given, for the body of the ``with``.
+
+    Args:
+        strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
+        deterministic: results are bitwise the same from run to run. Every kernel of today is, with or without it; the
+            switch keeps that promise once a faster one is not.
+        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
+        disable_fusions: names of fusions that shall not fire, such as ``{"GroupedMLP"}``.
+        debug: also check what needs a device synchronisation, such as the values of split sizes.
+
+    Raises:
+        ValueError: no such backend; one string for ``disable_fusions``.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if isinstance(disable_fusions, str):
+        raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{disable_fusions!r}}}")
+    given: dict[str, Any] = {
+        "strict": strict,
+        "deterministic": deterministic,
+        "backend": backend,
+        "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
+        "debug": debug,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    before = active_config()
+    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in given})
+    with use_config(switches):
+        yield switches

@@ -1,0 +1,196 @@
+"""What Dynamo traces of a call under ``torch.compile``: lists and tuples, no plan, no kernel.
+
+All that a plan depends on is read here, so that Dynamo guards on it, by value: the structure of the modules, their
+hooks and attributes, the dtypes of the arguments, the switches. The plan itself is found outside of the trace
+(:mod:`program`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps,
+so that the compiled code serves any other layer of the same structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from ..compiler import registry as fusion
+from ..compiler.flatten import opens, refuse_itself
+from ..config import Config, thread_config
+from ..errors import ArgumentError
+from ..module_state import field_names, is_record
+from ..op import Op
+from ..overrides import is_hooked, outputs_of
+from ..sequential import Sequential
+from .steps import Program, TracedStep, run_step
+
+Modules = list[tuple[str, nn.Module]]
+
+
+class Facts(NamedTuple):
+    """What a module's results depend on; all but ``tensors`` are constants of the compiled code."""
+
+    names: tuple[str, ...]
+    tensors: list[Tensor]
+    constants: tuple[Any, ...]
+
+
+class Values:
+    """The arguments of a call, in the order in which they came; a tensor that is given twice is one."""
+
+    def __init__(self, x: Any) -> None:
+        self.all: list[Any] = [x]
+
+    def slot(self, value: Any) -> int:
+        if isinstance(value, Tensor):
+            for i, other in enumerate(self.all):
+                if other is value:
+                    return i
+        self.all.append(value)
+        return len(self.all) - 1
+
+    def slots(self, keywords: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        return tuple([(name, self.slot(value)) for name, value in keywords.items()])
+
+
+def run_container(
+    container: Any, x: Any, extra: tuple[Any, ...], op_kwargs: Mapping[Any, Any] | None, shared: Mapping[str, Any]
+) -> Any:
+    """:meth:`Sequential.forward` under Dynamo."""
+    modules: Modules = []
+    for name, module in container._modules.items():
+        _walk(module, name, modules, (container,))
+    values = Values(x)
+    given = tuple([values.slot(value) for value in extra])
+    addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
+    facts = {label: _facts(module, module, "") for label, module in modules if isinstance(module, Op)}
+    program = _find(container, facts, values, (given, addressed, values.slots(shared)))
+    if program.refusal is not None:
+        torch._dynamo.graph_break(msg=program.refusal)
+        return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
+    return _run(program, modules, facts, values.all)
+
+
+def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
+    """:meth:`Op.forward` under Dynamo."""
+    values, facts = Values(x), {"": _facts(op, op, "")}
+    program = _find(op, facts, values, ((), None, values.slots(keywords)))
+    if program.refusal is not None:
+        torch._dynamo.graph_break(msg=program.refusal)
+        return run_eagerly(op, x, **keywords)
+    return _run(program, [("", op)], facts, values.all)
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``fullgraph=False`` does with what cannot be compiled."""
+    return module.forward(*args, **kwargs)
+
+
+def _find(root: Any, facts: Mapping[str, Facts], values: Values, call: Any) -> Program:
+    likes = tuple([_like(value) for value in values.all])
+    names = tuple([(label, own.names) for label, own in facts.items()])
+    constants = (plain(fusion.registry.version), *[own.constants for own in facts.values()])
+    program: Program = root._program(call, likes, names, switches(), constants)
+    if program.error is not None:
+        raise ArgumentError(program.error)
+    return program
+
+
+def switches() -> tuple[tuple[str, Any], ...]:
+    """Those in force, by name."""
+    config = thread_config.config
+    return tuple([(name, plain(getattr(config, name))) for name in field_names(Config)])
+
+
+def _run(program: Program, modules: Modules, facts: Mapping[str, Facts], given: list[Any]) -> Any:
+    values = [given[slot] for slot in program.inputs]
+    for step in program.steps:
+        if step.handle is None:
+            values.extend(_call_module(step, modules, values))
+        else:
+            arguments = [values[slot] for slot in step.tensors]
+            for label in step.labels:
+                arguments.extend(facts[label].tensors)
+            values.extend(run_step(step.handle, *arguments))
+    return values[program.results[0]] if len(program.results) == 1 else tuple([values[i] for i in program.results])
+
+
+def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
+    """A module that is no op, or an op with hooks: Dynamo traces it, hooks and all."""
+    for label, module in modules:
+        if label == step.labels[0]:
+            x = values[step.tensors[0]]
+            result = module(x.clone() if step.copies else x, **{name: values[slot] for name, slot in step.keywords})
+            return outputs_of(module, step.labels[0], result) if isinstance(module, Op) else (result,)
+    raise AssertionError(step.labels[0])
+
+
+def _walk(module: nn.Module, label: str, found: Modules, around: tuple[nn.Module, ...]) -> None:
+    """The modules that stand for themselves or can be addressed, as :class:`Layout` labels them."""
+    found.append((label, module))
+    if opens(module, Sequential):
+        refuse_itself(module, label, around)
+    if opens(module, Sequential) and not is_hooked(module):
+        for name, child in module._modules.items():
+            _walk(child, f"{label}.{name}", found, (*around, module))  # type: ignore[arg-type]
+
+
+def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -> Any:
+    """``op_kwargs`` with places instead of modules, and slots instead of values."""
+    if not isinstance(op_kwargs, Mapping):
+        raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
+    found = []
+    for key, keywords in op_kwargs.items():
+        if isinstance(key, nn.Module):
+            where: Any = ("module", type(key), tuple([label for label, module in modules if module is key]))
+        else:
+            where = ("key", plain(key))
+        if not isinstance(keywords, Mapping):
+            raise ArgumentError(f"op_kwargs: {where[1]} got a {type(keywords).__name__}; give a mapping of keywords")
+        found.append((where, values.slots(keywords)))
+    return tuple(found)
+
+
+def _like(value: Any) -> Any:
+    """What a plan may depend on: of a tensor all but shape and contents, else the value."""
+    if isinstance(value, Tensor):
+        return ("tensor", value.dtype, value.device, value.requires_grad)
+    return ("value", plain(value))
+
+
+def _facts(root: Op, module: nn.Module, path: str) -> Facts:
+    """Of an op or, along a dotted path, of a module inside it."""
+    known = root._attributes(path)
+    names, tensors = [path + name for name in known.tensors], [getattr(module, name) for name in known.tensors]
+    constants: list[Any] = [(name, plain(getattr(module, name))) for name in known.plain]
+    if known.opaque:
+        constants.append(id(module))
+    for name, child in module._modules.items():
+        if child is not None:
+            inner = _facts(root, child, f"{path}{name}.")
+            names.extend(inner.names)
+            tensors.extend(inner.tensors)
+            constants.append((name, type(child), inner.constants))
+    return Facts(tuple(names), tensors, tuple(constants))
+
+
+def plain(value: Any) -> Any:
+    """A value, read to the end: Dynamo then guards on all of it, and makes no number in it dynamic."""
+    if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)):
+        return value
+    if isinstance(value, (int, float)):
+        return guard_scalar(value)
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple([plain(v) for v in value])
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    if isinstance(value, Mapping):
+        return tuple([(plain(key), plain(v)) for key, v in value.items()])
+    if is_record(type(value)):
+        return tuple([plain(getattr(value, name)) for name in field_names(type(value))])
+    raise ArgumentError(f"torch.compile: expected a tensor or a plain value, got a {type(value).__name__}")

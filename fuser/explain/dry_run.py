@@ -1,0 +1,190 @@
+"""Finds out what a call runs, by running its plan on tensors that hold no data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from .. import tracing as trace
+from ..compiler.graph import OpGraph
+from ..compiler.plan import Plan
+from ..compiler.step import Step
+from ..op import Op
+from ..overrides import has_own_forward
+from ..parametrized import form_of, view_of
+from ..runtime.autograd import Runtime, differentiable
+from ..runtime.call import call_fwd
+from ..runtime.in_place import works_in_place
+from ..runtime.residuals import tensors_of
+from ..spec import Spec
+from .explanation import ExplainedFusion, ExplainedStep, Explanation, StandIn
+
+
+class Shape(NamedTuple):
+    """An argument of a call without its data; ``value`` is what is no tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    device: torch.device | None
+    requires_grad: bool
+    value: Any = None
+
+    @classmethod
+    def of(cls, value: Any) -> Shape:
+        if not isinstance(value, Tensor):
+            return cls((), None, None, False, value)
+        return cls(Spec.of(value).shape, value.dtype, value.device, value.requires_grad)
+
+    def fake(self) -> Any:
+        """A tensor like it, to be called under a ``FakeTensorMode``."""
+        if self.dtype is None:
+            return self.value
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+def explain_plan(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Explanation:
+    """Explains a plan for arguments of the given shapes."""
+    steps = tuple(_explain_steps(plan, shapes, runtime))
+    fusions = []
+    for decision in plan.decisions:
+        leaves = [leaf for node in decision.match.nodes.values() if (leaf := plan.graph.leaf(node))]
+        labels, ops = tuple(leaf.label for leaf in leaves), tuple(dict.fromkeys(leaf.index for leaf in leaves))
+        fusions.append(ExplainedFusion(decision.fusion.name, ops, labels, decision.taken, decision.reason))
+    return Explanation(steps, tuple(fusions), math.prod(shapes[0].shape[:-1]), plan.graph)
+
+
+def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterator[ExplainedStep]:
+    kept: dict[int, Tensor] = {}
+    behind = "its input is not known without data"
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
+        values: list[Any] | None = [shape.fake() for shape in shapes]
+        for step in plan.steps:
+            labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
+            plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
+            if values is None:
+                yield replace(plain, reason=behind)
+            elif isinstance(step.module, Op):
+                try:
+                    yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
+                except Exception as error:
+                    why = _unexplained(step.module, error)
+                    if why is None:
+                        raise
+                    values = None
+                    if isinstance(error, DynamicOutputShapeException):
+                        behind = f"its shapes depend on data: on what {step.leaves[-1]} gives"
+                    yield replace(plain, kernel="?", reason=why)
+            else:
+                notes = _notes_of_copy(step, values)
+                values = _run_module(step.module, step.x, values, mode)
+                shape = None if values is None else tuple(values[-1].shape)
+                reason = step.module.reason if isinstance(step.module, StandIn) else ""
+                yield replace(
+                    plain, kernel="module", reason=reason or "not an Op: runs as it is", shape=shape, notes=notes
+                )
+
+
+class _OwnForwardError(Exception):
+    """What calling the op does is not what its halves do."""
+
+
+def _unexplained(op: Op, error: Exception) -> str | None:
+    """Why nobody can say what an op does but by calling it; None: that is an error."""
+    if isinstance(error, DynamicOutputShapeException):
+        return "the shape of its output depends on data"
+    if isinstance(error, DataDependentOutputException):
+        return "it reads values, so it cannot run without data"
+    if isinstance(error, _OwnForwardError):
+        return "it has a forward of its own, which may do anything"
+    return "its hooks may change what it is given" if op._forward_pre_hooks else None
+
+
+def _explain_op(
+    plain: ExplainedStep,
+    step: Step,
+    op: Op,
+    values: list[Any],
+    runtime: Runtime,
+    mode: FakeTensorMode,
+    kept: dict[int, Tensor],
+) -> ExplainedStep:
+    if has_own_forward(op):
+        raise _OwnForwardError
+    x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
+    for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
+        kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
+    op = view_of(op, lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
+    named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
+    needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
+    with trace.recording() as seen, torch.no_grad():
+        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, step.x_is_inner)
+    new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
+    kept |= new
+    values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
+    return replace(
+        plain,
+        kernel=" + ".join(dict.fromkeys(call.kernel for call in seen.calls)) or "torch",
+        reason="; ".join(dict.fromkeys(call.reason for call in seen.calls if call.reason)),
+        shape=tuple(outputs[0].shape),
+        flops=sum(call.flops for call in seen.calls),
+        bytes=sum(call.bytes for call in seen.calls),
+        saved_bytes=sum(t.untyped_storage().nbytes() for t in new.values()),
+        configurations=tuple(f"{call.kernel}, {call.configuration}" for call in seen.calls if call.configuration),
+        notes=(*plain.notes, *dict.fromkeys(seen.notes)),
+    )
+
+
+def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
+    """Where the extra outputs of a step's ops go."""
+    notes = []
+    for leaf, op in zip(step.leaves, step.ops, strict=True):
+        for name in op.extra_outputs if op else ():
+            readers = [reader for reader, _, output in graph.readers(leaf.label) if output == name]
+            ends = [f"read by op {' and '.join(readers)}"] if readers else []
+            ends += ["returned"] if op and op.returns(name, bool(readers)) else []
+            notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
+    return tuple(notes)
+
+
+def _notes_of_copy(step: Step, values: list[Any]) -> tuple[str, ...]:
+    """That a module that works in place is given a copy, and for whose sake."""
+    x = values[step.x]
+    if not isinstance(x, Tensor) or not works_in_place(step.module):
+        return ()
+    shared = [repr(extra.name) for extra in step.beside if _storage(values[extra.slot]) == _storage(x)]
+    return (f"its input is copied: it works in place, and {' and '.join(shared)} shares that memory",) if shared else ()
+
+
+def _run_module(module: nn.Module, x: int, values: list[Any], mode: FakeTensorMode) -> list[Any] | None:
+    """The values with the module's output, or None if it cannot run without data."""
+    try:
+        whole = _WithoutHooks(module)
+        tensors: list[tuple[str, Tensor]] = [*whole.named_parameters(), *whole.named_buffers()]
+        state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        with torch.no_grad():
+            y = torch.func.functional_call(whole, state, (values[x],))
+    except Exception:  # whatever a module of the user's does with tensors that hold no data
+        return None
+    trains = values[x].requires_grad or any(p.requires_grad for p in module.parameters())
+    return [*values, y.detach().requires_grad_(trains)] if isinstance(y, Tensor) else None
+
+
+class _WithoutHooks(nn.Module):
+    """Runs a module, but none of its hooks, which are the user's code and meant for calls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return self.module.forward(x)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

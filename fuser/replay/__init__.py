@@ -1,0 +1,1 @@
+"""Captures the kernel launches of a call, and replays them for later calls of the same form."""

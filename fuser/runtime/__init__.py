@@ -1,0 +1,1 @@
+"""Runs one op under autograd: calls, residuals, buffers."""

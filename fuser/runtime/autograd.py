@@ -1,0 +1,302 @@
+"""Runs one op under autograd: named tensors in, named gradients out. Positions exist in this file only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from threading import local
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..config import active_config, use_config
+from ..errors import ArgumentError, DoubleBackwardError
+from ..op import Op
+from ..overrides import patched_half
+from ..parametrized import computed, computes_parameters, foreseen, is_certain
+from ..spec import Spec, Specs, check_layout, layout_of
+from . import call as halves
+from .buffers import NamedValue, check_overlaps
+from .call import Again, Call, Fresh, Ran, with_reserved
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class Watch(Protocol):
+    """Who records ops as they run; ``calls`` are those that it has recorded, of any number of rows."""
+
+    @property
+    def calls(self) -> list[Call]: ...
+
+    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor], /) -> None:
+        """Notes an op."""
+
+    def made(self, outputs: Sequence[Tensor], /) -> None:
+        """Notes what it made."""
+
+
+class Runtime(NamedTuple):
+    """What holds for a whole call."""
+
+    grad_enabled: bool
+    autocast_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Runtime:
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"x: expected a tensor, got a {type(x).__name__}")
+        kind = x.device.type
+        if _autocasts(kind):
+            return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(kind))
+        return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
+
+
+class _Calling(local):
+    """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
+
+    x_is_inner = False
+
+
+_calling = _Calling()
+
+
+@contextmanager
+def calling(x_is_inner: bool) -> Iterator[None]:
+    """For the body, in which a container calls an op as itself."""
+    before, _calling.x_is_inner = _calling.x_is_inner, x_is_inner
+    try:
+        yield
+    finally:
+        _calling.x_is_inner = before
+
+
+_RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
+
+
+def _autocasts(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def run(
+    op: Op,
+    x: Tensor,
+    keywords: dict[str, Any],
+    runtime: Runtime,
+    input_names: tuple[str, ...] | None = None,
+    watch: Watch | None = None,
+    x_is_inner: bool = False,
+) -> tuple[Tensor, ...]:
+    """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
+
+    Args:
+        input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
+        watch: records it.
+        x_is_inner: whether the call has made ``x``.
+
+    Returns:
+        ``y``, then the extra outputs in the order of ``op.extra_outputs``.
+    """
+    refuse_transforms([op])
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
+    if op.passes_x_on and patched_half(op) is None:
+        return (x, *[x.view_as(x) for _ in op.extra_outputs])
+    if runtime.grad_enabled:
+        names, tensors = _differentiable(op, x, keywords, input_names)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                fresh = Fresh(op, keywords, runtime.autocast_dtype, names, x_is_inner)
+                return _apply(partial(_run_fresh, fresh, tensors, watch), *tensors)
+    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], watch, None).outputs
+
+
+def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
+    wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
+    if watch is None:
+        return fresh.run(tensors[0], wanted)
+    ran, again = fresh.recorded(tensors[0], wanted, watch.calls)
+    watch.ran(again, tensors if wanted else (), fresh.given(tensors[0]))
+    return ran
+
+
+def run_again(
+    again: Again, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
+    if inputs:
+        return _apply(lambda flags: again.run(given, addresses, rows, stream), *inputs)
+    return again.run(given, addresses, rows, stream).outputs
+
+
+def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
+    """``op(x, **keywords)``: checks, runs, and returns ``y`` or ``(y, *extras)``."""
+    given = accepted(op, keywords)
+    runtime = Runtime.of(x)
+    refuse_transforms([op])
+    computes = computes_parameters(op)
+    try:
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                check_layout(name, layout_of(value), op.layouts)
+        (check_foreseen if computes else check)(op, Spec.of(x), given, runtime)
+        _check_buffers(op, x, given)
+        if computes:
+            op = computed(op)
+            check(op, Spec.of(x), given, runtime)
+    except ArgumentError as error:
+        raise error.located(type(op).__name__) from None
+    outputs = run(op, x, given, runtime, None, None, _calling.x_is_inner)
+    return outputs if op.extra_outputs else outputs[0]
+
+
+def accepted(op: Op, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords that were given, once it is clear that the op takes them and needs no others."""
+    given = {k: v for k, v in keywords.items() if v is not None}
+    unknown = given.keys() - op.keywords.keys()
+    missing = [k for k, keyword in op.keywords.items() if keyword.required and k not in given]
+    if unknown or missing:
+        what = f"takes no {', '.join(sorted(unknown))}" if unknown else f"needs {', '.join(missing)}"
+        raise ArgumentError(f"{type(op).__name__} {what}; its keywords are: {', '.join(op.keywords) or 'none'}")
+    return given
+
+
+def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
+    named = [(k, NamedValue(repr(k), i)) for i, k in enumerate(keywords, 1)]
+    lent = [value for k, value in named if op.keywords[k].buffer]
+    if lent:
+        inputs = [NamedValue("x", 0), *(value for k, value in named if not op.keywords[k].buffer)]
+        check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
+
+
+def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+    """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
+    if x.layout not in op.layouts:
+        check_layout("x", x.layout, op.layouts)
+    return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
+
+
+def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+    """:func:`check` before the parameters are computed; None where only their values will tell."""
+    try:
+        return check(foreseen(op), x, keywords, runtime)
+    except Exception as error:
+        if isinstance(error, ArgumentError) and is_certain(op):
+            raise
+        return None  # it is checked again with the values
+
+
+def refuse_transforms(modules: Iterable[Any]) -> None:
+    """Raises where a transform is active, which no op supports; its tensors have no values to check."""
+    if torch._C._are_functorch_transforms_active():
+        for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
+            raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
+
+
+def _refuse_tangents(op: Op, values: Iterable[Any]) -> None:
+    """Raises where forward-mode AD has given something a tangent, which kernels would drop."""
+    if any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, Tensor)):  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"{type(op).__name__}: forward-mode gradients are not supported; use backward()")
+
+
+def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What autograd may want the gradient of, by name."""
+    return dict(zip(*_differentiable(op, x, keywords, None), strict=True))
+
+
+def _differentiable(
+    op: Op, x: Tensor, keywords: Mapping[str, Any], input_names: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    names, tensors = ["x"], [x]
+    for name, value in keywords.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not op.keywords[name].buffer:
+            names.append(name)
+            tensors.append(value)
+    inputs = op.input_tensors()
+    if input_names is None or len(input_names) != len(inputs):
+        input_names = op.input_names()
+    return (*names, *input_names), tensors + inputs
+
+
+class _OpFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, kept, apart, ctx.lent, ctx.call = run(ctx.needs_input_grad)
+        ctx.save_for_backward(*kept, *apart)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
+        try:
+            if _is_plain(call, douts[0].device.type):
+                return None, *halves.gradients(call, tensors, ctx.lent, douts, ctx)
+            with _BackwardScope(call, douts[0].device.type):
+                grads = halves.gradients(call, tensors, ctx.lent, douts, ctx)
+        except RuntimeError as error:
+            _explain_batched(call, douts, error)
+            raise
+        if differentiated:
+            grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
+        return None, *grads
+
+
+def _explain_batched(call: Call, douts: Sequence[Tensor], error: RuntimeError) -> None:
+    """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
+    if any(torch._C._functorch.is_legacy_batchedtensor(dout) for dout in douts):
+        name = type(call.op).__name__
+        raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
+
+
+_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
+"""Without the look at every argument for remains of ``torch.func``, whose transforms :func:`run` refuses."""
+
+
+def _is_plain(call: Call, device_type: str) -> bool:
+    """Whether the backward runs as it must already: without recording, autocast or other switches, and unobserved."""
+    return not (
+        torch.is_grad_enabled()
+        or _autocasts(device_type)
+        or call.config is not active_config()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+class _BackwardScope(ExitStack):
+    """A backward runs under the switches of its forward, without recording and without autocast."""
+
+    def __init__(self, call: Call, device_type: str) -> None:
+        super().__init__()
+        self.enter_context(torch.no_grad())
+        if _autocasts(device_type):
+            self.enter_context(torch.autocast(device_type, enabled=False))
+        self.enter_context(use_config(call.config))
+        if torch._C._autograd._profiler_enabled():
+            self.enter_context(torch.profiler.record_function(f"fusible::{type(call.op).__name__}.bwd"))
+
+
+@lru_cache(maxsize=4096)
+def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
+    return frozenset([name for name, flag in zip(names, flags, strict=True) if flag])
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    """Passes gradients on, and raises a named error when somebody differentiates them again."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+        raise DoubleBackwardError(f"{ctx.name} has first-order gradients only: its backward cannot be differentiated")
+
+    @classmethod
+    def guard(cls, name: str, grads: list[Tensor | None], anchors: tuple[Tensor, ...]) -> list[Tensor | None]:
+        present = [g for g in grads if g is not None]
+        guarded = iter(cls.apply(name, len(present), *present, *anchors))  # type: ignore[no-untyped-call]
+        return [None if g is None else next(guarded) for g in grads]

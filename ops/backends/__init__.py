@@ -1,1 +1,0 @@
-"""Implementations of the kernels. Only ``ops/kernels.py`` imports them."""

@@ -1,0 +1,106 @@
+"""The half that two fused ops share: a grouped linear, then an activation, times scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Gradient, Grads
+from .. import kernels
+from ..activation_spec import ActivationSpec
+from ..checks import product_dtype
+from ..grouped_linear import GroupedLinear, as_rows, input_grad
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a fused op: its role, and for inputs that are no parameters the fused op's name and the part's."""
+
+    role: str
+    inputs: tuple[tuple[str, str], ...]
+
+
+FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
+
+
+class FirstLinear(NamedTuple):
+    """What the forward of the half gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
+
+    hidden: Tensor
+    pre: Tensor | None
+    saved: GroupedLinear.Saved
+
+
+def forward(
+    fc1: GroupedLinear,
+    activation: ActivationSpec,
+    x: Tensor,
+    split_sizes: Tensor,
+    scales: Tensor | None,
+    grad_input: Tensor | None,
+    bias_scale: Tensor | None,
+    needs_grad: frozenset[str],
+    autocast_dtype: torch.dtype | None,
+    keep_pre: bool,
+    interior: bool,
+    x_is_inner: bool,
+) -> FirstLinear:
+    """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
+    sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
+    weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
+    factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
+    pre, hidden = kernels.grouped_linear_activation(
+        rows,
+        weight,
+        sizes,
+        activation,
+        keep_pre=keep_pre,
+        interior=interior,
+        **factors,  # type: ignore[arg-type]
+    )
+    return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
+
+
+def backward(
+    fc1: GroupedLinear,
+    saved: GroupedLinear.Saved,
+    dpre: Tensor,
+    needs_grad: frozenset[str],
+    dbias: Tensor | None = None,
+) -> Grads:
+    """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``.
+
+    ``dbias`` is that of the bias, where it has come with ``dpre``.
+    """
+    grads = {name: g for name, g in fc1.bwd(saved, dpre, needs_grad=needs_grad).items() if name in needs_grad}
+    return grads if dbias is None else grads | {"bias": dbias}
+
+
+def flat(column: Tensor | None) -> Tensor | None:
+    """A number a row, as [T]."""
+    return column if column is None or column.dim() == 1 else column.reshape(-1)
+
+
+@lru_cache(maxsize=4096)
+def names_of(part: Part, needs_grad: frozenset[str]) -> frozenset[str]:
+    """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
+    prefix = f"{part.role}."
+    inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
+    return frozenset(inside | {name for own, name in part.inputs if own in needs_grad})
+
+
+def filed(part: Part, grads: Grads) -> dict[str, Gradient]:
+    """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
+    return {_own_name(part, name): gradient for name, gradient in grads.items()}
+
+
+@lru_cache(maxsize=4096)
+def _own_name(part: Part, name: str) -> str:
+    return next((own for own, inner in part.inputs if inner == name), f"{part.role}.{name}")
+
+
+__all__ = ["FC1", "FirstLinear", "Part", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

@@ -1,0 +1,140 @@
+"""Our Hopper kernels that end in an activation or its backward: one launch instead of a product and a pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import ActivationSpec
+from ..problem import GroupedGemm, Layout, first
+from ..pytorch.activation import ActivationGrads
+from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
+from .rows import curve_arguments, scale_arguments
+
+NAME = "hopper (activation in the epilogue)"
+_TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
+_NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
+
+Place = tuple[tuple[int, int, int], list[int]]
+"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
+
+
+class Ending(NamedTuple):
+    """An activation, or its backward, that a product may end in; and what says why it cannot."""
+
+    spec: ActivationSpec
+    backward: bool
+    refusal: Callable[[], str | None]
+
+
+def configuration(problem: GroupedGemm, ending: Ending) -> str:
+    """The product that ends so, and what is chosen for it, in words."""
+    p, (_, n, k), spec = problem, problem.mnk, ending.spec
+    columns = n // 2 if spec.gated and not ending.backward else n
+    about = ending.backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
+    chosen = compiled().linear_activation_config(*about, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
+    return f"{p}: {chosen}"
+
+
+def forward_refusal(
+    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
+) -> str | None:
+    """Why a product that this backend takes cannot end in the activation; None: it can."""
+    block = spec.block
+    if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
+        return f"has no tile for blocks of {block} columns"
+    if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
+        return "takes no factor but the scales of the bias"
+    return _scales_refusal(scales) or _rows_refusal(problem, (hidden,) if pre is None else (hidden, pre))
+
+
+def backward_refusal(
+    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> str | None:
+    """Why a product that this backend takes cannot end in the activation's backward; None: it can."""
+    if spec.block is not None and spec.block not in _NARROW and spec.block % 8:
+        return f"has no loads for blocks of {spec.block} columns"
+    if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
+        return "takes no factors"
+    if out.bias is not None and out.bias.dtype not in TYPE_CODES:
+        return "needs biases of 16 or 32 bits"
+    given = (pre, out.pre) if out.hidden is None else (pre, out.pre, out.hidden)
+    return _scales_refusal(scales) or _rows_refusal(problem, given)
+
+
+def _scales_refusal(scales: Tensor | None) -> str | None:
+    if scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous()):
+        return None
+    return "needs dense scales of 16 or 32 bits"
+
+
+def _rows_refusal(problem: GroupedGemm, given: tuple[Tensor, ...]) -> str | None:
+    """Rows are read and written in pieces of 16 bytes."""
+    dtype = problem.a.dtype
+    for rows in given:
+        if rows.dtype != dtype or rows.shape[-1] % 8:
+            return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
+        if not rows.is_contiguous() or rows.storage_offset() % 8:
+            return "needs rows that are dense and aligned to 16 bytes"
+    return None
+
+
+def forward(
+    problem: GroupedGemm,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    pre: Tensor | None,
+    hidden: Tensor,
+    weights: Place,
+    biases: Place,
+    variant: int = -1,
+) -> None:
+    """``hidden`` = activation of the product, times ``scales``; the product into ``pre``, if there is one.
+
+    Args:
+        weights: where ``problem.b`` lies.
+        biases: where ``problem.bias`` lies.
+        variant: a tile variant instead of the cost model's, for tests and tuning.
+    """
+    p, bias, ((at, pitch, _), each_at) = problem, problem.bias, biases
+    bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
+    bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
+    workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
+    compiled().linear_activation(
+        *_head(p, spec, hidden.shape[-1], p.mnk[1], weights),
+        *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(scales)),
+        *(address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
+    )
+
+
+def backward(
+    problem: GroupedGemm,
+    pre: Tensor,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    out: ActivationGrads,
+    weights: Place,
+    variant: int = -1,
+) -> None:
+    """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
+    p, columns, library = problem, problem.mnk[1], compiled()
+    bias_columns, bias_type = (0, 0) if out.bias is None else (out.bias.shape[1], TYPE_CODES[out.bias.dtype])
+    size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None, bias_columns)
+    workspace = p.a.new_empty(size, dtype=torch.uint8)
+    library.linear_activation_backward(
+        *_head(p, spec, columns, columns, weights),
+        *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), address(out.scales), address(out.hidden)),
+        *(address(out.bias), bias_type, workspace.data_ptr(), variant),
+    )
+
+
+def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
+    """What both directions begin with: the activation, the stream, the product, its operands and groups."""
+    device, sizes = p.a.get_device(), p.split_sizes
+    where = device, stream(device), int(p.layout is Layout.NN)
+    product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
+    groups = sizes.data_ptr(), sizes.dtype == torch.int64
+    return *curve_arguments(spec, columns), *where, *product, *weights[0], weights[1], *groups

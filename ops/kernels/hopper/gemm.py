@@ -1,0 +1,228 @@
+"""Our own Hopper kernels (``csrc/``): one launch for all groups, split sizes on the device, no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from ....fuser.replay import capture as recorder
+from ...activation_spec import ActivationSpec
+from .. import unfused as separate
+from ..problem import GroupedGemm, Layout, Matrices, addresses, first
+from ..pytorch.activation import ActivationGrads
+from . import epilogue as fused
+from . import rows
+from .epilogue import Place
+from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
+
+NAME = "hopper"
+MAX_GROUPS = 512
+MAX_ROWS = 2**30 - 1
+
+LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
+
+
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why the problem cannot be run here; None: it can."""
+    p, a, out = problem, problem.a, first(problem.out)
+    if (why := operands_refusal(a, first(p.b), out, p.groups)) is not None:
+        return why
+    if p.rows > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
+    if a.shape[-1] % 8 or out.shape[-1] % 8:
+        return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
+    if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    return _factor_refusal(p) or _place_refusal(p)
+
+
+def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | None:
+    """Why no kernel multiplies on this device, from and to these dtypes, or as many groups; None: some do."""
+    if not a.is_cuda:
+        return f"needs a CUDA device, got {a.device.type}"
+    if (why := device_refusal(a.get_device())) is not None:
+        return why
+    if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype:
+        return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
+    if out.dtype not in (a.dtype, torch.float32):
+        return f"gives {a.dtype} or float32, not {out.dtype}"
+    if not 1 <= groups <= MAX_GROUPS:
+        return f"takes 1 to {MAX_GROUPS} groups, got {groups}"
+    return None
+
+
+def configuration(problem: GroupedGemm) -> str:
+    """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks."""
+    p, (m, n, k) = problem, problem.mnk
+    types = TYPE_CODES[p.a.dtype], TYPE_CODES[first(p.out).dtype]
+    sizes = (m, n, 0) if p.layout is Layout.TN else (0, n, k)
+    affine = any(extra is not None for extra in (p.alpha, p.bias, p.bias_scale, p.row_scale))
+    chosen = compiled().grouped_gemm_config(
+        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine
+    )
+    return f"{p}: {chosen}"
+
+
+def run(problem: GroupedGemm) -> None:
+    """Computes ``problem.out``."""
+    p = problem
+    alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
+    beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
+    launch(
+        p.layout,
+        p.a,
+        p.b,
+        p.out,
+        p.split_sizes,
+        accumulate=p.beta is not None and (betas is not None or beta != 0),
+        beta=beta,
+        betas=betas,
+        bias=p.bias,
+        bias_scale=p.bias_scale,
+        row_scale=p.row_scale,
+        alpha=alpha,
+        alphas=alphas,
+        fresh=p.fresh,
+    )
+
+
+def linear_activation(
+    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
+) -> None:
+    """In one kernel where the activation fits into its epilogue, else the product, then the activation."""
+    if fused.forward_refusal(problem, spec, scales, pre, hidden) is None:
+        biases = _NOWHERE if problem.bias is None else _bias_place(problem.bias)
+        fused.forward(problem, spec, scales, pre, hidden, place(problem.b), biases)
+    else:
+        separate.forward(run, problem, spec, scales, pre, hidden)
+
+
+def linear_activation_backward(
+    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> None:
+    """In one kernel where the backward fits into its epilogue, else the product, then the activation's backward."""
+    if fused.backward_refusal(problem, pre, spec, scales, out) is None:
+        fused.backward(problem, pre, spec, scales, out, place(problem.b))
+        return
+    separate.backward(run, problem, pre, spec, scales, out)
+    if out.scales is not None:
+        rows.zero_tail(out.scales.unsqueeze(-1), problem.split_sizes)
+    if out.bias is not None:
+        rows.column_sums(out.pre, problem.split_sizes, out.bias, None)
+
+
+def launch(
+    layout: Layout,
+    a: Tensor,
+    b: Matrices,
+    out: Matrices,
+    sizes: Tensor | None,
+    *,
+    starts: Tensor | None = None,
+    accumulate: bool = False,
+    beta: float = 1.0,
+    betas: Tensor | None = None,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    alpha: float = 1.0,
+    alphas: Tensor | None = None,
+    variant: int = -1,
+    dynamic: bool = True,
+    fresh: bool = False,
+) -> None:
+    """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
+
+    Args:
+        sizes: [E], of groups that follow one another; with ``starts`` [E], of groups anywhere in the rows.
+        starts: alone, [E + 1] offsets.
+        accumulate: add ``beta`` times what stands in ``out``.
+        alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
+        variant: a tile variant instead of the cost model's, for tests and tuning.
+        dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
+        fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero.
+    """
+    device, index, product = a.get_device(), starts if sizes is None else sizes, first(out)
+    assert index is not None
+    bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
+    row_scale = None if row_scale is None else row_scale.to(torch.float32)
+    groups, (tokens, features) = index.shape[0] - (sizes is None), a.shape
+    (of_b, b_addresses), (of_out, out_addresses) = place(b), place(out)
+    of_bias, bias_addresses = _NOWHERE if bias is None else _bias_place(bias)
+    anywhere = b_addresses or out_addresses or bias_addresses
+    workspace = a.new_empty(workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
+    compiled().grouped_gemm(  # by position: names cost as much as the launch
+        *(LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[product.dtype], device, stream(device), groups, tokens),
+        *((features, product.shape[-1], 0) if layout is Layout.TN else (0, product.shape[-1], features)),
+        *(a.data_ptr(), a.stride(0), *of_b, *of_out),
+        *(0 if sizes is None else sizes.data_ptr(), 0 if starts is None else starts.data_ptr()),
+        *(index.dtype == torch.int64, accumulate),
+        *(of_bias[0], 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias[1]),
+        *(0 if row_scale is None else row_scale.data_ptr(), 0 if bias_scale is None else bias_scale.data_ptr()),
+        *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),
+        *(0 if workspace is None else workspace.data_ptr(), variant, b_addresses, out_addresses, bias_addresses),
+        fresh and layout is not Layout.TN,
+    )
+    if not fresh:
+        recorder.written(out)
+
+
+_NOWHERE: Place = (0, 0, 0), []
+
+
+def place(matrices: Matrices) -> Place:
+    """Where they lie."""
+    if isinstance(matrices, Tensor):
+        strides = matrices.stride()
+        return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
+    return (0, matrices[0].stride(0), 0), [matrix.data_ptr() for matrix in matrices]
+
+
+def _bias_place(bias: Matrices) -> Place:
+    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else place(bias)
+
+
+def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
+    """A number for all groups, or one for each; 1 for None."""
+    if isinstance(factor, Tensor) and (factor.is_cuda or factor.dim()):
+        return 1.0, factor.to(torch.float32).expand(groups).contiguous()
+    return 1.0 if factor is None else float(factor), None
+
+
+def _factor_refusal(p: GroupedGemm) -> str | None:
+    """Factors and biases that the kernels do not take."""
+    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
+        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
+            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
+        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
+            return f"needs {name} on {p.a.device}, got {factor.device}"
+    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
+        return "has no rows to scale in a weight gradient"
+    if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
+        return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
+    return None
+
+
+def _place_refusal(p: GroupedGemm) -> str | None:
+    """Rows must be dense and begin at multiples of 16 bytes; the matrices of several groups have the same strides."""
+    for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
+        tensor = first(matrices)
+        strides, step = tensor.stride(), 16 // tensor.element_size()
+        if strides[-1] != 1 or any(stride % step for stride in strides[:-1]) or reduce(or_, addresses(matrices)) % 16:
+            return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
+        if not isinstance(matrices, Tensor) and any(matrix.stride() != strides for matrix in matrices):
+            return f"needs matrices of {name} with the same strides"
+    for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
+        if vectors is not None and any(vector.stride(-1) != 1 for vector in _listed(vectors)):
+            return f"needs a dense {name}"
+        if vectors is not None and first(vectors).device != p.a.device:
+            return f"needs a {name} on {p.a.device}, got {first(vectors).device}"
+    return None
+
+
+def _listed(matrices: Matrices) -> Sequence[Tensor]:
+    return (matrices,) if isinstance(matrices, Tensor) else matrices

@@ -1,0 +1,73 @@
+"""Our own Hopper kernel for groups of any shapes: nothing waits for the device, which alone knows them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...grouped_tensor import GroupedTensor
+from ..ragged import RaggedGemm
+from . import gemm as hopper
+from .extension import TYPE_CODES, address, compiled, stream
+from .gemm import LAYOUTS, one_or_each, operands_refusal
+
+NAME = hopper.NAME
+_Packed = tuple[int, int, int, bool, int, int, bool, int]
+
+
+def refusal(problem: RaggedGemm) -> str | None:
+    """Why the problem cannot be run here; None: it can."""
+    p = problem
+    if (why := operands_refusal(p.a.data, p.b.data, p.out.data, p.groups)) is not None:
+        return why
+    if p.bias is not None and p.bias.dtype not in TYPE_CODES:
+        return f"needs a bias of 16 or 32 bits, got {p.bias.dtype}"
+    return _factor_refusal(p)
+
+
+def run(problem: RaggedGemm) -> None:
+    """Computes ``problem.out``."""
+    p, out, device = problem, problem.out.data, problem.a.data.get_device()
+    alpha, alphas = one_or_each(p.alpha, p.groups)
+    beta, betas = one_or_each(p.beta, p.groups)
+    accumulate = p.beta is not None and (betas is not None or beta != 0)
+    bias = None if p.bias is None else p.bias.contiguous()
+    workspace = out.new_empty(_workspace_bytes(p.groups), dtype=torch.uint8)
+    (of_a, dims_of_a), (of_b, dims_of_b) = _packed(p.a), _packed(p.b)  # the dims live until the launch
+    compiled().shaped_gemm(
+        *(LAYOUTS[p.layout], TYPE_CODES[p.a.dtype], TYPE_CODES[out.dtype], device, stream(device), p.groups),
+        *(of_a, of_b, out.data_ptr(), out.numel(), p.fresh, accumulate),
+        *((0, 0, 0) if bias is None else (bias.data_ptr(), TYPE_CODES[bias.dtype], bias.shape[1])),
+        *(address(alphas), alpha, address(betas), beta),
+        workspace.data_ptr(),
+    )
+    del dims_of_a, dims_of_b
+    if not p.fresh:
+        torch.autograd.graph.increment_version(out)
+
+
+@cache
+def _workspace_bytes(groups: int) -> int:
+    return int(compiled().shaped_workspace_bytes(groups))
+
+
+def _packed(t: GroupedTensor) -> tuple[_Packed, tuple[Tensor | None, Tensor | None]]:
+    """The matrices as the extension wants them, and the tensors of dims to which that points."""
+    rows, columns = _dims(t.rows), _dims(t.columns)
+    return (t.data.data_ptr(), t.data.numel(), *rows[0], *columns[0]), (rows[1], columns[1])
+
+
+def _dims(dims: Tensor | int) -> tuple[tuple[int, bool, int], Tensor | None]:
+    if isinstance(dims, int):
+        return (0, False, dims), None
+    dims = dims.contiguous()
+    return (dims.data_ptr(), dims.dtype == torch.int64, 0), dims
+
+
+def _factor_refusal(p: RaggedGemm) -> str | None:
+    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
+        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
+            return f"needs {name} on {p.a.device}, got {factor.device}"
+    return None

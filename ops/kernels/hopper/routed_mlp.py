@@ -1,0 +1,107 @@
+"""The routed experts of a layer without gradients as one call of the extension, whose launches follow one another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import ActivationSpec
+from ..problem import GroupedGemm, Layout
+from . import epilogue as hopper_activation
+from . import gemm as hopper
+from . import rows
+from .extension import TYPE_CODES, compiled, stream
+
+_INDICES = (torch.int32, torch.int64)
+
+
+class Experts(NamedTuple):
+    """The parameters of a layer's experts as they are stored, and what is between the linears.
+
+    Attributes:
+        up, down: [E, out, in], or [E, in, out] if ``transposed``.
+        up_bias, down_bias: [E, out].
+    """
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    spec: ActivationSpec
+    transposed: bool
+
+    @property
+    def features(self) -> int:
+        """Of a token."""
+        return self.up.shape[1 if self.transposed else 2]
+
+    @property
+    def columns(self) -> int:
+        """Of the hidden rows."""
+        return self.down.shape[1 if self.transposed else 2]
+
+
+def refusal(experts: Experts) -> str | None:
+    """Why they cannot be run here; None: they can."""
+    dtypes = [bias.dtype for bias in (experts.up_bias, experts.down_bias) if bias is not None]
+    if len(set(dtypes)) > 1:
+        return f"takes biases of one dtype, got {' and '.join(map(str, dtypes))}"
+    return hopper.refusal(_up(experts)) or hopper.refusal(_down(experts))
+
+
+class RoutedMlp:
+    """Experts that lie where they lay when this was made."""
+
+    def __init__(self, experts: Experts) -> None:
+        e, self.dtype, self.features = experts, experts.up.dtype, experts.features
+        hidden = e.up.new_empty((1, e.columns))
+        separate = hopper_activation.forward_refusal(_up(e), e.spec, None, None, hidden) is not None
+        biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
+        bias = e.down_bias if e.up_bias is None else e.up_bias
+        bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
+        self._run = compiled().RoutedMlp(
+            *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
+            *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
+            *(hopper.place(e.up)[0], hopper.place(e.down)[0], *biases[0], *biases[1], bias_type),
+        )
+        self._bytes: dict[int, int] = {}
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Of rows [T, H], ids and weights [T, k]: the weighted sums [T, H]."""
+        tokens, slots = ids.shape
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        ids = ids.contiguous() if ids.dtype in _INDICES else ids.long().contiguous()
+        weights = weights.contiguous() if weights.dtype in TYPE_CODES else weights.float().contiguous()
+        device, size = x.get_device(), self._bytes.get(tokens * slots)
+        if size is None:
+            size = self._bytes[tokens * slots] = self._run.workspace_bytes(tokens * slots)
+        out, workspace = x.new_empty((tokens, self.features)), x.new_empty(size, dtype=torch.uint8)
+        if tokens:
+            self._run.run(
+                *(device, stream(device), tokens, slots, x.data_ptr(), x.stride(0), ids.data_ptr()),
+                *(ids.dtype == torch.int64, weights.data_ptr(), TYPE_CODES[weights.dtype]),
+                *(out.data_ptr(), workspace.data_ptr()),
+            )
+        return out
+
+
+def _up(e: Experts) -> GroupedGemm:
+    return _product(e, e.up, e.up_bias, e.features, e.up.shape[2 if e.transposed else 1])
+
+
+def _down(e: Experts) -> GroupedGemm:
+    return _product(e, e.down, e.down_bias, e.columns, e.features)
+
+
+def _product(e: Experts, weight: Tensor, bias: Tensor | None, depth: int, columns: int) -> GroupedGemm:
+    """One row's, to ask for refusals."""
+    layout = Layout.NN if e.transposed else Layout.NT
+    a, out = weight.new_empty((1, depth)), weight.new_empty((1, columns))
+    sizes = weight.new_empty(weight.shape[0], dtype=torch.int32)
+    return GroupedGemm(layout, a, weight, sizes, out, bias=bias, fresh=True)
+
+
+def _vector(bias: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if bias is None else (bias.data_ptr(), bias.stride(0))

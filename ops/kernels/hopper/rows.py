@@ -1,0 +1,119 @@
+"""Our own CUDA kernels that pass over rows once: activations, sums and products by group, and the zeroing of tails.
+
+All but the sums and products write what the door has just allocated, whose version nobody has kept: it stays.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import ActivationSpec
+from ..problem import Matrices, stacked
+from ..pytorch.activation import QUICK, ActivationGrads
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+
+NAME = "activation"
+_CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
+
+
+def usable(scales: Tensor | None, rows: Tensor, *more: Tensor | None) -> bool:
+    """Whether the kernels are built for where the tensors are, and take their one dtype and their strides."""
+    if not rows.is_cuda or device_refusal(rows.get_device()) is not None:
+        return False
+    dtype = rows.dtype
+    if dtype not in TYPE_CODES or not rows.is_contiguous():
+        return False
+    for tensor in more:
+        if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
+            return False
+    return scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous())
+
+
+def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
+    """Whether the kernels that know groups take these rows [T, N], of any pitch."""
+    if not tokens.is_cuda or device_refusal(tokens.get_device()) is not None:
+        return False
+    dense = tokens.stride(-1) == 1 or tokens.shape[-1] == 1
+    indices = split_sizes.dtype in (torch.int32, torch.int64) and split_sizes.is_contiguous()
+    return dense and indices and tokens.dtype in TYPE_CODES and out.dtype in TYPE_CODES
+
+
+def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
+    columns = out.shape[-1]
+    places = pre.data_ptr(), *scale_arguments(scales), out.data_ptr()
+    compiled().activate(*curve_arguments(spec, columns), *_rows(pre, columns), *places)
+
+
+def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
+    """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
+    columns = dhidden.shape[-1]
+    given = dhidden.data_ptr(), pre.data_ptr(), *scale_arguments(scales)
+    wanted = map(address, (out.pre, out.scales, out.hidden))
+    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(pre, columns), *given, *wanted)
+
+
+def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order."""
+    scale = None if scale is None else scale.float().contiguous()
+    (tokens, columns), groups = rows.shape, split_sizes.shape[0]
+    workspace = rows.new_empty(compiled().column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
+    factors = address(scale)
+    compiled().column_sums(
+        *_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr()
+    )
+    torch.autograd.graph.increment_version(out)
+
+
+def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
+    """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
+    every = stacked(vectors)
+    every = (every if every.dtype in (rows.dtype, torch.float32) else every.float()).contiguous()
+    dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    compiled().row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
+    if dots is not out:
+        out.copy_(dots)
+    torch.autograd.graph.increment_version(out)
+
+
+def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Zeros the rows past the last group."""
+    size, device = out.element_size(), out.get_device()
+    row_bytes = out.shape[1] * size if out.dim() == 2 else size
+    rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
+    wide = split_sizes.dtype == torch.int64
+    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
+
+
+@cache
+def curve_arguments(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
+    """An activation with that many output columns, as the extension wants it."""
+    alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
+    limit = math.inf if spec.limit is None else spec.limit
+    return _CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns
+
+
+def scale_arguments(scales: Tensor | None) -> tuple[int, int]:
+    """A factor for each row, or none, as the extension wants it."""
+    return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
+
+
+def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
+    device = pre.get_device()
+    return device, stream(device), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+
+
+def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
+    dense = (
+        rows.get_device(),
+        stream(rows.get_device()),
+        rows.data_ptr(),
+        TYPE_CODES[rows.dtype],
+        *rows.shape,
+        rows.stride(0),
+    )
+    return (*dense, split_sizes.data_ptr(), split_sizes.shape[0], split_sizes.dtype == torch.int64)

@@ -1,0 +1,56 @@
+"""Room for results: what the door allocates, and what a trace is told that it will."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activation_spec import ActivationSpec
+from .problem import GroupedGemm, Layout, Matrices, first, stacked
+from .pytorch.activation import ActivationGrads
+
+
+def new_output(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Room for a product, of the dtype of ``a`` if none is given."""
+    if layout is Layout.TN:
+        assert isinstance(b, Tensor)
+        return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=dtype or a.dtype)
+    return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=dtype or a.dtype)
+
+
+def new_hidden(x: Tensor, weight: Matrices, activation: ActivationSpec, keep_pre: bool) -> tuple[Tensor | None, Tensor]:
+    """Room for the pre-activation, if it shall be kept, and for the hidden rows."""
+    columns = first(weight).shape[-2]
+    pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
+    return pre, x.new_empty((x.shape[0], activation.out_features(columns)))
+
+
+def new_activated(pre: Tensor, activation: ActivationSpec) -> Tensor:
+    """Room for the activation."""
+    return pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
+
+
+def new_grads(
+    pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
+) -> ActivationGrads:
+    """Room for the gradients that are wanted; not of a bias, for which :func:`new_sums` makes room."""
+    dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
+    hidden = new_activated(pre, activation) if want_hidden else None
+    return ActivationGrads(torch.empty_like(pre), dscales, hidden)
+
+
+def new_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a row a group."""
+    return rows.new_empty((split_sizes.shape[0], rows.shape[1]), dtype=dtype)
+
+
+def fill_without_rows(problem: GroupedGemm) -> None:
+    """Without rows a product is zero: nothing to write for NT and NN, a weight gradient of zeros for TN."""
+    for g, out in enumerate([problem.out] if isinstance(problem.out, Tensor) else problem.out):
+        if problem.beta is None:
+            out.zero_()
+        elif problem.layout is Layout.TN:
+            beta = problem.beta
+            out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
+        if problem.bias is not None and problem.layout is Layout.TN:
+            out.add_(problem.bias[g] if out.dim() == 2 else stacked(problem.bias).unsqueeze(1))

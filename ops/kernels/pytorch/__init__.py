@@ -1,0 +1,1 @@
+"""PyTorch implementations, for every device and dtype."""

@@ -1,0 +1,183 @@
+"""Activations, gated or not, times an optional row scale: forward and backward, in PyTorch, on any device.
+
+Half-precision inputs are computed in float32 and rounded once, at the end. The columns of gate and up are views of one
+tensor [rows, blocks, 2, block], in whichever layout they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...activation_spec import ActivationSpec
+
+_aten = torch.ops.aten
+QUICK = 1.702
+NAME = "torch"
+
+
+class Curve(NamedTuple):
+    """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``."""
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _silu(alpha: float) -> Curve:
+    """x * sigmoid(alpha x) = silu(alpha x) / alpha, whose slope is silu'(alpha x)."""
+    backward = _aten.silu_backward.grad_input
+    if alpha == 1.0:
+        return Curve(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
+    return Curve(
+        lambda x: F.silu(x * alpha).div_(alpha), lambda grad, x, out: backward(grad, x * alpha, grad_input=out)
+    )
+
+
+def _gelu(approximate: str) -> Curve:
+    backward = _aten.gelu_backward.grad_input
+    return Curve(
+        lambda x: F.gelu(x, approximate=approximate),
+        lambda grad, x, out: backward(grad, x, approximate=approximate, grad_input=out),
+    )
+
+
+def _relu_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    backward: Callable[..., Tensor] = _aten.threshold_backward.grad_input
+    return backward(grad, x, 0, grad_input=out)
+
+
+def _relu2_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    return torch.mul(grad, F.relu(x).mul_(2), out=out)
+
+
+def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
+    backward: Callable[..., Tensor] = _aten.sigmoid_backward.grad_input
+    return backward(grad, torch.sigmoid(x), grad_input=out)
+
+
+_CURVES: dict[str, Curve] = {
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+    "quick_gelu": _silu(QUICK),
+    "relu": Curve(F.relu, _relu_slope),
+    "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
+    "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),
+}
+
+
+def _curve(spec: ActivationSpec) -> Curve:
+    return _silu(spec.alpha) if spec.name == "silu" else _CURVES[spec.name]
+
+
+class ActivationGrads(NamedTuple):
+    """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
+
+    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
+    """
+
+    pre: Tensor
+    scales: Tensor | None
+    hidden: Tensor | None
+    bias: Tensor | None = None
+
+    def rows(self, rows: slice) -> ActivationGrads:
+        """Views of some rows."""
+        return ActivationGrads(*(None if t is None else t[rows] for t in self[:3]))  # type: ignore[arg-type]
+
+
+def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [rows, F] = activation of ``pre`` [rows, C], times ``scales`` [rows] before the one rounding."""
+    gate, up = _inputs(pre, spec)
+    hidden = _times(_curve(spec).value(gate), up).view(out.shape)
+    _multiply_into(out, hidden, None if scales is None else scales.unsqueeze(-1))
+
+
+def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
+    """From ``dhidden`` [rows, F] what ``out`` has room for; the activation is computed again from ``pre``.
+
+    With v the curve's value: ``hidden = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
+    Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
+    """
+    curve, (gate, up) = _curve(spec), _inputs(pre, spec)
+    value, grad = curve.value(gate), dhidden.to(gate.dtype).view(gate.shape)
+    column = None if scales is None else _column(scales, gate)
+    factor = _product(up, column)
+    own = up is not None and column is not None
+    if out.hidden is not None:
+        _multiply_into(out.hidden.view(gate.shape), value, factor)
+    dgate, dup = _halves(out.pre, spec) if spec.gated else (out.pre, None)
+    above = grad if factor is None else factor.mul_(grad) if own else (grad * factor).to(gate.dtype)
+    _slope(curve, above, gate, dgate)
+    value.mul_(grad)
+    if dup is not None:
+        _multiply_into(dup, value, column)
+        _mask_clamped(dgate, dup, pre, spec)
+    if out.scales is not None:
+        torch.sum(_times(value, up).view(dhidden.shape), -1, out=out.scales)
+
+
+def _slope(curve: Curve, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
+    """The gradient of the gate, in whatever dtype it is stored."""
+    if gate.dtype == dgate.dtype:
+        curve.slope(grad, gate, dgate)
+    else:
+        dgate.copy_(curve.slope(grad, gate, torch.empty_like(gate)))
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor | None) -> None:
+    """``out = a * b``, rounded once; b None counts as 1."""
+    if b is None:
+        out.copy_(a)
+    else:
+        torch.mul(a, b, out=out)
+
+
+def _column(scales: Tensor, gate: Tensor) -> Tensor:
+    """Scales [rows] as a factor of the gate, [rows, 1] or [rows, 1, 1]."""
+    return scales.view(*scales.shape, *[1] * (gate.dim() - scales.dim()))
+
+
+def _product(up: Tensor | None, column: Tensor | None) -> Tensor | None:
+    """What the curve's value is multiplied by; in the dtype of ``up``."""
+    if up is None or column is None:
+        return column if up is None else up
+    return (up * column).to(up.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _halves(pre: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
+    """Views of the gate and the up columns, [rows, blocks, block] each."""
+    block = spec.block or pre.shape[-1] // 2
+    both = pre.view(*pre.shape[:-1], pre.shape[-1] // max(1, 2 * block), 2, block)
+    return both.select(-2, 0), both.select(-2, 1)
+
+
+def _inputs(pre: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
+    """What the curve is applied to, and what its value is multiplied by, clamped and offset, in the wide dtype."""
+    wide = _wide(pre.dtype)
+    if not spec.gated:
+        return pre.to(wide), None
+    gate, up = (half.to(wide) for half in _halves(pre, spec))
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return gate, up + spec.linear_offset if spec.linear_offset else up
+
+
+def _mask_clamped(dgate: Tensor, dup: Tensor, pre: Tensor, spec: ActivationSpec) -> None:
+    """What was clamped has gradient zero."""
+    if spec.limit is not None:
+        gate, up = (half.to(_wide(pre.dtype)) for half in _halves(pre, spec))  # the limit is not rounded to half
+        dgate.masked_fill_(gate > spec.limit, 0)
+        dup.masked_fill_(up.abs() > spec.limit, 0)
+
+
+def _times(value: Tensor, up: Tensor | None) -> Tensor:
+    """``value * up``, in the memory of ``value``."""
+    return value if up is None else value.mul_(up)

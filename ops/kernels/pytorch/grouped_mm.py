@@ -1,0 +1,155 @@
+"""``torch.nn.functional.grouped_mm``: one launch for all groups, split sizes on the device, no host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import ActivationSpec
+from .. import unfused as separate
+from ..problem import GroupedGemm, Layout, Matrices, first, stacked
+from .activation import ActivationGrads
+
+NAME = "grouped_mm"
+
+
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why the problem cannot be run here; None: it can."""
+    a, b = problem.a, first(problem.b)
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return f"torch {torch.__version__} has no grouped_mm"
+    if not a.is_cuda:
+        return f"needs a CUDA device, got {a.device.type}"
+    if torch.cuda.get_device_capability(a.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        return f"needs bfloat16, got {a.dtype} and {b.dtype}"
+    return _misaligned(problem)
+
+
+def run(problem: GroupedGemm) -> None:
+    """Computes ``problem.out``."""
+    p = problem
+    ends = row_ends(p.split_sizes, p.rows)
+    if p.layout is Layout.TN:
+        assert isinstance(p.b, Tensor)
+        result = torch.nn.functional.grouped_mm(p.a.mT, p.b, offs=ends)
+        result = torch.where(
+            (p.split_sizes > 0).view(-1, 1, 1), result, 0
+        )  # older kernels leave empty groups unwritten
+        _write_weights(p, result)
+    else:
+        weights = stacked(p.b)
+        result = torch.nn.functional.grouped_mm(p.a, weights.mT if p.layout is Layout.NT else weights, offs=ends)
+        _write_rows(p, result, ends)
+
+
+def linear_activation(
+    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
+) -> None:
+    """The product, then the activation."""
+    separate.forward(run, problem, spec, scales, pre, hidden)
+
+
+def linear_activation_backward(
+    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> None:
+    """The product, then the activation's backward."""
+    separate.backward(run, problem, pre, spec, scales, out)
+
+
+def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g, each times its scale, in a fixed order."""
+    sizes = _clamped_sizes(split_sizes, rows.shape[0])
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = wide if scale is None else wide * scale.unsqueeze(-1)
+    out.copy_(torch.segment_reduce(wide, "sum", lengths=sizes, axis=0, unsafe=True, initial=0))
+
+
+def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
+    """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
+    ends = row_ends(split_sizes, rows.shape[0])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    dots = (rows.to(wide) * stacked(vectors)[_group_of_row(ends, rows.shape[0])]).sum(-1)
+    out.copy_(torch.where(_is_valid(ends, rows.shape[0]), dots, 0))
+
+
+def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Zeros the rows past the last group."""
+    ends = row_ends(split_sizes, out.shape[0])
+    out.masked_fill_(~_is_valid(ends, out.shape[0]).unsqueeze(-1), 0)
+
+
+def row_ends(split_sizes: Tensor, rows: int) -> Tensor:
+    """int32 [E]: where each group ends; whatever the sizes say, inside the buffer."""
+    return split_sizes.clamp(0, rows).cumsum(0).clamp(max=rows).to(torch.int32)  # clamped before, sums do not wrap
+
+
+def _misaligned(problem: GroupedGemm) -> str | None:
+    """grouped_mm wants rows of a multiple of 16 bytes that start at a multiple of 16 bytes."""
+    for name, tensor in (("a", problem.a), ("b", first(problem.b))):
+        rows, columns = tensor.stride()[-2:]
+        if 1 not in (rows, columns):
+            return f"{name} has no dimension of stride 1"
+        if max(rows, columns) * tensor.element_size() % 16 or tensor.shape[-1] * tensor.element_size() % 16:
+            return f"rows of {name} are not a multiple of 16 bytes"
+        if tensor.storage_offset() * tensor.element_size() % 16:
+            return f"{name} does not start at a multiple of 16 bytes"
+    return None
+
+
+def _write_rows(p: GroupedGemm, result: Tensor, ends: Tensor) -> None:
+    assert isinstance(p.out, Tensor)
+    group = None
+    if isinstance(p.alpha, Tensor) or p.bias is not None or isinstance(p.beta, Tensor):
+        group = _group_of_row(ends, p.rows)
+    wide = _wide(p)
+    if p.alpha is not None:
+        result = result.to(wide) * _by_row(p.alpha, group)
+    if p.bias is not None:
+        bias = stacked(p.bias)[group].to(wide)
+        result = result + (bias if p.bias_scale is None else p.bias_scale.unsqueeze(-1) * bias)
+    if p.row_scale is not None:
+        result = result.to(wide) * p.row_scale.unsqueeze(-1)
+    if p.beta is not None:
+        result = result + _by_row(p.beta, group) * p.out.to(wide)
+    torch.where(_is_valid(ends, p.rows).unsqueeze(-1), result.to(p.out.dtype), p.out, out=p.out)
+
+
+def _write_weights(p: GroupedGemm, result: Tensor) -> None:
+    for g, out in enumerate([p.out] if isinstance(p.out, Tensor) else p.out):
+        part, wide = result if isinstance(p.out, Tensor) else result[g], _wide(p)
+        if p.alpha is not None:
+            part = part.to(wide) * _by_group(p.alpha, g, part)
+        if p.bias is not None:
+            part = part.to(wide) + (p.bias[g] if part.dim() == 2 else stacked(p.bias).unsqueeze(1))
+        out.copy_(part if p.beta is None else part + _by_group(p.beta, g, part) * out.to(wide))
+
+
+def _wide(p: GroupedGemm) -> torch.dtype:
+    """In which factors, bias and sum are computed from the product as torch has rounded it, to be rounded once more."""
+    return torch.promote_types(first(p.out).dtype, torch.float32)
+
+
+def _by_row(factor: float | Tensor, group: Tensor | None) -> float | Tensor:
+    return factor[group].unsqueeze(-1) if isinstance(factor, Tensor) and factor.dim() else factor
+
+
+def _by_group(factor: float | Tensor, g: int, part: Tensor) -> float | Tensor:
+    if not isinstance(factor, Tensor) or not factor.dim():
+        return factor
+    return factor.view(-1, 1, 1) if part.dim() == 3 else factor[g]
+
+
+def _clamped_sizes(split_sizes: Tensor, rows: int) -> Tensor:
+    ends = row_ends(split_sizes, rows)
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+def _group_of_row(ends: Tensor, rows: int) -> Tensor:
+    group = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
+    return group.clamp(max=ends.shape[0] - 1)
+
+
+def _is_valid(ends: Tensor, rows: int) -> Tensor:
+    return torch.arange(rows, device=ends.device) < ends[-1]

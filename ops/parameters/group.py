@@ -1,0 +1,182 @@
+"""Tensors of all groups that are one tensor each: as one where they lie so, and as one input of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser.replay.program import stream_of
+from ...fuser.tracing import active, has_no_data, is_traced
+from ..kernels.problem import Matrices
+
+_guards: Any = torch._C._dynamo.guards  # torch's own look at tensors: one call for all of them
+_MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
+
+
+def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one stacked tensor over their common storage; None if they do not lie one after the other."""
+    first = tensors[0]
+    if first.is_meta:
+        return None
+    base, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    for i, t in enumerate(tensors):
+        if t.data_ptr() != base + i * step or t.untyped_storage().data_ptr() != storage:
+            return None
+        if t.shape != first.shape or t.dtype != first.dtype or not t.is_contiguous():
+            return None
+    return first.detach().as_strided((len(tensors), *first.shape), (first.numel(), *first.stride()))
+
+
+def _unknown(*tensors: Tensor) -> bool:
+    return False
+
+
+def _is_seen_by_torch(cls: Any) -> bool:
+    """Whether tensors of a class have no dispatch of their own, whose state torch's guards would not see."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+class _Values(NamedTuple):
+    addresses: list[int]
+    matrices: Matrices
+
+
+class _Form:
+    """What was found of tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch.
+
+    Attributes:
+        is_uniform: whether all are of one shape, dtype and device.
+        matches: whether tensors have this form; :func:`_unknown` where torch cannot tell, so that nothing may be kept.
+        values: how they lie at these addresses.
+    """
+
+    __slots__ = ("is_uniform", "matches", "values")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        first = tensors[0]
+        kind = first.shape, first.dtype, first.device
+        self.is_uniform = all([(t.shape, t.dtype, t.device) == kind for t in tensors])
+        self.values: _Values | None = None
+        self.matches: Callable[..., bool] = _unknown
+        if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
+            self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+class _Whole(NamedTuple):
+    form: _Form
+    stream: int
+    stand_ins: bool
+    tensor: Tensor
+
+
+class ExpertGroup:
+    """Tensors of one shape, dtype and device. What was found of them is kept for as long as they have the same form.
+
+    Attributes:
+        tensors: one a group. Another group object is needed where one of them is another object.
+        ids: theirs.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        self.tensors = tensors
+        self.ids = list(map(id, tensors))
+        self._forms: list[_Form] = []
+        self._whole: _Whole | None = None
+
+    def is_uniform(self) -> bool:
+        """Whether they are of one shape, dtype and device indeed."""
+        return self._form().is_uniform
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the group's."""
+        return list(map(id, tensors)) == self.ids
+
+    def values(self) -> Matrices:
+        """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
+        if is_traced(self.tensors[0]) or (active() and any(map(has_no_data, self.tensors))):
+            return self.tensors
+        return self._values_of(self._form())
+
+    def held(self, stand_ins: bool) -> tuple[Tensor, Matrices]:
+        """:meth:`whole` and :meth:`values`."""
+        form = self._form()
+        return self._whole_of(form, stand_ins), self._values_of(form)
+
+    def same(self, tensors: Sequence[Tensor]) -> Matrices | None:
+        """:meth:`values` of tensors that are of a known form and lie where the group's do; None if they do not."""
+        addresses = list(map(Tensor.data_ptr, tensors))
+        for form in reversed(self._forms):  # that of backwards is kept last
+            known = form.values
+            if known is not None and known.addresses == addresses and form.matches(*tensors):
+                if form is not self._forms[-1]:
+                    self._forms = [*(other for other in self._forms if other is not form), form]
+                return known.matrices
+        return None
+
+    def _values_of(self, form: _Form) -> Matrices:
+        addresses, known = list(map(Tensor.data_ptr, self.tensors)), form.values
+        if known is not None and addresses == known.addresses:
+            return known.matrices
+        one = as_one(self.tensors)
+        matrices: Matrices = self.tensors if one is None else one
+        for other in self._forms:
+            if other.values is not None and other.values.addresses != addresses:
+                other.values = None  # it would keep memory that the tensors have left
+        form.values = _Values(addresses, matrices) if type(one) is Tensor and not one.is_inference() else None
+        return matrices
+
+    def whole(self, stand_ins: bool) -> Tensor:
+        """A tensor that stands for all of them in autograd: its gradient, stacked, is handed to each.
+
+        It has their shape [E, ...] and no data, and is made once: hundreds of inputs would cost autograd more than the
+        kernels cost. A stream has its own, as autograd runs its backward there.
+
+        Args:
+            stand_ins: gradients are only for those that have ``grad_added_to_main_grad``.
+        """
+        return self._whole_of(self._form(), stand_ins)
+
+    def _whole_of(self, form: _Form, stand_ins: bool) -> Tensor:
+        stream, known = stream_of(self.tensors[0]), self._whole
+        if known is not None and known.form is form and known.stream == stream and known.stand_ins == stand_ins:
+            return known.tensor
+        self._whole = known = None  # before the next is made, which would share its nodes
+        with torch.enable_grad():  # a call that records may come after one that does not
+            whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
+        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
+            self._whole = _Whole(form, stream, stand_ins, whole)
+        return whole
+
+    def _form(self) -> _Form:
+        """What is known of the form that they have now: ``.data`` and in-place views change it unseen."""
+        for form in self._forms:
+            if form.matches(*self.tensors):
+                return form
+        form = _Form(self.tensors)
+        if form.matches is not _unknown:
+            if len(self._forms) >= _MANY_FORMS:
+                self._forms.clear()
+            self._forms.append(form)
+        return form
+
+
+class _Together(torch.autograd.Function):
+    """Many parameters as one tensor without data. Keeps nothing, so that its backward can run any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_ins: bool, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.takers = tensors if stand_ins else ()
+        ctx.count = len(tensors)
+        return tensors[0].new_empty(()).expand(len(tensors), *tensors[0].shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        parts: Sequence[Tensor | None] = [None] * ctx.count if gradient is None else gradient.unbind()
+        if gradient is not None and ctx.takers:
+            takes = [getattr(t, "grad_added_to_main_grad", None) is not None for t in ctx.takers]
+            parts = [part if taken else None for part, taken in zip(parts, takes, strict=True)]
+        return None, *parts

@@ -1,0 +1,187 @@
+"""The ``main_grad`` of weights: read anew at every backward, judged before anything is written, never kept alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser.runtime.buffers import extent
+from ...fuser.tracing import WITHOUT_DATA, has_no_data
+from ..checks import is_free_to_write, is_plain
+from .group import ExpertGroup
+
+_PROTOCOL = "get_main_grad", "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
+
+
+class Destination(NamedTuple):
+    """Where gradients of weights go, and what the weights say of it; a list has an entry for each weight.
+
+    Attributes:
+        group: aliases of each ``main_grad``, in the shape of the weight.
+        add: whether the gradient is added to what is there.
+        flagged: whether the weight wants to know that its gradient is there.
+        zeros: whether a stand-in must be zero.
+    """
+
+    group: ExpertGroup
+    add: list[bool]
+    flagged: list[bool]
+    zeros: bool
+
+    def flag(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Says of the weights that want to know that their gradients are there."""
+        for parameter, flagged in zip(parameters, self.flagged, strict=True):
+            if flagged:
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+class _Judged(NamedTuple):
+    """Tensors that fit, by what was looked at. ``owners`` says when one is gone; until then its id is its own."""
+
+    ids: list[int]
+    addresses: list[int]
+    kind: tuple[Any, ...]
+    owners: list[weakref.ref[Tensor]]
+    group: ExpertGroup
+
+
+class MainGrads:
+    """Those of one op. What was found is kept while the tensors live that the user has set; a copy starts empty."""
+
+    def __init__(self) -> None:
+        self._judged: _Judged | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MainGrads, ()
+
+    def forget(self) -> None:
+        """Drops what was found."""
+        self._judged = None
+
+    def of(
+        self, op: str, names: Sequence[str], parameters: Sequence[nn.Parameter], read: Iterable[Tensor | None]
+    ) -> Destination:
+        """Where the gradients of the named weights go.
+
+        Args:
+            op: the class of the op, for errors.
+            names: of the weights.
+            parameters: the weights.
+            read: what the op reads besides, which must not be overwritten.
+
+        Raises:
+            RuntimeError: one is missing, or does not fit.
+        """
+        fetchers, grads, overwrite, flags, zeros = _attributes(parameters)
+        if any(fetchers):
+            grads = [g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)]
+        known, ids, kind = self._judged, list(map(id, grads)), (parameters[0].shape, parameters[0].device)
+        if known is None or known.ids != ids or known.kind != kind or known.addresses != _addresses(grads):
+            group = ExpertGroup(tuple([_judge(op, *each) for each in zip(names, parameters, grads, strict=True)]))
+            _refuse_overlaps(op, names, group.tensors, [p for p in (*parameters, *read) if p is not None])
+            forget = _forget(weakref.ref(self), weakref.ref(group))
+            owners = [weakref.ref(grad, forget) for grad in grads]
+            known = self._judged = _Judged(ids, _addresses(grads), kind, owners, group)
+        return Destination(known.group, [not o for o in overwrite], [flag is not None for flag in flags], any(zeros))
+
+
+def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
+    """What each parameter has of the protocol, None if nothing; plain ones are not asked by a failing look-up."""
+    plain, names = nn.Parameter, _PROTOCOL
+    own = [p.__dict__ if type(p) is plain else {name: getattr(p, name, None) for name in names} for p in parameters]
+    return [[each.get(name) for each in own] for name in names]
+
+
+def _forget(
+    main_grads: weakref.ref[MainGrads], group: weakref.ref[ExpertGroup]
+) -> Callable[[weakref.ref[Tensor]], None]:
+    """Drops the aliases of a group once one of the tensors is gone that they are aliases of."""
+
+    def forget(_: weakref.ref[Tensor]) -> None:
+        holder = main_grads()
+        if holder is not None and holder._judged is not None and holder._judged.group is group():
+            holder._judged = None
+
+    return forget
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return [] if isinstance(tensors[0], WITHOUT_DATA) else list(map(Tensor.data_ptr, tensors))
+
+
+def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
+    """An alias of the parameter's ``main_grad`` in the parameter's shape."""
+    if not isinstance(grad, Tensor):
+        raise RuntimeError(
+            f"{op}: accumulate_into_main_grad needs {name}.main_grad, which is not set; "
+            "set it to a tensor of the parameter's shape before the backward"
+        )
+    if grad.layout != torch.strided or not is_plain(type(grad)):
+        kind = str(grad.layout) if type(grad) is Tensor else f"a {type(grad).__name__}"
+        raise RuntimeError(f"{op}: {name}.main_grad must be a plain dense tensor, got {kind}")
+    if grad.numel() != parameter.numel() or not grad.is_floating_point() or grad.device != parameter.device:
+        raise RuntimeError(
+            f"{op}: {name}.main_grad must be floating-point, on {parameter.device}, of shape {list(parameter.shape)}; "
+            f"got {grad.dtype} on {grad.device}, shape {list(grad.shape)}"
+        )
+    if grad.itemsize == 1:
+        raise RuntimeError(
+            f"{op}: {name}.main_grad must have at least 16 bits, to which can be added; got {grad.dtype}"
+        )
+    if not is_free_to_write(grad):
+        raise RuntimeError(
+            f"{op}: {name}.main_grad was made under torch.inference_mode(), outside of which nothing may write it; "
+            "set it to main_grad.clone()"
+        )
+    if _repeats(grad):
+        raise RuntimeError(
+            f"{op}: {name}.main_grad, of shape {list(grad.shape)} and strides {list(grad.stride())}, has elements that "
+            "share memory, as those of an expanded tensor do; give each its own, with main_grad.contiguous()"
+        )
+    try:
+        return grad.detach().view(parameter.shape)
+    except RuntimeError:
+        raise RuntimeError(
+            f"{op}: {name}.main_grad, of shape {list(grad.shape)} and strides {list(grad.stride())}, "
+            f"cannot be viewed as {list(parameter.shape)}; make it contiguous"
+        ) from None
+
+
+def _repeats(tensor: Tensor) -> bool:
+    """Whether two elements may have one address; False for every view that slices or permutes dense memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _refuse_overlaps(op: str, names: Sequence[str], grads: Sequence[Tensor], read: Sequence[Tensor]) -> None:
+    """Raises where one shares memory with another, or with what the op reads. Judges those that are dense."""
+    if has_no_data(grads[0]) or grads[0].is_meta:
+        return
+    spans = [(*extent(grad), name) for name, grad in zip(names, grads, strict=True) if _is_dense(grad)]
+    spans += [(*extent(t), "") for t in read if t.device == grads[0].device and _is_dense(t)]
+    reached = {True: (-1, ""), False: (-1, "")}  # by whether it is a main_grad
+    for first, last, name in sorted(spans):
+        for written, (end, other) in reached.items():
+            if first <= end and (name or written):
+                others = f"{other}.main_grad" if other and name else "a parameter of the op"
+                raise RuntimeError(
+                    f"{op}: {name or other}.main_grad overlaps {others} in memory; give it memory of its own"
+                )
+        reached[bool(name)] = max(reached[bool(name)], (last, name))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether every byte between its first and its last is its own."""
+    if not tensor.numel() or tensor.layout != torch.strided:
+        return False
+    first, last = extent(tensor)
+    return last + 1 - first == tensor.nbytes
