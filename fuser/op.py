@@ -94,7 +94,7 @@ class Op(nn.Module, ABC):
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
-        replayable: whether calls of a form may be replayed (:mod:`replay`): all that ``fwd`` and ``bwd`` do is launched
+        replayable: whether calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched
             by the kernels' library, returned, or declared by :meth:`deliveries`, and depends on nothing but what
             :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
             subclass with code of its own, beyond ``__init__``, must promise it again.

@@ -1,4 +1,4 @@
-"""The doors of a layer's routed experts as custom ops, as :mod:`library` has the kernel door.
+"""The doors of a layer's routed experts as custom ops, as :mod:`fusible.ops.kernels.custom_ops` has the kernel door.
 
 A routing is its ``counts`` [E + 1], ``order`` [S] and ``place`` [T, k], and whether our ``own`` kernels made it.
 """
@@ -15,7 +15,7 @@ from . import routed_backward as backward
 from . import routed_mlp as routed
 from . import routing
 from .activation_spec import ActivationSpec
-from .kernels import room
+from .kernels import outputs
 from .kernels.custom_ops import SPEC, obeying, register
 from .routed_backward import Needs
 from .routed_mlp import Experts
@@ -84,7 +84,7 @@ def _fake_activation_backward(dy: Tensor, *how: Any) -> tuple[Tensor, ...]:
     _, _, place, _, scales, pre, _, up_bias, down_bias, *spec, _, needs, dtype, _ = how
     wants, dpre, hidden = Needs(*needs), None, None
     if pre is not None:
-        dpre, _, hidden, _ = room.new_grads(pre, _spec(*spec), scales, False, wants.down)
+        dpre, _, hidden, _ = outputs.new_grads(pre, _spec(*spec), scales, False, wants.down)
     dweights = torch.empty_like(place, dtype=dtype)
     dup_bias, ddown_bias = (
         None if bias is None else torch.empty_like(bias, memory_format=torch.contiguous_format)

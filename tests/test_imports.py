@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("kernels.py", "routing.py", "routed_mlp.py", "routed_backward.py")  # to products, routing, whole layers
-VALUES = "problem"  # the statement of a grouped GEMM: a value that ops may share with the backends
+DOORS = ("routing.py", "routed_mlp.py", "routed_backward.py")  # to routing and to whole layers
+SHARED = (
+    "ops.kernels.problem",
+    "ops.kernels.outputs",
+    "ops.kernels.custom_ops",
+)  # values, and what only has to be loaded
 
 
 def imports(path):
@@ -42,23 +46,38 @@ def test_ops_import_no_integration(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "integrations"]
 
 
-def backends_of(path):
-    """The modules of the backends that a file imports, but for values that all may share."""
-    return {name.split(".")[2] for name in imports(path) if name.startswith("ops.backends")} - {VALUES}
+def inside_kernels(path):
+    """The modules behind the door that a file imports, but for values that all may share."""
+    deep = [name for name in imports(path) if name.startswith("ops.kernels.") and len(modules(name)) > 2]
+    return [name for name in deep if not name.startswith(SHARED)]
+
+
+def modules(name):
+    """The part of a dotted name that is a module."""
+    parts = name.split(".")
+    return parts if is_module(parts) else parts[:-1]
+
+
+def is_module(parts):
+    path = ROOT.joinpath(*parts)
+    return path.with_suffix(".py").is_file() or path.is_dir()
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_a_door_imports_backends(name):
-    assert backends_of(ROOT / "ops" / name)
+def test_a_door_imports_kernels(name):
+    assert inside_kernels(ROOT / "ops" / name)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in files("ops") if p.parent.name != "backends" and p.relative_to(ROOT / "ops").as_posix() not in DOORS],
-    ids=lambda p: p.name,
-)
-def test_only_the_doors_import_backends(path):
-    assert backends_of(path) == set()
+OUTSIDE = [
+    path
+    for path in files("ops", "integrations")
+    if "kernels" not in path.parts and path.relative_to(ROOT / path.relative_to(ROOT).parts[0]).as_posix() not in DOORS
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
+def test_the_rest_sees_kernels_through_their_door(path):
+    assert inside_kernels(path) == []
 
 
 @pytest.mark.parametrize("path", files("fuser", "ops", "integrations"), ids=lambda p: str(p.relative_to(ROOT)))
@@ -66,9 +85,11 @@ def test_packages_import_relatively(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "fusible"]
 
 
-def test_backends_import_no_op():
-    allowed = ("ops.backends", "ops.activations", "ops.grouped_tensor", "ops._C")
-    found = [name for path in files("ops/backends") for name in imports(path) if name.startswith("ops.")]
+INSIDE = [path for path in files("ops/kernels") if path.name != "custom_ops.py"]
 
-    assert found
-    assert all(name.startswith(allowed) for name in found)
+
+@pytest.mark.parametrize("path", INSIDE, ids=lambda p: str(p.relative_to(ROOT / "ops/kernels")))
+def test_kernels_import_no_op(path):
+    allowed = ("ops.kernels", "ops.activation_spec", "ops.grouped_tensor", "ops._C")
+
+    assert all(name.startswith(allowed) for name in imports(path) if name.startswith("ops."))

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from fusible import GroupedTensor, config, grouped_gemm  # noqa: E402
 from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
-from fusible.ops.kernels.hopper import ragged as hopper_ragged
+from fusible.ops.kernels.hopper import ragged as hopper_ragged  # noqa: E402
 from fusible.ops.kernels.problem import Layout  # noqa: E402
 from fusible.ops.kernels.ragged import RaggedGemm  # noqa: E402
 

@@ -2,7 +2,7 @@
 
 All that a plan depends on is read here, so that Dynamo guards on it, by value: the structure of the modules, their
 hooks and attributes, the dtypes of the arguments, the switches. The plan itself is found outside of the trace
-(:mod:`program`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps,
+(:mod:`steps`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps,
 so that the compiled code serves any other layer of the same structure.
 """
 

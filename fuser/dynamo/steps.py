@@ -127,7 +127,7 @@ def answer(find: Callable[..., Program], switches: tuple[Any, ...], *arguments: 
 
 
 def of_container(container: Any, call: Any, likes: Any, names: Any) -> Program:
-    """The program of a ``Sequential`` for a call; :mod:`compiled` says what the arguments are."""
+    """The program of a ``Sequential`` for a call; :mod:`frontend` says what the arguments are."""
     extra, addressed, shared = call
     compiled, values = container._current(), [_stand_in(like) for like in likes]
     layout, runtime = compiled.layout, Runtime.of(values[0])

@@ -16,8 +16,7 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
-from . import elementwise, traced
-from . import outputs as room
+from . import elementwise, outputs, traced
 from . import ragged_dispatch as ragged_choice
 from .dispatch import Choice, choose
 from .hopper import epilogue as hopper_activation
@@ -29,7 +28,7 @@ from .pytorch import grouped_mm, loop
 from .pytorch.activation import ActivationGrads
 from .ragged import RaggedGemm
 
-__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "room"]
+__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs"]
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:
@@ -68,7 +67,7 @@ def grouped_gemm(
         return traced.grouped_gemm(layout, a, b, split_sizes, out=out, out_dtype=out_dtype, **how)  # type: ignore[arg-type]
     own = out is None
     if out is None:
-        out = room.new_output(layout, a, b, split_sizes, out_dtype)
+        out = outputs.new_output(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
     layout, b = _as_it_lies(layout, b)
@@ -79,7 +78,7 @@ def grouped_gemm(
         if own and isinstance(out, Tensor) and layout is not Layout.TN and backend is not hopper:
             _zero_tail(out, split_sizes, backend)
     elif not problem.rows:
-        room.fill_without_rows(problem)
+        outputs.fill_without_rows(problem)
     return out
 
 
@@ -130,7 +129,7 @@ def grouped_linear_activation(
     if type(x) is not Tensor and trace.is_traced(x):
         how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
         return traced.grouped_linear_activation(x, weight, split_sizes, activation, **how)  # type: ignore[arg-type]
-    pre, hidden = room.new_hidden(x, weight, activation, keep_pre)
+    pre, hidden = outputs.new_hidden(x, weight, activation, keep_pre)
     layout, weight = _as_it_lies(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
     refusal = partial(hopper_activation.forward_refusal, problem, activation, scales, pre, hidden)
@@ -163,9 +162,9 @@ def grouped_linear_activation_backward(
     if type(dy) is not Tensor and trace.is_traced(dy):
         how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
         return traced.grouped_linear_activation_backward(dy, weight, pre, split_sizes, activation, **how)  # type: ignore[arg-type]
-    out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
+    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
     if bias_dtype is not None:
-        out = out._replace(bias=room.new_sums(pre, split_sizes, bias_dtype))
+        out = out._replace(bias=outputs.new_sums(pre, split_sizes, bias_dtype))
     layout, weight = _as_it_lies(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     refusal = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
@@ -183,7 +182,7 @@ def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = No
     """``act(pre) * scales[:, None]``, rounded once."""
     if type(pre) is not Tensor and trace.is_traced(pre):
         return traced.activate(pre, activation, scales)
-    hidden = room.new_activated(pre, activation)
+    hidden = outputs.new_activated(pre, activation)
     if _activation_ready(pre, scales, hidden):
         elementwise.forward(pre, activation, scales, hidden)
     return hidden
@@ -202,7 +201,7 @@ def activate_backward(
     if type(pre) is not Tensor and trace.is_traced(pre):
         wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
         return traced.activate_backward(dhidden, pre, activation, scales, **wanted)
-    out = room.new_grads(pre, activation, scales, want_scales, want_hidden)
+    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
     if _activation_ready(pre, scales, dhidden, *out):
         elementwise.backward(dhidden, pre, activation, scales, out)
     return out
@@ -212,7 +211,7 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
     """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
     if type(tokens) is not Tensor and trace.is_traced(tokens):
         return traced.column_sums(tokens, split_sizes, dtype, scale)
-    out = room.new_sums(tokens, split_sizes, dtype)
+    out = outputs.new_sums(tokens, split_sizes, dtype)
     if not trace.active() and not tokens.is_meta:
         _row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
     return out

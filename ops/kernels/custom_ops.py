@@ -17,7 +17,7 @@ from torch import Tensor
 from ...fuser.config import Config, active_config, config_of, use_config
 from .. import kernels
 from ..activation_spec import ActivationSpec
-from . import ActivationGrads, Layout, Matrices, room
+from . import ActivationGrads, Layout, Matrices, outputs
 
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
 _AS_IT_IS = nullcontext()
@@ -47,7 +47,7 @@ def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
 def _fake_gemm(
     layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, dtype: torch.dtype | None, *_: Any
 ) -> Tensor:
-    return room.new_output(Layout[layout], a, _right(layout, b), split_sizes, dtype)
+    return outputs.new_output(Layout[layout], a, _right(layout, b), split_sizes, dtype)
 
 
 @register(
@@ -86,7 +86,7 @@ def _gemm_out(layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, out:
 
 
 def _fake_linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    pre, hidden = room.new_hidden(x, _right("NT", weight), ActivationSpec(*how[:6]), keep_pre=how[9])
+    pre, hidden = outputs.new_hidden(x, _right("NT", weight), ActivationSpec(*how[:6]), keep_pre=how[9])
     return x.new_empty(0) if pre is None else pre, hidden
 
 
@@ -109,14 +109,14 @@ def _linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *ho
 def _fake_activation_grads(pre: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``how``: the activation, the scales, which of their gradient and the hidden rows are wanted."""
     *spec, scales, want_scales, want_hidden = how
-    return _returned(room.new_grads(pre, ActivationSpec(*spec), scales, want_scales, want_hidden))
+    return _returned(outputs.new_grads(pre, ActivationSpec(*spec), scales, want_scales, want_hidden))
 
 
 def _fake_linear_activation_backward(
     dy: Tensor, weight: list[Tensor], pre: Tensor, split_sizes: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *grads, bias_dtype, _ = how
-    bias = pre.new_empty(0) if bias_dtype is None else room.new_sums(pre, split_sizes, bias_dtype)
+    bias = pre.new_empty(0) if bias_dtype is None else outputs.new_sums(pre, split_sizes, bias_dtype)
     return *_fake_activation_grads(pre, *grads), bias
 
 
@@ -140,7 +140,7 @@ def _linear_activation_backward(
 
 @register(
     f"activate(Tensor pre, {SPEC}, Tensor? scales) -> Tensor",
-    lambda pre, *how: room.new_activated(pre, ActivationSpec(*how[:-1])),
+    lambda pre, *how: outputs.new_activated(pre, ActivationSpec(*how[:-1])),
 )
 def _activate(pre: Tensor, *how: Any) -> Tensor:
     return kernels.activate(pre, ActivationSpec(*how[:-1]), how[-1])
@@ -159,7 +159,7 @@ def _activate_backward(dhidden: Tensor, pre: Tensor, *how: Any) -> tuple[Tensor,
 
 @register(
     "column_sums(Tensor tokens, Tensor split_sizes, ScalarType dtype, Tensor? scale) -> Tensor",
-    lambda tokens, split_sizes, dtype, scale: room.new_sums(tokens, split_sizes, dtype),
+    lambda tokens, split_sizes, dtype, scale: outputs.new_sums(tokens, split_sizes, dtype),
 )
 def _column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     return kernels.column_sums(tokens, split_sizes, dtype, scale)
@@ -187,7 +187,7 @@ def config(switches: str) -> Config:
 
 
 def _matrices(listed: list[Tensor] | None, stacked: int) -> Any:
-    """Undoes what :mod:`backends.traced` does to matrices: the tensor alone, if it is one of so many dimensions."""
+    """Undoes what :mod:`traced` does to matrices: the tensor alone, if it is one of so many dimensions."""
     return listed[0] if listed is not None and len(listed) == 1 and listed[0].dim() == stacked else listed
 
 

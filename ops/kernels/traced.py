@@ -1,4 +1,4 @@
-"""The kernel door while a compiler traces: calls of the custom ops that :mod:`library` registers.
+"""The kernel door while a compiler traces: calls of the custom ops that :mod:`custom_ops` registers.
 
 The functions take what the door's of the same names take.
 """

@@ -1,4 +1,4 @@
-"""The doors to a layer's routed experts while a compiler traces: calls of the custom ops that :mod:`library` registers.
+"""The doors to a layer's routed experts while a compiler traces: the custom ops of ``library_routed``.
 
 The functions take what the doors' of the same names take.
 """

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fusible.ops
-from fusible.ops import backends
+from fusible.ops import kernels
 
 TESTS = Path(__file__).resolve().parents[1]
 _ON_CPU = {
@@ -110,8 +110,8 @@ def installed(emulation: Emulation) -> Iterator[None]:
         patch.setattr(fusible.ops, "_C", emulation, raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
         patch.setattr(torch.Tensor, "is_cuda", True)
-        for found in pkgutil.iter_modules(backends.__path__):
-            module = importlib.import_module(f"{backends.__name__}.{found.name}")
+        for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+            module = importlib.import_module(found.name)
             for function in answers.keys() & vars(module).keys():
                 patch.setattr(module, function, answers[function])
         yield
