@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .kernels.dispatch import permute_refusal
 from .kernels.hopper import permute as kernels
 
 _SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
@@ -48,12 +49,12 @@ class Routing(NamedTuple):
 
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
-    return kernels.refusal(top_k_index, num_experts, dtype)
+    return permute_refusal(top_k_index, num_experts, dtype)
 
 
 def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
     """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
-    why = kernels.refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
+    why = permute_refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
     return kernels.NAME if why is None else f"torch: {why}"
 
 
@@ -69,7 +70,7 @@ def route(
     if torch.compiler.is_compiling():
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
         return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
-    if kernels.refusal(top_k_index, num_experts, dtype) is None:
+    if refusal(top_k_index, num_experts, dtype) is None:
         counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
         return Routing(counts, order, place, True, scales)
     return by_torch(top_k_index, num_experts)
@@ -123,7 +124,7 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 
 def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
     """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
-    own = kernels.refusal(place, 1, dtype) is None
+    own = refusal(place, 1, dtype) is None
     return Routing(counts, place.view(-1) if own else place.view(-1).argsort(), place, own)
 
 

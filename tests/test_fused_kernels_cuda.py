@@ -19,12 +19,11 @@ from torch import Tensor  # noqa: E402
 
 from fusible.ops import kernels  # noqa: E402
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved  # noqa: E402
-from fusible.ops.kernels import unfused as separate  # noqa: E402
-from fusible.ops.kernels.hopper import epilogue as fused  # noqa: E402
+from fusible.ops.kernels import unfused  # noqa: E402
+from fusible.ops.kernels.hopper import epilogue  # noqa: E402
 from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
-from fusible.ops.kernels.problem import GroupedGemm, Layout  # noqa: E402
+from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout  # noqa: E402
 from fusible.ops.kernels.pytorch import activation as pointwise  # noqa: E402
-from fusible.ops.kernels.pytorch.activation import ActivationGrads  # noqa: E402
 
 pytestmark = pytest.mark.cuda
 if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
@@ -131,10 +130,11 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     hidden = poisoned(t, case.columns, dtype=case.dtype)
     layout, weights = as_stored(t, t.w1, Layout.NT)
     problem = GroupedGemm(layout, t.x, weights, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
+    problem.epilogue = Activate(case.spec, t.scales, pre)
     assert hopper.refusal(problem) is None
-    assert fused.forward_refusal(problem, case.spec, t.scales, pre, hidden) is None
+    assert hopper.epilogue_refusal(problem) is None
     places = hopper.place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
-    fused.forward(problem, case.spec, t.scales, pre, hidden, *places, case.variant)
+    epilogue.forward(problem, problem.epilogue, *places, case.variant)
     return pre, hidden
 
 
@@ -155,8 +155,9 @@ def backward(
     )
     layout, weights = as_stored(t, t.w2, Layout.NN)
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.pre)
-    assert fused.backward_refusal(problem, pre, case.spec, t.scales, out) is None
-    fused.backward(problem, pre, case.spec, t.scales, out, hopper.place(weights), case.variant)
+    problem.epilogue = ActivateBackward(case.spec, t.scales, pre, out)
+    assert hopper.epilogue_refusal(problem) is None
+    epilogue.backward(problem, problem.epilogue, hopper.place(weights), case.variant)
     return out
 
 
@@ -412,11 +413,12 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     assert grads.scales[n:].eq(0).all()
     two_pre, two_hidden = torch.empty_like(pre), torch.empty_like(hidden)
     problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, two_hidden, bias=t.bias)
-    separate.forward(hopper.run, problem, spec, scales, two_pre, two_hidden)
+    unfused.run(hopper, replace(problem, epilogue=Activate(spec, scales, two_pre)))
     assert_near(pre[:n], two_pre[:n].double(), steps=2)
     assert_near(hidden[:n], two_hidden[:n].double(), steps=2, absolute=1e-5)
     two = ActivationGrads(*(torch.empty_like(g) for g in grads[:3] if g is not None))
-    separate.backward(hopper.run, GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.pre), pre, spec, scales, two)
+    problem = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.pre)
+    unfused.run(hopper, replace(problem, epilogue=ActivateBackward(spec, scales, pre, two)))
     assert two.hidden is not None
     assert grads.hidden is not None
     assert_near(grads.pre[:n], two.pre[:n].double(), steps=2, absolute=1e-5)
@@ -455,12 +457,15 @@ def test_refusals_say_why() -> None:
     t = Tensors(Case(SPECS["silu glu"], columns=192))
     hidden, spec = poisoned(t, 192, dtype=torch.bfloat16), gated("silu", None, 1.0, 0.0, interleaved(24))
     problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, hidden)
-    assert fused.forward_refusal(problem, SPECS["silu glu"], None, None, hidden) is None
-    assert "no tile for blocks of 24 columns" in (fused.forward_refusal(problem, spec, None, None, hidden) or "")
-    scaled = replace(problem, row_scale=t.scales)
-    assert "no factor" in (fused.forward_refusal(scaled, SPECS["silu glu"], None, None, hidden) or "")
     wide = torch.rand(t.tokens, device="cuda", dtype=torch.float64)
-    assert "dense scales" in (fused.forward_refusal(problem, SPECS["silu glu"], wide, None, hidden) or "")
+
+    def why(spec: ActivationSpec, scales: Tensor | None = None, **changes: object) -> str:
+        return hopper.epilogue_refusal(replace(problem, epilogue=Activate(spec, scales, None), **changes)) or ""
+
+    assert why(SPECS["silu glu"]) == ""
+    assert "no tile for blocks of 24 columns" in why(spec)
+    assert "no factor" in why(SPECS["silu glu"], row_scale=t.scales)
+    assert "dense scales" in why(SPECS["silu glu"], wide)
     with pytest.raises(RuntimeError, match="tile variant 2 is not built with an activation"):
         forward(Tensors(replace(t.case, variant=2)))
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fusible.ops.activation_spec import activation, gated, interleaved
-from fusible.ops.kernels.hopper import epilogue as fused
-from fusible.ops.kernels.problem import GroupedGemm, Layout
-from fusible.ops.kernels.pytorch.activation import ActivationGrads
+from fusible.ops.kernels.hopper import epilogue
+from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 
 T, K, F, E = 6, 16, 96, 2
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
@@ -25,6 +24,14 @@ def product(layout=Layout.NT, columns=2 * F, out=F, dtype=torch.bfloat16):
     return GroupedGemm(layout, rows(K, dtype), torch.zeros(shape, dtype=dtype), torch.tensor([2, 3]), rows(out, dtype))
 
 
+def forward_refusal(problem, spec, scales, preact):
+    return epilogue.refusal(replace(problem, epilogue=Activate(spec, scales, preact)))
+
+
+def backward_refusal(problem, spec, scales, grads):
+    return epilogue.refusal(replace(problem, epilogue=ActivateBackward(spec, scales, rows(2 * F), grads)))
+
+
 def glu(block):
     return gated("silu", None, 1.0, 0.0, interleaved(block))
 
@@ -33,23 +40,23 @@ def glu(block):
 @pytest.mark.parametrize("scales", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_what_an_epilogue_takes(spec, scales):
     s = None if scales is None else torch.ones(T, dtype=scales)
-    assert fused.forward_refusal(product(), spec, s, rows(2 * F), rows(F)) is None
-    assert fused.forward_refusal(product(), spec, s, None, rows(F)) is None
+    assert forward_refusal(product(), spec, s, rows(2 * F)) is None
+    assert forward_refusal(product(), spec, s, None) is None
     out = ActivationGrads(rows(2 * F), s, rows(F))
-    assert fused.backward_refusal(product(Layout.NN, F, 2 * F), rows(2 * F), spec, s, out) is None
+    assert backward_refusal(product(Layout.NN, F, 2 * F), spec, s, out) is None
 
 
 def test_an_activation_without_a_gate():
-    assert fused.forward_refusal(product(columns=F), activation("relu2"), None, rows(F), rows(F)) is None
+    assert forward_refusal(product(columns=F), activation("relu2"), None, rows(F)) is None
 
 
 @pytest.mark.parametrize(("block", "forward", "backward"), [(3, True, True), (12, True, True), (24, True, False)])
 def test_blocks_that_fit_no_tile(block, forward, backward):
     """The forward needs gate and up in one tile; the backward reads them where they are, in octets."""
-    why = fused.forward_refusal(product(), glu(block), None, None, rows(F)) or ""
+    why = forward_refusal(product(), glu(block), None, None) or ""
     assert (f"has no tile for blocks of {block} columns" in why) is forward
     out = ActivationGrads(rows(2 * F), None, None)
-    why = fused.backward_refusal(product(Layout.NN, F, 2 * F), rows(2 * F), glu(block), None, out) or ""
+    why = backward_refusal(product(Layout.NN, F, 2 * F), glu(block), None, out) or ""
     assert (f"has no loads for blocks of {block} columns" in why) is backward
 
 
@@ -62,12 +69,13 @@ def test_blocks_that_fit_no_tile(block, forward, backward):
     ],
 )
 def test_products_that_an_epilogue_does_not_take(changes, words):
-    assert words in (fused.forward_refusal(replace(product(), **changes), SWIGLU, None, None, rows(F)) or "")
+    assert words in (forward_refusal(replace(product(), **changes), SWIGLU, None, None) or "")
 
 
 def test_rows_and_scales_that_an_epilogue_does_not_take():
     def why(scales=None, pre=None, hidden=None):
-        return fused.forward_refusal(product(), SWIGLU, scales, pre, rows(F) if hidden is None else hidden) or ""
+        problem = product() if hidden is None else replace(product(), out=hidden)
+        return forward_refusal(problem, SWIGLU, scales, pre) or ""
 
     assert "dense scales of 16 or 32 bits" in why(scales=torch.ones(T, dtype=torch.float64))
     assert "dense scales of 16 or 32 bits" in why(scales=torch.ones(2 * T)[::2])
@@ -79,12 +87,12 @@ def test_rows_and_scales_that_an_epilogue_does_not_take():
 def test_weights_either_way():
     out = ActivationGrads(rows(2 * F), None, rows(F))
     for layout in (Layout.NT, Layout.NN):
-        assert fused.forward_refusal(product(layout), SWIGLU, None, None, rows(F)) is None
-        assert fused.backward_refusal(product(layout, F, 2 * F), rows(2 * F), SWIGLU, None, out) is None
+        assert forward_refusal(product(layout), SWIGLU, None, None) is None
+        assert backward_refusal(product(layout, F, 2 * F), SWIGLU, None, out) is None
 
 
 def test_a_backward_takes_the_plain_product():
     out, spec = ActivationGrads(rows(2 * F), None, rows(F)), SWIGLU
     problem = product(Layout.NN, F, 2 * F)
     scaled = replace(problem, row_scale=torch.ones(T))
-    assert "takes no factors" in (fused.backward_refusal(scaled, rows(2 * F), spec, None, out) or "")
+    assert "takes no factors" in (backward_refusal(scaled, spec, None, out) or "")

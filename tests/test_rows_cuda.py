@@ -8,8 +8,8 @@ import torch
 from fusible.ops.activation_spec import activation, gated, interleaved
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper import rows
+from fusible.ops.kernels.problem import ActivationGrads
 from fusible.ops.kernels.pytorch import activation as pointwise
-from fusible.ops.kernels.pytorch.activation import ActivationGrads
 
 pytestmark = [
     pytest.mark.cuda,

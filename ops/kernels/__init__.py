@@ -8,7 +8,6 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,16 +15,12 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
-from . import elementwise, outputs, traced
-from . import ragged_dispatch as ragged_choice
-from .dispatch import Choice, choose
-from .hopper import epilogue as hopper_activation
+from . import outputs, traced, unfused
+from .dispatch import Choice, activation_choice, activation_kernels, choose, choose_ragged, row_kernels
+from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
-from .hopper import rows
-from .interface import Backend, RowKernels
-from .problem import GroupedGemm, Layout, Matrices, first, nbytes
-from .pytorch import grouped_mm, loop
-from .pytorch.activation import ActivationGrads
+from .hopper import rows as hopper_rows
+from .problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, Matrices, first, nbytes
 from .ragged import RaggedGemm
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs"]
@@ -65,18 +60,17 @@ def grouped_gemm(
     if type(a) is not Tensor and trace.is_traced(a):
         how = {"alpha": alpha, "beta": beta, "bias": bias, "bias_scale": bias_scale, "row_scale": row_scale}
         return traced.grouped_gemm(layout, a, b, split_sizes, out=out, out_dtype=out_dtype, **how)  # type: ignore[arg-type]
-    own = out is None
+    fresh = out is None
     if out is None:
         out = outputs.new_output(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
-    layout, b = _as_it_lies(layout, b)
-    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, own)
-    backend = _ready(problem)
-    if backend is not None:
-        backend.run(problem)
-        if own and isinstance(out, Tensor) and layout is not Layout.TN and backend is not hopper:
-            _zero_tail(out, split_sizes, backend)
+    layout, b = _fold_transpose(layout, b)
+    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
+    choice = _run(problem)
+    if choice is not None:
+        if fresh and isinstance(out, Tensor) and layout is not Layout.TN and choice.backend is not hopper:
+            _zero_tail(out, split_sizes, choice)
     elif not problem.rows:
         outputs.fill_without_rows(problem)
     return out
@@ -102,7 +96,7 @@ def ragged_gemm(
         ArgumentError: the depths of a group's operands differ, where the host knows them.
     """
     problem = RaggedGemm(layout, a, b, out, alpha, beta, bias, fresh)
-    backend, reason = ragged_choice.choose(problem)
+    backend, reason = choose_ragged(problem)
     if trace.active():
         moved = nbytes(a.data, b.data, out.data, bias)
         trace.record(trace.KernelCall(backend.NAME, reason, 0, moved))
@@ -130,15 +124,14 @@ def grouped_linear_activation(
         how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
         return traced.grouped_linear_activation(x, weight, split_sizes, activation, **how)  # type: ignore[arg-type]
     pre, hidden = outputs.new_hidden(x, weight, activation, keep_pre)
-    layout, weight = _as_it_lies(Layout.NT, weight)
+    layout, weight = _fold_transpose(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
-    refusal = partial(hopper_activation.forward_refusal, problem, activation, scales, pre, hidden)
-    backend = _ready(problem, pre, scales, ending=hopper_activation.Ending(activation, False, refusal))
-    if backend is not None:
-        backend.linear_activation(problem, activation, scales, pre, hidden)
+    problem.epilogue = Activate(activation, scales, pre)
+    choice = _run(problem)
+    if choice is not None and not interior:
         for tokens in (pre, hidden):
-            if tokens is not None and not interior:
-                _zero_tail(tokens, split_sizes, backend)
+            if tokens is not None:
+                _zero_tail(tokens, split_sizes, choice)
     return pre, hidden
 
 
@@ -165,14 +158,13 @@ def grouped_linear_activation_backward(
     out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
     if bias_dtype is not None:
         out = out._replace(bias=outputs.new_sums(pre, split_sizes, bias_dtype))
-    layout, weight = _as_it_lies(Layout.NN, weight)
+    layout, weight = _fold_transpose(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
-    refusal = partial(hopper_activation.backward_refusal, problem, pre, activation, scales, out)
-    backend = _ready(problem, pre, *out[1:], ending=hopper_activation.Ending(activation, True, refusal))
-    if backend is not None:
-        backend.linear_activation_backward(problem, pre, activation, scales, out)
-        if backend is not hopper:  # which has done both
-            _finish_by_rows(out, split_sizes, backend)
+    problem.epilogue = ActivateBackward(activation, scales, pre, out)
+    choice = _run(problem)
+    if choice is not None:
+        if choice.backend is not hopper or choice.epilogue_reason is not None:
+            _finish_by_rows(out, split_sizes, choice)
     elif out.bias is not None and not problem.rows:
         out.bias.zero_()
     return out
@@ -183,8 +175,8 @@ def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = No
     if type(pre) is not Tensor and trace.is_traced(pre):
         return traced.activate(pre, activation, scales)
     hidden = outputs.new_activated(pre, activation)
-    if _activation_ready(pre, scales, hidden):
-        elementwise.forward(pre, activation, scales, hidden)
+    if _activation_runs(pre, scales, hidden):
+        activation_kernels(pre, scales, hidden).forward(pre, activation, scales, hidden)
     return hidden
 
 
@@ -202,8 +194,9 @@ def activate_backward(
         wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
         return traced.activate_backward(dhidden, pre, activation, scales, **wanted)
     out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
-    if _activation_ready(pre, scales, dhidden, *out):
-        elementwise.backward(dhidden, pre, activation, scales, out)
+    if _activation_runs(pre, scales, dhidden, *out):
+        kernels = activation_kernels(pre, scales, dhidden, out.pre, out.hidden)
+        kernels.backward(dhidden, pre, activation, scales, out)
     return out
 
 
@@ -213,7 +206,7 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
         return traced.column_sums(tokens, split_sizes, dtype, scale)
     out = outputs.new_sums(tokens, split_sizes, dtype)
     if not trace.active() and not tokens.is_meta:
-        _row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
+        row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
     return out
 
 
@@ -223,80 +216,71 @@ def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torc
         return traced.row_dots(tokens, vectors, split_sizes, dtype)
     out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
     if not trace.active() and not tokens.is_meta:
-        _row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
+        row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
     return out
 
 
-def _row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
-    """Our own where they can; else what keeps split sizes on the device on CUDA, and makes no indices on CPU."""
-    if rows.takes_groups(tokens, split_sizes, out):
-        return rows
-    return grouped_mm if tokens.is_cuda else loop
-
-
-def _finish_by_rows(out: ActivationGrads, split_sizes: Tensor, backend: Backend) -> None:
+def _finish_by_rows(grads: ActivationGrads, split_sizes: Tensor, choice: Choice) -> None:
     """What of a backward through an activation knows groups: the tail of the scales' gradient, the bias's gradient."""
-    if out.scales is not None:
-        _zero_tail(out.scales.unsqueeze(-1), split_sizes, backend)
-    if out.bias is not None:
-        _row_kernels(out.pre, split_sizes, out.bias).column_sums(out.pre, split_sizes, out.bias, None)
+    if grads.scales is not None:
+        _zero_tail(grads.scales.unsqueeze(-1), split_sizes, choice)
+    if grads.bias is not None:
+        row_kernels(grads.pre, split_sizes, grads.bias).column_sums(grads.pre, split_sizes, grads.bias, None)
 
 
-def _zero_tail(out: Tensor, split_sizes: Tensor, backend: Backend) -> None:
+def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
     """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else."""
-    kernels = rows if backend is hopper else _row_kernels(out, split_sizes, out)
+    kernels = hopper_rows if choice.backend is hopper else row_kernels(out, split_sizes, out)
     kernels.zero_tail(out, split_sizes)
 
 
-_FLIPPED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
+_TRANSPOSED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
 
 
-def _as_it_lies(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
+def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     """A transposed view of dense matrices as the matrices themselves, under the layout that transposes them.
 
     Matrices without rows that are dense one way or the other may be either: the same kernels refuse both.
     """
     if layout is Layout.TN or first(b).stride(-1) == 1:
         return layout, b
-    return _FLIPPED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
+    return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _activation_ready(pre: Tensor, scales: Tensor | None, *also: Tensor | None) -> bool:
+def _activation_runs(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        trace.record(trace.KernelCall(elementwise.name(pre, scales), "", 0, nbytes(pre, scales, *also)))
-    return not (trace.active() or pre.is_meta)
+        kernels, reason = activation_choice(pre, scales, *rows[:1])
+        shown = reason if pre.is_cuda else ""  # on a CPU nobody expects another
+        trace.record(trace.KernelCall(kernels.NAME, shown, 0, nbytes(pre, scales, *rows)))
+        return False
+    return not pre.is_meta
 
 
-def _ready(
-    problem: GroupedGemm, *also: Tensor | None, ending: hopper_activation.Ending | None = None
-) -> Backend | None:
-    """The backend to run; None if nothing shall run: no rows, a meta device, or a trace, which is told instead.
-
-    Args:
-        also: the tensors that the kernel reads or writes besides those of the problem.
-        ending: the activation that our own kernel may end in.
-    """
+def _run(problem: GroupedGemm) -> Choice | None:
+    """Runs a product; None if nothing ran: no rows, a meta device, or a trace, which is told instead."""
     tracing = trace.active()
     choice = choose(problem, tracing)
     if tracing:
-        trace.record(_call_of(problem, choice, ending, problem.bytes + nbytes(*also)))
+        trace.record(_call_of(problem, choice))
         return None
-    return choice.backend if problem.rows and not problem.a.is_meta else None
+    if not problem.rows or problem.a.is_meta:
+        return None
+    if choice.epilogue_reason is None:
+        choice.backend.run(problem)
+    else:
+        unfused.run(choice.backend, problem)
+    return choice
 
 
-def _call_of(
-    problem: GroupedGemm, choice: Choice, ending: hopper_activation.Ending | None, moved: int
-) -> trace.KernelCall:
+def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     """What a trace is told."""
-    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, moved)
+    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes)
     if choice.backend is not hopper:
         return call
-    if ending is None:
-        return call._replace(configuration=hopper.configuration(problem))
-    why = ending.refusal()
-    if why is None:
-        configuration = hopper_activation.configuration(problem, ending)
-        return call._replace(kernel=hopper_activation.NAME, reason="", configuration=configuration)
-    name = f"{hopper.NAME} + {rows.NAME}"
-    return call._replace(kernel=name, reason=f"its epilogue {why}", configuration=hopper.configuration(problem))
+    call = call._replace(configuration=hopper.configuration(problem))
+    if problem.epilogue is None:
+        return call
+    if choice.epilogue_reason is None:
+        return call._replace(kernel=hopper_epilogue.NAME, reason="")
+    return call._replace(kernel=f"{hopper.NAME} + {hopper_rows.NAME}", reason=f"its epilogue {choice.epilogue_reason}")

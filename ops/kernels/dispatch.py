@@ -1,21 +1,33 @@
-"""Which backend runs a grouped GEMM, and why none before it."""
+"""Which kernel runs, and why none before it: the one place that obeys ``config(backend=..., strict=...)``.
+
+Our own kernels run on a Hopper GPU under ``backend="auto"`` and ``"hopper"``; under any other name everything runs on
+PyTorch, the passes over rows and the routing included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
 from .hopper import gemm as hopper
-from .interface import Backend
+from .hopper import permute as hopper_permute
+from .hopper import ragged as hopper_ragged
+from .hopper import rows as hopper_rows
+from .interface import ActivationKernels, Backend, RowKernels
 from .problem import GroupedGemm
-from .pytorch import grouped_mm, loop
+from .pytorch import activation as pytorch_activation
+from .pytorch import grouped_mm, loop, ragged_loop
+from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
 
 
-class Chosen(Protocol[P_contra]):
+class Candidate(Protocol[P_contra]):
     """What can be chosen for problems of a kind."""
 
     @property
@@ -25,19 +37,29 @@ class Chosen(Protocol[P_contra]):
         """Why the problem cannot be run here; None: it can."""
 
 
-B = TypeVar("B", bound=Chosen[Any])
+class RaggedBackend(Candidate[RaggedGemm], Protocol):
+    """An implementation of the grouped GEMM of groups of any shapes."""
+
+    def run(self, problem: RaggedGemm, /) -> None:
+        """Computes ``problem.out``."""
+
+
+C = TypeVar("C", bound=Candidate[Any])
+K = TypeVar("K")
 
 
 class Choice(NamedTuple):
-    """A backend, and why none before it."""
+    """A backend, and why none before it; and why the epilogue is a kernel of its own, None where it is none."""
 
     backend: Backend
-    reason: str
+    reason: str = ""
+    epilogue_reason: str | None = None
 
 
 _BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
-_HOPPER = Choice(hopper, "")
-_ON_CPU = Choice(loop, "")  # the only one for a CPU; why, only a trace wants to know
+_RAGGED_BACKENDS: tuple[RaggedBackend, ...] = (hopper_ragged, ragged_loop)
+_HOPPER = Choice(hopper)
+_ON_CPU = Choice(loop)  # the only one for a CPU, with any epilogue; why, only a trace wants to know
 _first_takes: set[tuple[Hashable, ...]] = set()  # kinds of problems; as many as there are layers of different sizes
 
 
@@ -48,13 +70,28 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
         tracing: the tensors hold no data, and the reason is wanted.
 
     Raises:
-        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device.
+        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device, or it can
+            but for the epilogue.
     """
     only = active_config().backend
+    if not tracing and not problem.a.is_cuda and only == "auto":
+        return _ON_CPU
+    choice = _choose_backend(problem, tracing, only)
+    if problem.epilogue is None:
+        return choice
+    why = choice.backend.epilogue_refusal(problem)
+    if why is None:
+        return choice
+    if choice.backend is hopper and active_config().strict:
+        raise RefusedError(
+            f"strict: the activation runs as a kernel of its own, because {hopper.NAME}'s epilogue {why}"
+        )
+    return choice._replace(epilogue_reason=why)
+
+
+def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if tracing:
         return _ask(problem, only)
-    if not problem.a.is_cuda and only == "auto":
-        return _ON_CPU
     kind = problem.kind if only in ("auto", hopper.NAME) else None
     if kind in _first_takes:
         return _HOPPER
@@ -65,15 +102,21 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
 
 
 def _ask(problem: GroupedGemm, only: str) -> Choice:
-    return Choice(*first_that_takes(_BACKENDS, problem, only, "grouped GEMM", problem.a.is_cuda))
+    return Choice(*_first_that_takes(_BACKENDS, problem, only, "grouped GEMM", problem.a.is_cuda))
 
 
-def first_that_takes(backends: Sequence[B], problem: Any, only: str, what: str, on_cuda: bool) -> tuple[B, str]:
+def choose_ragged(problem: RaggedGemm) -> tuple[RaggedBackend, str]:
+    """As :func:`choose`, for groups of any shapes; and why none before it."""
+    only = active_config().backend
+    return _first_that_takes(_RAGGED_BACKENDS, problem, only, "ragged GEMM", problem.a.data.is_cuda)
+
+
+def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: str, on_cuda: bool) -> tuple[C, str]:
     """The first backend that takes the problem, and why none before it.
 
     Args:
         only: the name of the one that may, or ``"auto"``.
-        what: names such problems in errors.
+        subject: names such problems in errors.
         on_cuda: whether a fallback is one, when strict.
 
     Raises:
@@ -87,7 +130,52 @@ def first_that_takes(backends: Sequence[B], problem: Any, only: str, what: str, 
         if why is None:
             reason = "; ".join(refusals)
             if reason and on_cuda and active_config().strict:
-                raise RefusedError(f"strict: the {what} falls back to {backend.NAME}, because {reason}")
+                raise RefusedError(f"strict: the {subject} falls back to {backend.NAME}, because {reason}")
             return backend, reason
         refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this {what}: {'; '.join(refusals) or f'{only} has no kernel for it'}")
+    raise RefusedError(f"no backend for this {subject}: {'; '.join(refusals) or f'{only} has no kernel for it'}")
+
+
+def activation_kernels(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> ActivationKernels:
+    """For an activation of ``pre``, with ``rows`` that are read or written beside it."""
+    return activation_choice(pre, scales, *rows)[0]
+
+
+def activation_choice(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> tuple[ActivationKernels, str]:
+    """:func:`activation_kernels`, and why not our own."""
+    refusal = partial(hopper_rows.activation_refusal, pre, scales, *rows)
+    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", pre.is_cuda)
+
+
+def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
+    """For passes over rows [T, N] that know groups."""
+    # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
+    fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
+    refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
+    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens.is_cuda)[0]
+
+
+def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:
+    """Why our own kernels do not permute rows of this dtype by these ids; None: they do."""
+    refusal = partial(hopper_permute.refusal, ids, num_experts, dtype)
+    ours, why = _ours_or(False, True, refusal, "permutation of rows", ids.is_cuda)
+    return None if ours else why
+
+
+def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: str, on_cuda: bool) -> tuple[K, str]:
+    """Our own kernels where they are allowed and take the tensors, else the fallback and why.
+
+    Raises:
+        RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
+    """
+    config = active_config()
+    if config.backend not in ("auto", hopper.NAME):
+        return fallback, f"config(backend={config.backend!r})"
+    if not on_cuda and config.backend == "auto":
+        return fallback, "hopper needs a CUDA device"
+    why = refusal()
+    if why is None:
+        return ours, ""
+    if config.backend == hopper.NAME or config.strict:
+        raise RefusedError(f"the {subject} has no kernel of {hopper.NAME}, because it {why}")
+    return fallback, f"{hopper.NAME} {why}"

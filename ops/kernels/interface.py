@@ -1,4 +1,4 @@
-"""What a backend offers: each is a module of this package that fits these protocols."""
+"""What the dispatcher chooses from: each is a module of this package that fits one of these protocols."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from typing import Protocol
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from .problem import GroupedGemm, Matrices
-from .pytorch.activation import ActivationGrads
+from .problem import ActivationGrads, GroupedGemm, Matrices
 
 
 class Backend(Protocol):
-    """An implementation of the grouped GEMM, alone and with an activation."""
+    """An implementation of the grouped GEMM."""
 
     @property
     def NAME(self) -> str: ...
 
     def refusal(self, problem: GroupedGemm, /) -> str | None:
-        """Why the problem cannot be run here; None: it can."""
+        """Why the product cannot be run here, whatever its epilogue; None: it can."""
+
+    def epilogue_refusal(self, problem: GroupedGemm, /) -> str | None:
+        """Why the epilogue cannot be part of the product, so that it follows as a kernel of its own; None: it can."""
 
     def run(self, problem: GroupedGemm, /) -> None:
-        """Computes ``problem.out``. Our own zeroes the tail of rows that are fresh, too."""
+        """Computes ``problem.out`` and whatever else the epilogue gives, if it has one that is not refused.
 
-    def linear_activation(
-        self,
-        problem: GroupedGemm,
-        spec: ActivationSpec,
-        scales: Tensor | None,
-        pre: Tensor | None,
-        hidden: Tensor,
-        /,
-    ) -> None:
-        """``hidden`` = activation of the product, times ``scales``; the product into ``pre``, if there is one."""
-
-    def linear_activation_backward(
-        self, problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
-    ) -> None:
-        """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for.
-
-        Our own gives that of the bias and zeroes the tail of that of the scales, too; after others, row kernels do.
+        Our own backend zeroes the tail of rows that are fresh, too. With :class:`ActivateBackward` it also gives the
+        gradient of the bias and zeroes the tail of that of the scales, which row kernels do after others.
         """
+
+
+class ActivationKernels(Protocol):
+    """An activation and its backward, over rows that are there."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def forward(self, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, /) -> None:
+        """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
+
+    def backward(
+        self, dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
+    ) -> None:
+        """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
 
 
 class RowKernels(Protocol):

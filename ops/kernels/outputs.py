@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from .problem import GroupedGemm, Layout, Matrices, first, stacked
-from .pytorch.activation import ActivationGrads
+from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, first, stacked
 
 
 def new_output(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from ..activation_spec import ActivationSpec
 
 Matrices = Tensor | Sequence[Tensor]
 """One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
@@ -23,6 +26,54 @@ class Layout(Enum):
 
     __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code
 
+
+class ActivationGrads(NamedTuple):
+    """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
+
+    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
+    """
+
+    pre: Tensor
+    scales: Tensor | None
+    hidden: Tensor | None
+    bias: Tensor | None = None
+
+    def rows(self, rows: slice) -> ActivationGrads:
+        """Views of some rows."""
+        return ActivationGrads(*(None if t is None else t[rows] for t in self[:3]))  # type: ignore[arg-type]
+
+
+@final
+@dataclass(slots=True)
+class Activate:
+    """Epilogue: ``out`` [T, F] = activation of the product [T, C], times ``scales`` [T].
+
+    Attributes:
+        preact: [T, C], where the product itself goes; None: nowhere.
+    """
+
+    spec: ActivationSpec
+    scales: Tensor | None
+    preact: Tensor | None
+
+
+@final
+@dataclass(slots=True)
+class ActivateBackward:
+    """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.pre`` [T, C].
+
+    Attributes:
+        grads: what is wanted of the gradients, and the activation computed again.
+    """
+
+    spec: ActivationSpec
+    scales: Tensor | None
+    preact: Tensor
+    grads: ActivationGrads
+
+
+Epilogue = Activate | ActivateBackward | None
+"""What becomes of a product before it is stored; None: it is stored."""
 
 _MANY = 2**30  # rows of which some kernels take fewer only
 
@@ -40,6 +91,7 @@ class GroupedGemm:
         beta: what stands in ``out`` counts this much, by group if [E]; None for nothing, ``out`` is then not read.
         fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
         bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
+        epilogue: an activation or its backward, applied to the product before it is stored.
     """
 
     layout: Layout
@@ -53,6 +105,7 @@ class GroupedGemm:
     bias_scale: Tensor | None = None
     row_scale: Tensor | None = None
     fresh: bool = False
+    epilogue: Epilogue = None
 
     @property
     def groups(self) -> int:
@@ -104,8 +157,14 @@ class GroupedGemm:
     @property
     def bytes(self) -> int:
         """Every operand read once, the result written once (and read, if it counts)."""
-        read = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale)
-        return read + nbytes(self.out) * (1 if self.beta is None else 2)
+        moved = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale)
+        moved += nbytes(self.out) * (1 if self.beta is None else 2)
+        epilogue = self.epilogue
+        if isinstance(epilogue, Activate):
+            return moved + nbytes(epilogue.scales, epilogue.preact)
+        if isinstance(epilogue, ActivateBackward):
+            return moved + nbytes(epilogue.preact, *epilogue.grads[1:])
+        return moved
 
 
 def addresses(matrices: Matrices) -> list[int]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...fuser.config import active_config
 from ..activation_spec import ActivationSpec
-from .problem import Layout, Matrices
-from .pytorch.activation import ActivationGrads
+from .problem import ActivationGrads, Layout, Matrices
 
 _ops = torch.ops.fusible
 Factor = float | Tensor | None

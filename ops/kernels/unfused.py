@@ -1,33 +1,32 @@
-"""A grouped GEMM and the activation beside it as two kernels, for backends that have no kernel for both."""
+"""A product and its epilogue as two kernels, where the backend has no kernel for both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
-from ..activation_spec import ActivationSpec
-from . import elementwise
-from .problem import GroupedGemm
-from .pytorch.activation import ActivationGrads
-
-Run = Callable[[GroupedGemm], None]
+from . import dispatch
+from .interface import Backend
+from .problem import Activate, GroupedGemm
 
 
-def forward(
-    run: Run, problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
-) -> None:
-    """The product, into ``pre`` if there is one, then the activation."""
-    product = hidden.new_empty(problem.rows, problem.mnk[1]) if pre is None else pre
-    run(replace(problem, out=product))
-    elementwise.forward(product, spec, scales, hidden)
-
-
-def backward(
-    run: Run, problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
-) -> None:
-    """The product, then the activation's backward."""
-    dhidden = pre.new_empty(problem.rows, problem.mnk[1])
-    run(replace(problem, out=dhidden))
-    elementwise.backward(dhidden, pre, spec, scales, out)
+def run(backend: Backend, problem: GroupedGemm) -> None:
+    """The product, then the activation or its backward."""
+    epilogue, columns = problem.epilogue, problem.mnk[1]
+    if isinstance(epilogue, Activate):
+        product = epilogue.preact
+        if product is None:
+            product = problem.a.new_empty(problem.rows, columns)
+        backend.run(replace(problem, out=product, epilogue=None))
+        assert isinstance(problem.out, Tensor)
+        dispatch.activation_kernels(product, epilogue.scales, problem.out).forward(
+            product, epilogue.spec, epilogue.scales, problem.out
+        )
+    elif epilogue is not None:
+        dhidden = problem.a.new_empty(problem.rows, columns)
+        backend.run(replace(problem, out=dhidden, epilogue=None))
+        pre, grads = epilogue.preact, epilogue.grads
+        dispatch.activation_kernels(pre, epilogue.scales, dhidden, grads.pre, grads.hidden).backward(
+            dhidden, pre, epilogue.spec, epilogue.scales, grads
+        )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ..problem import GroupedGemm, Layout, first
-from ..pytorch.activation import ActivationGrads
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import curve_arguments, scale_arguments
 
@@ -22,47 +20,46 @@ Place = tuple[tuple[int, int, int], list[int]]
 """Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
 
-class Ending(NamedTuple):
-    """An activation, or its backward, that a product may end in; and what says why it cannot."""
-
-    spec: ActivationSpec
-    backward: bool
-    refusal: Callable[[], str | None]
-
-
-def configuration(problem: GroupedGemm, ending: Ending) -> str:
-    """The product that ends so, and what is chosen for it, in words."""
-    p, (_, n, k), spec = problem, problem.mnk, ending.spec
-    columns = n // 2 if spec.gated and not ending.backward else n
-    about = ending.backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
+def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -> str:
+    """The product with its epilogue, and what is chosen for it, in words."""
+    p, (_, n, k), spec = problem, problem.mnk, epilogue.spec
+    backward = isinstance(epilogue, ActivateBackward)
+    columns = n // 2 if spec.gated and not backward else n
+    about = backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
     chosen = compiled().linear_activation_config(*about, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
     return f"{p}: {chosen}"
 
 
-def forward_refusal(
-    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
-) -> str | None:
-    """Why a product that this backend takes cannot end in the activation; None: it can."""
-    block = spec.block
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why a product that this backend takes cannot have its epilogue; None: it can."""
+    epilogue = problem.epilogue
+    if epilogue is None:
+        return None
+    if type(epilogue) is Activate:
+        return _forward_refusal(problem, epilogue)
+    return _backward_refusal(problem, epilogue)
+
+
+def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
+    hidden, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
     if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
         return f"has no tile for blocks of {block} columns"
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
-    return _scales_refusal(scales) or _rows_refusal(problem, (hidden,) if pre is None else (hidden, pre))
+    rows = (hidden,) if preact is None else (hidden, preact)
+    return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
-def backward_refusal(
-    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
-) -> str | None:
-    """Why a product that this backend takes cannot end in the activation's backward; None: it can."""
-    if spec.block is not None and spec.block not in _NARROW and spec.block % 8:
-        return f"has no loads for blocks of {spec.block} columns"
+def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str | None:
+    block, grads = epilogue.spec.block, epilogue.grads
+    if block is not None and block not in _NARROW and block % 8:
+        return f"has no loads for blocks of {block} columns"
     if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
         return "takes no factors"
-    if out.bias is not None and out.bias.dtype not in TYPE_CODES:
+    if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
-    given = (pre, out.pre) if out.hidden is None else (pre, out.pre, out.hidden)
-    return _scales_refusal(scales) or _rows_refusal(problem, given)
+    rows = (epilogue.preact, grads.pre) if grads.hidden is None else (epilogue.preact, grads.pre, grads.hidden)
+    return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -82,52 +79,36 @@ def _rows_refusal(problem: GroupedGemm, given: tuple[Tensor, ...]) -> str | None
     return None
 
 
-def forward(
-    problem: GroupedGemm,
-    spec: ActivationSpec,
-    scales: Tensor | None,
-    pre: Tensor | None,
-    hidden: Tensor,
-    weights: Place,
-    biases: Place,
-    variant: int = -1,
-) -> None:
-    """``hidden`` = activation of the product, times ``scales``; the product into ``pre``, if there is one.
+def forward(problem: GroupedGemm, epilogue: Activate, weights: Place, biases: Place, variant: int = -1) -> None:
+    """``out`` = activation of the product, times the scales; the product itself into ``preact``, if there is one.
 
     Args:
         weights: where ``problem.b`` lies.
         biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias, ((at, pitch, _), each_at) = problem, problem.bias, biases
+    p, bias, ((at, pitch, _), each_at), hidden = problem, problem.bias, biases, first(problem.out)
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, spec, hidden.shape[-1], p.mnk[1], weights),
-        *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(scales)),
-        *(address(pre), hidden.data_ptr(), workspace.data_ptr(), variant),
+        *_head(p, epilogue.spec, hidden.shape[-1], p.mnk[1], weights),
+        *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(epilogue.scales)),
+        *(address(epilogue.preact), hidden.data_ptr(), workspace.data_ptr(), variant),
     )
 
 
-def backward(
-    problem: GroupedGemm,
-    pre: Tensor,
-    spec: ActivationSpec,
-    scales: Tensor | None,
-    out: ActivationGrads,
-    weights: Place,
-    variant: int = -1,
-) -> None:
-    """From the product, the gradient of the hidden rows, and ``pre``: what ``out`` has room for."""
-    p, columns, library = problem, problem.mnk[1], compiled()
-    bias_columns, bias_type = (0, 0) if out.bias is None else (out.bias.shape[1], TYPE_CODES[out.bias.dtype])
-    size = library.backward_workspace_bytes(p.groups, p.rows, columns, out.scales is not None, bias_columns)
+def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Place, variant: int = -1) -> None:
+    """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` has room for."""
+    p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
+    bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
+    size = library.backward_workspace_bytes(p.groups, p.rows, columns, grads.scales is not None, bias_columns)
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
-        *_head(p, spec, columns, columns, weights),
-        *(*scale_arguments(scales), pre.data_ptr(), out.pre.data_ptr(), address(out.scales), address(out.hidden)),
-        *(address(out.bias), bias_type, workspace.data_ptr(), variant),
+        *_head(p, epilogue.spec, columns, columns, weights),
+        *(*scale_arguments(epilogue.scales), epilogue.preact.data_ptr()),
+        *(grads.pre.data_ptr(), address(grads.scales), address(grads.hidden)),
+        *(address(grads.bias), bias_type, workspace.data_ptr(), variant),
     )
 
 

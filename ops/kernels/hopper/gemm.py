@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay import capture as recorder
-from ...activation_spec import ActivationSpec
-from .. import unfused as separate
-from ..problem import GroupedGemm, Layout, Matrices, addresses, first
-from ..pytorch.activation import ActivationGrads
-from . import epilogue as fused
-from . import rows
+from ..problem import Activate, GroupedGemm, Layout, Matrices, addresses, first
+from . import epilogue
 from .epilogue import Place
 from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
 
 NAME = "hopper"
 MAX_GROUPS = 512
 MAX_ROWS = 2**30 - 1
+
+epilogue_refusal = epilogue.refusal
 
 LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 
@@ -57,6 +55,8 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
 
 def configuration(problem: GroupedGemm) -> str:
     """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks."""
+    if problem.epilogue is not None and epilogue.refusal(problem) is None:
+        return epilogue.configuration(problem, problem.epilogue)
     p, (m, n, k) = problem, problem.mnk
     types = TYPE_CODES[p.a.dtype], TYPE_CODES[first(p.out).dtype]
     sizes = (m, n, 0) if p.layout is Layout.TN else (0, n, k)
@@ -68,8 +68,19 @@ def configuration(problem: GroupedGemm) -> str:
 
 
 def run(problem: GroupedGemm) -> None:
-    """Computes ``problem.out``."""
-    p = problem
+    """Computes ``problem.out``, and what its epilogue gives."""
+    ending = problem.epilogue
+    if ending is None:
+        _run_product(problem)
+    elif type(ending) is Activate:
+        epilogue.forward(
+            problem, ending, place(problem.b), _NOWHERE if problem.bias is None else _bias_place(problem.bias)
+        )
+    else:
+        epilogue.backward(problem, ending, place(problem.b))
+
+
+def _run_product(p: GroupedGemm) -> None:
     alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
     beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
     launch(
@@ -88,31 +99,6 @@ def run(problem: GroupedGemm) -> None:
         alphas=alphas,
         fresh=p.fresh,
     )
-
-
-def linear_activation(
-    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
-) -> None:
-    """In one kernel where the activation fits into its epilogue, else the product, then the activation."""
-    if fused.forward_refusal(problem, spec, scales, pre, hidden) is None:
-        biases = _NOWHERE if problem.bias is None else _bias_place(problem.bias)
-        fused.forward(problem, spec, scales, pre, hidden, place(problem.b), biases)
-    else:
-        separate.forward(run, problem, spec, scales, pre, hidden)
-
-
-def linear_activation_backward(
-    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
-) -> None:
-    """In one kernel where the backward fits into its epilogue, else the product, then the activation's backward."""
-    if fused.backward_refusal(problem, pre, spec, scales, out) is None:
-        fused.backward(problem, pre, spec, scales, out, place(problem.b))
-        return
-    separate.backward(run, problem, pre, spec, scales, out)
-    if out.scales is not None:
-        rows.zero_tail(out.scales.unsqueeze(-1), problem.split_sizes)
-    if out.bias is not None:
-        rows.column_sums(out.pre, problem.split_sizes, out.bias, None)
 
 
 def launch(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ..problem import GroupedGemm, Layout
-from . import epilogue as hopper_activation
+from ..problem import Activate, GroupedGemm, Layout
+from . import epilogue, rows
 from . import gemm as hopper
-from . import rows
 from .extension import TYPE_CODES, compiled, stream
 
 _INDICES = (torch.int32, torch.int64)
@@ -57,7 +57,8 @@ class RoutedMlp:
     def __init__(self, experts: Experts) -> None:
         e, self.dtype, self.features = experts, experts.up.dtype, experts.features
         hidden = e.up.new_empty((1, e.columns))
-        separate = hopper_activation.forward_refusal(_up(e), e.spec, None, None, hidden) is not None
+        activated = replace(_up(e), out=hidden, epilogue=Activate(e.spec, None, None))
+        separate = epilogue.refusal(activated) is not None
         biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]

@@ -12,34 +12,44 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ..problem import Matrices, stacked
-from ..pytorch.activation import QUICK, ActivationGrads
+from ..problem import ActivationGrads, Matrices, stacked
+from ..pytorch.activation import QUICK
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 
 NAME = "activation"
 _CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
 
 
-def usable(scales: Tensor | None, rows: Tensor, *more: Tensor | None) -> bool:
-    """Whether the kernels are built for where the tensors are, and take their one dtype and their strides."""
-    if not rows.is_cuda or device_refusal(rows.get_device()) is not None:
-        return False
-    dtype = rows.dtype
-    if dtype not in TYPE_CODES or not rows.is_contiguous():
-        return False
-    for tensor in more:
+def activation_refusal(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
+    """Why the kernels do not compute the activation of ``pre`` with ``rows`` beside it; None: they do."""
+    if (why := _device_refusal(pre)) is not None:
+        return why
+    dtype = pre.dtype
+    if dtype not in TYPE_CODES or not pre.is_contiguous():
+        return f"needs dense rows of 16 or 32 bits, got {dtype} with strides {list(pre.stride())}"
+    for tensor in rows:
         if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
-            return False
-    return scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous())
+            return f"needs dense rows of one dtype, got {dtype} and {tensor.dtype} with strides {list(tensor.stride())}"
+    if scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous()):
+        return None
+    return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
 
 
-def takes_groups(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> bool:
-    """Whether the kernels that know groups take these rows [T, N], of any pitch."""
-    if not tokens.is_cuda or device_refusal(tokens.get_device()) is not None:
-        return False
-    dense = tokens.stride(-1) == 1 or tokens.shape[-1] == 1
-    indices = split_sizes.dtype in (torch.int32, torch.int64) and split_sizes.is_contiguous()
-    return dense and indices and tokens.dtype in TYPE_CODES and out.dtype in TYPE_CODES
+def groups_refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
+    """Why the kernels that know groups do not take these rows [T, N], of any pitch; None: they do."""
+    if (why := _device_refusal(tokens)) is not None:
+        return why
+    if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
+        return f"needs dense rows, got strides {list(tokens.stride())}"
+    if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    if tokens.dtype not in TYPE_CODES or out.dtype not in TYPE_CODES:
+        return f"needs rows of 16 or 32 bits, got {tokens.dtype} and {out.dtype}"
+    return None
+
+
+def _device_refusal(rows: Tensor) -> str | None:
+    return device_refusal(rows.get_device()) if rows.is_cuda else f"needs a CUDA device, got {rows.device.type}"
 
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:

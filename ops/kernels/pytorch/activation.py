@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...activation_spec import ActivationSpec
+from ..problem import ActivationGrads
 
 _aten = torch.ops.aten
 QUICK = 1.702
@@ -71,22 +72,6 @@ _CURVES: dict[str, Curve] = {
 
 def _curve(spec: ActivationSpec) -> Curve:
     return _silu(spec.alpha) if spec.name == "silu" else _CURVES[spec.name]
-
-
-class ActivationGrads(NamedTuple):
-    """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
-
-    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
-    """
-
-    pre: Tensor
-    scales: Tensor | None
-    hidden: Tensor | None
-    bias: Tensor | None = None
-
-    def rows(self, rows: slice) -> ActivationGrads:
-        """Views of some rows."""
-        return ActivationGrads(*(None if t is None else t[rows] for t in self[:3]))  # type: ignore[arg-type]
 
 
 def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:

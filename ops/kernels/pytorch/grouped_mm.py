@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
-from .. import unfused as separate
 from ..problem import GroupedGemm, Layout, Matrices, first, stacked
-from .activation import ActivationGrads
 
 NAME = "grouped_mm"
 
@@ -27,6 +24,11 @@ def refusal(problem: GroupedGemm) -> str | None:
     return _misaligned(problem)
 
 
+def epilogue_refusal(problem: GroupedGemm) -> str | None:
+    """Why the epilogue follows as a kernel of its own."""
+    return "has no epilogue"
+
+
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
@@ -42,20 +44,6 @@ def run(problem: GroupedGemm) -> None:
         weights = stacked(p.b)
         result = torch.nn.functional.grouped_mm(p.a, weights.mT if p.layout is Layout.NT else weights, offs=ends)
         _write_rows(p, result, ends)
-
-
-def linear_activation(
-    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
-) -> None:
-    """The product, then the activation."""
-    separate.forward(run, problem, spec, scales, pre, hidden)
-
-
-def linear_activation_backward(
-    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
-) -> None:
-    """The product, then the activation's backward."""
-    separate.backward(run, problem, pre, spec, scales, out)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

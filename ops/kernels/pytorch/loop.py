@@ -8,10 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
-from ..problem import GroupedGemm, Layout, Matrices
-from . import activation as pointwise
-from .activation import ActivationGrads
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, Matrices
+from . import activation
 
 NAME = "loop"
 _SPAN = 512
@@ -33,33 +31,43 @@ def refusal(problem: GroupedGemm) -> str | None:
     return "reads split sizes on the host, which a CUDA graph cannot" if _capturing(problem.a) else None
 
 
+def epilogue_refusal(problem: GroupedGemm) -> str | None:
+    """None: the loop runs every epilogue, some groups at a time."""
+    return None
+
+
 def run(problem: GroupedGemm) -> None:
-    """Computes ``problem.out``."""
-    _keep_freed_memory()
-    sizes = group_sizes(problem.split_sizes, problem.rows)
-    whole = problem.layout is Layout.TN
-    outs = problem.out if whole else _split(problem.out, sizes)  # type: ignore[arg-type]
-    _multiply_groups(problem, sizes, list(outs))
+    """Computes ``problem.out``, and what its epilogue gives."""
+    epilogue = problem.epilogue
+    if type(epilogue) is Activate:
+        _activate(problem, epilogue)
+    elif epilogue is not None:
+        _activate_backward(problem, epilogue)
+    else:
+        _keep_freed_memory()
+        sizes = group_sizes(problem.split_sizes, problem.rows)
+        whole = problem.layout is Layout.TN
+        outs = problem.out if whole else _split(problem.out, sizes)  # type: ignore[arg-type]
+        _multiply_groups(problem, sizes, list(outs))
 
 
-def linear_activation(
-    problem: GroupedGemm, spec: ActivationSpec, scales: Tensor | None, pre: Tensor | None, hidden: Tensor
-) -> None:
+def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
     """Some groups at a time, so that what the activation reads is still in the cache."""
+    preact, out = epilogue.preact, problem.out
+    assert type(out) is Tensor
     for sizes, first_group, rows in _spans(problem):
-        part = hidden.new_empty((rows.stop - rows.start, problem.mnk[1])) if pre is None else pre[rows]
+        part = out.new_empty((rows.stop - rows.start, problem.mnk[1])) if preact is None else preact[rows]
         _multiply_groups(problem, sizes, _split(part, sizes), first_group, rows.start)
-        pointwise.forward(part, spec, _rows(scales, rows), hidden[rows])
+        activation.forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
 
 
-def linear_activation_backward(
-    problem: GroupedGemm, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
-) -> None:
+def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
+    preact, grads = epilogue.preact, epilogue.grads
     for sizes, first_group, rows in _spans(problem):
-        dhidden = pre.new_empty((rows.stop - rows.start, problem.mnk[1]))
+        dhidden = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
         _multiply_groups(problem, sizes, _split(dhidden, sizes), first_group, rows.start)
-        pointwise.backward(dhidden, pre[rows], spec, _rows(scales, rows), out.rows(rows))
+        activation.backward(dhidden, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
 
 
 def multiply(
