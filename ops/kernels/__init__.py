@@ -264,7 +264,7 @@ def _run(problem: GroupedGemm) -> Choice | None:
     if tracing:
         trace.record(_call_of(problem, choice))
         return None
-    if not problem.rows or problem.a.is_meta:
+    if not problem.a.shape[0] or problem.a.is_meta:
         return None
     if choice.epilogue_reason is None:
         choice.backend.run(problem)

@@ -1,0 +1,105 @@
+"""Which kernels run: one dispatcher obeys ``config(backend=..., strict=...)`` for every one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulation import harness
+
+from fusible import config
+from fusible.fuser import RefusedError
+from fusible.ops import routing
+from fusible.ops.activation_spec import gated, interleaved
+from fusible.ops.kernels import dispatch
+from fusible.ops.kernels.hopper import gemm, rows
+from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.pytorch import activation, grouped_mm, loop
+
+T, E, F, K = 6, 2, 64, 32
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Tensors of the CPU pass for those of a Hopper GPU; nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with harness.installed(object()):
+        yield
+
+
+def dense(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def problem(epilogue=None, dtype=BF16):
+    x, weight, sizes = dense(T, K, dtype=dtype), dense(E, 2 * F, K, dtype=dtype), torch.tensor([2, 4])
+    return GroupedGemm(Layout.NT, x, weight, sizes, dense(T, F, dtype=dtype), fresh=True, epilogue=epilogue)
+
+
+def with_block(block):
+    return problem(Activate(gated("silu", None, 1.0, 0.0, interleaved(block)), None, None))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_our_kernels_run_where_they_are_allowed(backend):
+    with config(backend=backend):
+        assert dispatch.choose(problem(), tracing=False).backend is gemm
+        assert dispatch.activation_kernels(dense(T, F), None) is rows
+        assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is rows
+        assert routing.refusal(torch.zeros(T, 2, dtype=torch.int64), E, BF16) is None
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_backend_means_pytorch_everywhere():
+    with config(backend="loop"):
+        assert dispatch.choose(problem(), tracing=False).backend is loop
+        kernels, reason = dispatch.activation_choice(dense(T, F), None)
+        assert kernels is activation
+        assert reason == "config(backend='loop')"
+        assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is grouped_mm  # no sync on CUDA
+        assert routing.refusal(torch.zeros(T, 2, dtype=torch.int64), E, BF16) == "config(backend='loop')"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_rows_that_our_kernels_do_not_take():
+    wide = dense(T, F, dtype=torch.float64)
+    kernels, reason = dispatch.activation_choice(wide, None)
+    assert kernels is activation
+    assert "needs dense rows of 16 or 32 bits, got torch.float64" in reason
+    for switches in ({"strict": True}, {"backend": "hopper"}):
+        with (
+            config(**switches),
+            pytest.raises(RefusedError, match="the activation has no kernel of hopper, because it"),
+        ):
+            dispatch.activation_kernels(wide, None)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_epilogue_that_does_not_fit_says_why():
+    choice = dispatch.choose(with_block(24), tracing=False)
+    assert choice.backend is gemm
+    assert choice.epilogue_reason == "has no tile for blocks of 24 columns"
+    assert dispatch.choose(with_block(32), tracing=False).epilogue_reason is None
+    with config(strict=True):
+        assert dispatch.choose(with_block(32), tracing=False).epilogue_reason is None
+        with pytest.raises(RefusedError, match="a kernel of its own, because hopper's epilogue has no tile for blocks"):
+            dispatch.choose(with_block(24), tracing=False)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
+    grads = ActivationGrads(dense(T, 2 * F), None, None)
+    epilogue = ActivateBackward(gated("silu", None, 1.0, 0.0, interleaved(12)), None, dense(T, 2 * F), grads)
+    assert dispatch.choose(problem(epilogue), tracing=False).epilogue_reason == "has no loads for blocks of 12 columns"
+    with config(strict=True), pytest.raises(RefusedError, match="no loads for blocks of 12 columns"):
+        dispatch.choose(problem(epilogue), tracing=False)
+
+
+def test_a_cpu_asks_nobody():
+    assert dispatch.choose(with_block(24), tracing=False) == (loop, "", None)
+    assert dispatch.activation_choice(dense(T, F), None) == (activation, "hopper needs a CUDA device")
+    with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
+        dispatch.activation_kernels(dense(T, F), None)
+    with config(strict=True):  # a CPU has no other kernels: nothing fell back
+        assert dispatch.activation_kernels(dense(T, F), None) is activation
