@@ -6,12 +6,13 @@ from .activation_spec import interleaved
 from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .functional import grouped_gemm
-from .fused import GLUScale, GroupedLinearGLU, GroupedMLP
+from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
 from .kernels import custom_ops as _library  # noqa: F401  # register the custom ops
 from .linear import Linear
+from .moe import Combine, Dispatch
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -25,7 +26,9 @@ __all__ = [
     "AddExtraInput",
     "Bias",
     "ClampedSwiGLU",
+    "Combine",
     "ConstantScale",
+    "Dispatch",
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
@@ -35,6 +38,7 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "ReGLU",
+    "RoutedMLP",
     "SReGLU",
     "Scale",
     "ScaledActivation",

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..fuser import tracing as trace
+from ..fuser.tracing import has_no_data
 from .kernels.dispatch import permute_refusal
 from .kernels.hopper import permute as kernels
+from .kernels.problem import nbytes
 
 _SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
 
@@ -67,13 +70,16 @@ def route(
         dtype: of the rows that will be moved.
         weights: [T, k], dense, to be brought into the order of the rows.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiled(top_k_index):
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
         return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
-    if refusal(top_k_index, num_experts, dtype) is None:
-        counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
-        return Routing(counts, order, place, True, scales)
-    return by_torch(top_k_index, num_experts)
+    if refusal(top_k_index, num_experts, dtype) is not None:
+        return by_torch(top_k_index, num_experts)
+    if trace.active():
+        _record("route", top_k_index)
+        return _without_data(top_k_index, num_experts, weights)
+    counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
+    return Routing(counts, order, place, True, scales)
 
 
 def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
@@ -85,11 +91,14 @@ def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
     if not routing.own:
         slots = routing.place.shape[1]
         return x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
-    if torch.compiler.is_compiling():
+    if _is_compiled(x):
         rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.counts)
         return rows
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(routing.order.shape[0], x.shape[1])
+    if trace.active():
+        _record("spread", x, out)
+        return out
     kernels.spread(x, routing.place, routing.counts, out, fill)
     return out
 
@@ -98,11 +107,14 @@ def add(rows: Tensor, routing: Routing) -> Tensor:
     """[T, H]: the sum of each token's rows [S, H], summed in float32 at least and rounded once."""
     if not routing.own:
         return _add(rows, routing.place)
-    if torch.compiler.is_compiling():
+    if _is_compiled(rows):
         sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.counts)
         return sums
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = rows.new_empty(routing.place.shape[0], rows.shape[1])
+    if trace.active():
+        _record("sum", rows, out)
+        return out
     kernels.add(rows, routing.place, routing.counts, out)
     return out
 
@@ -114,8 +126,10 @@ def by_row(weights: Tensor, routing: Routing) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    if routing.own and numbers.dtype == torch.float32 and not torch.compiler.is_compiling():
+    if routing.own and numbers.dtype == torch.float32 and not _is_compiled(numbers):
         out = torch.empty_like(routing.place, dtype=dtype)
+        if trace.active():
+            return out
         kernels.of_slots(numbers, routing.place, routing.counts, out)
         return out
     found = numbers.index_select(0, routing.place.view(-1)).view_as(routing.place)
@@ -126,6 +140,39 @@ def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
     """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
     own = refusal(place, 1, dtype) is None
     return Routing(counts, place.view(-1) if own else place.view(-1).argsort(), place, own)
+
+
+def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Routing:
+    """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its parts.
+
+    Indices are 32 bits wide only where our own kernels made them, which alone read such.
+    """
+    native = row_of_slot.dtype == torch.int32 and refusal(row_of_slot, 1, dtype) is None
+    return Routing(num_rows, slot_of_row, row_of_slot, native)
+
+
+def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
+    """The rows [S, H], those of no expert zero; a copy only where there may be some and no kernel skips them."""
+    if routing.own or (rows.device.type == "cpu" and not has_no_data(rows) and int(routing.every) == rows.shape[0]):
+        return rows
+    inside = torch.arange(rows.shape[0], device=rows.device) < routing.every
+    return torch.where(inside.unsqueeze(-1), rows, 0)
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    """Whether a compiler traces, by Dynamo or behind it."""
+    return torch.compiler.is_compiling() or (type(tensor) is not Tensor and trace.is_traced(tensor))
+
+
+def _record(name: str, *tensors: Tensor) -> None:
+    trace.record(trace.KernelCall(f"{kernels.NAME} ({name})", "", 0, nbytes(*tensors)))
+
+
+def _without_data(top_k_index: Tensor, num_experts: int, weights: Tensor | None) -> Routing:
+    """What our own kernels would give, for ``explain``."""
+    counts, order = (top_k_index.new_empty(n, dtype=torch.int32) for n in (num_experts + 1, top_k_index.numel()))
+    scales = None if weights is None else order.new_empty(order.shape, dtype=torch.float32)
+    return Routing(counts, order, torch.empty_like(top_k_index, dtype=torch.int32), True, scales)
 
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:

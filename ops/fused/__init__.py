@@ -3,5 +3,6 @@
 from .glu_scale import GLUScale
 from .grouped_linear_glu import GroupedLinearGLU
 from .grouped_mlp import GroupedMLP
+from .routed_mlp import RoutedMLP
 
-__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP"]
+__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "RoutedMLP"]

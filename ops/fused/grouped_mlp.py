@@ -8,6 +8,7 @@ kernel that is given the product ``s o`` serves both places of the scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -87,13 +88,20 @@ class GroupedMLP(FusedOp):
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        return self.gradients(saved, dy, needs_grad)
+
+    def gradients(
+        self, saved: Saved, dy: Tensor, needs_grad: frozenset[str], input_rows: Callable[[], Tensor] | None = None
+    ) -> Grads:
+        """:meth:`bwd`; ``input_rows`` gives x where ``saved`` does not hold it."""
         rows = as_rows(dy)
         activated = self._through_fc2(saved, rows, needs_grad)
         fc2 = self._fc2_grads(saved, rows, activated.hidden, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
         needs = names_of(FC1, needs_grad)
         if needs:
-            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, activated.pre, needs, activated.bias))
+            inner = first_linear.backward(self.fc1, saved.fc1, activated.pre, needs, activated.bias, input_rows)
+            grads |= filed(FC1, inner)
         if activated.scales is not None:
             grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
