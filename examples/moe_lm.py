@@ -192,7 +192,7 @@ def first_layer(model: LanguageModel) -> MoELayer:
 
 
 def experts_problem(model: LanguageModel, text: Tensor) -> Problem:
-    """What the first layer's experts are given for a batch, as a problem for the benchmarks."""
+    """The rows of the first layer's experts for a batch, as a problem for the benchmarks."""
     layer, caught = first_layer(model), dict[str, Tensor]()
 
     def catch(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -202,8 +202,9 @@ def experts_problem(model: LanguageModel, text: Tensor) -> Problem:
     model(batch_of(text, BATCH, torch.Generator().manual_seed(4))[0])
     hook.remove()
     w1, w2 = (weight.detach() for weight in layer.experts.parameters())
-    dy = torch.randn(caught["x"].shape, generator=torch.Generator().manual_seed(5))
-    return Problem(w1=w1, w2=w2, dy=dy, **caught)
+    rows, split_sizes, scales, *_ = layer.experts[0](**caught)
+    dy = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5))
+    return Problem(w1=w1, w2=w2, dy=dy, x=rows, split_sizes=split_sizes, scales=scales)
 
 
 def comparison(problem: Problem, rounds: int) -> str:
