@@ -12,8 +12,8 @@ from .. import tracing as trace
 from ..errors import ArgumentError
 from ..op import Op
 from ..overrides import has_own_forward, outputs_of, patched_half
-from ..parametrized import computed, foreseen
-from ..runtime.autograd import Runtime, Watch, calling, check, check_foreseen, run
+from ..parametrized import computed
+from ..runtime.autograd import Runtime, Watch, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
 from ..spec import Spec, Specs
@@ -140,7 +140,7 @@ def _check_part(
     promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
     try:
         if x is None or len(keywords) + len(promised) < len(reads):
-            foreseen(op).check_without_x(**keywords)
+            check_without_x(op, keywords)
         else:
             return _noted(op, look(op, x, keywords | promised, runtime), extras)
     except trace.NoDataError:
