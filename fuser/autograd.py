@@ -102,7 +102,7 @@ def run(
     if forward_ad._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
     if op.passes_x_on and patched_half(op) is None:
-        return (x, *[x.view_as(x) for _ in op.extra_outputs])
+        return (x, *[x.view_as(x) if runtime.grad_enabled else x.detach() for _ in op.extra_outputs])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
@@ -185,6 +185,15 @@ def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtim
         if isinstance(error, ArgumentError) and is_certain(op):
             raise
         return None  # it is checked again with the values
+
+
+def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
+    """``op.check_without_x``; what only the values of computed parameters will tell is not asked yet."""
+    try:
+        foreseen(op).check_without_x(**keywords)
+    except ArgumentError:
+        if is_certain(op):
+            raise
 
 
 def refuse_transforms(modules: Iterable[Any]) -> None:

@@ -38,5 +38,10 @@ def layout_of(tensor: Tensor) -> torch.layout:
 def check_layout(name: str, layout: torch.layout, taken: Collection[torch.layout]) -> None:
     """Raises :class:`ArgumentError` for a tensor of a layout that an op does not take."""
     if layout not in taken:
-        what = "nested" if layout is torch.jagged else str(layout)
-        raise ArgumentError(f"{name}: expected a dense tensor, got a {what} one; give it as a dense tensor")
+        raise not_dense(name, layout)
+
+
+def not_dense(name: str, layout: torch.layout) -> ArgumentError:
+    """The error for a tensor of such a layout, where a dense one is needed."""
+    kind = "nested" if layout is torch.jagged else str(layout)
+    return ArgumentError(f"{name}: expected a dense tensor, got a {kind} one; give it as a dense tensor")

@@ -9,14 +9,14 @@ from typing import Any
 from torch import nn
 
 from . import trace
-from .autograd import Runtime, Watch, calling, check, check_foreseen, run
+from .autograd import Runtime, Watch, calling, check, check_foreseen, check_without_x, run
 from .buffers import NamedValue
 from .errors import ArgumentError
 from .in_place import run_beside
 from .layout import Leaf
 from .op import Op
 from .own_code import has_own_forward, outputs_of, patched_half
-from .parametrized import computed, foreseen
+from .parametrized import computed
 from .spec import Spec, Specs
 
 Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -140,7 +140,7 @@ def _check_part(
     promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
     try:
         if x is None or len(keywords) + len(promised) < len(reads):
-            foreseen(op).check_without_x(**keywords)
+            check_without_x(op, keywords)
         else:
             return _noted(op, look(op, x, keywords | promised, runtime), extras)
     except trace.NoDataError:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Spec
 from ..fuser.settings import current
+from ..fuser.spec import layout_of, not_dense
 from ..fuser.trace import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
@@ -74,7 +75,7 @@ def _check_is_tensor(name: str, buffer: Any) -> None:
     if not isinstance(buffer, Tensor):
         raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
     if not is_dense(buffer):
-        raise not_dense(name, buffer)
+        raise not_dense(name, layout_of(buffer))
 
 
 def _check_is_writable(name: str, buffer: Tensor) -> None:
@@ -93,7 +94,7 @@ def check_rows(name: str, column: Any, x: Spec | None) -> None:
     """A floating-point number, of more than 8 bits, for every row of ``x``, as far as that is known."""
     is_tensor = isinstance(column, Tensor)
     if is_tensor and not is_dense(column):
-        raise not_dense(name, column)
+        raise not_dense(name, layout_of(column))
     if not is_tensor or not column.dtype.is_floating_point or column.itemsize == 1:
         shape = "with a number for every row of x" if x is None else f"of shape {list(x.shape[:-1])}"
         raise ArgumentError(f"{name}: expected a floating-point tensor {shape}, got {_kind(column)}")
@@ -129,7 +130,7 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device
     It runs at every call on a host, so it reads attributes and calls nothing.
     """
     if parameter.layout is not torch.strided or parameter.is_nested:  # is_dense, written out
-        raise not_dense(name, parameter)
+        raise not_dense(name, layout_of(parameter))
     if parameter.shape != shape:
         raise ArgumentError(
             f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
@@ -182,12 +183,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def not_dense(name: str, tensor: Tensor) -> ArgumentError:
-    """The error for a tensor that is not :func:`is_dense`, whose other properties may raise when they are asked for."""
-    came = "a nested one" if tensor.is_nested else f"one of {tensor.layout}"
-    return ArgumentError(f"{name}: expected a dense tensor, got {came}")
-
-
 def is_free_to_read(tensor: Tensor) -> bool:
     """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
     if tensor.is_meta or has_no_data(tensor):
@@ -228,7 +223,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
 
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec | None) -> None:
     if split_sizes.layout is not torch.strided or split_sizes.is_nested:  # is_dense, written out
-        raise not_dense("split_sizes", split_sizes)
+        raise not_dense("split_sizes", layout_of(split_sizes))
     if split_sizes.dtype not in _INDEX_TYPES:
         raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
     shape: tuple[Any, ...] = tuple(split_sizes.shape)

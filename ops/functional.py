@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
 from ..fuser.autograd import Runtime, run
+from ..fuser.spec import layout_of, not_dense
 from . import kernels
-from .checks import is_dense, is_free_to_read, not_dense
+from .checks import is_dense, is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
 from .product import Factor, Product, output, output_shape, room_for
@@ -129,7 +130,7 @@ def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor 
 def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
     for name, given in (("split_sizes", split_sizes), ("offsets", offsets)):
         if isinstance(given, Tensor) and not is_dense(given):
-            raise not_dense(f"grouped_gemm: {name}", given)
+            raise not_dense(f"grouped_gemm: {name}", layout_of(given))
         if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
             came = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")

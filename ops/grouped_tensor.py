@@ -9,7 +9,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from .checks import is_dense, is_free_to_read, not_dense
+from ..fuser.spec import layout_of, not_dense
+from .checks import is_dense, is_free_to_read
 
 
 class GroupedTensor:
@@ -126,7 +127,7 @@ class GroupedTensor:
 def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, rows: int | None) -> None:
     dims = 3 if first_dims is None and last_dims is None else 2 if last_dims is None else 1
     if not is_dense(data):
-        raise not_dense("GroupedTensor: data", data)
+        raise not_dense("GroupedTensor: data", layout_of(data))
     if data.dim() != dims or not data.is_contiguous():
         raise ValueError(f"GroupedTensor: expected contiguous data of {dims} dimensions, got shape {list(data.shape)}")
     if (rows is not None) != (first_dims is None and last_dims is not None):

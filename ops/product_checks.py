@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..fuser import ArgumentError
 from ..fuser.buffers import overlap
+from ..fuser.spec import layout_of, not_dense
 from ..fuser.trace import has_no_data
-from .checks import is_dense, is_free_to_write, is_narrow_float, not_dense
+from .checks import is_dense, is_free_to_write, is_narrow_float
 from .grouped_tensor import GroupedTensor
 from .product import Factor, Product, columns_of, fits, in_words, is_counted_on_the_host, needed, output_shape, shapes
 
@@ -26,7 +27,7 @@ def check_types(**tensors: Any) -> None:
             names = " or ".join(t.__name__ for t in types)
             raise ArgumentError(f"grouped_gemm: {name} must be a {names}, got a {type(tensor).__name__}")
         if isinstance(tensor, Tensor) and not is_dense(tensor):
-            raise not_dense(f"grouped_gemm: {name}", tensor)
+            raise not_dense(f"grouped_gemm: {name}", layout_of(tensor))
 
 
 def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
@@ -38,7 +39,7 @@ def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
                 f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
             )
         if isinstance(factor, Tensor) and not is_dense(factor):
-            raise not_dense(f"grouped_gemm: {name}", factor)
+            raise not_dense(f"grouped_gemm: {name}", layout_of(factor))
         if isinstance(factor, Tensor) and factor.requires_grad:
             raise ArgumentError("grouped_gemm: alpha and beta are not differentiable; detach them")
         if isinstance(factor, Tensor) and tuple(factor.shape) not in ((), (groups,)):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
 from ..fuser.op import RESERVED
-from .checks import is_dense, is_narrow_float, not_dense
+from ..fuser.spec import layout_of, not_dense
+from .checks import is_dense, is_narrow_float
 
 _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 
@@ -94,7 +95,7 @@ class AddExtraInput(Op):
             raise ArgumentError(f"x: expected numbers that can be added, got {x.dtype}")
         for name, tensor in extra.items():
             if isinstance(tensor, Tensor) and not is_dense(tensor):
-                raise not_dense(name, tensor)
+                raise not_dense(name, layout_of(tensor))
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != x.shape:
                 came = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise ArgumentError(f"{name}: expected a tensor of shape {list(x.shape)}, like x, got {came}")

@@ -59,7 +59,7 @@ SAID = {
     "whole numbers": "expected a floating-point parameter of at least 16 bits, got torch.int32",
     "8 bits": "expected a floating-point parameter of at least 16 bits, got torch.float8_e4m3fn",
     "complex": "expected a floating-point parameter of at least 16 bits, got torch.complex64",
-    "sparse": "expected a dense tensor, got one of torch.sparse_coo",
+    "sparse": "expected a dense tensor, got a torch.sparse_coo one; give it as a dense tensor",
 }
 MODELS = {
     "experts": lambda: experts(),
@@ -148,21 +148,21 @@ def one_linear(x, **keywords):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: one_linear(x, bias_scale=sparse(T)), "bias_scale: expected a dense tensor, got one of torch.sparse"),
+        (lambda x: one_linear(x, bias_scale=sparse(T)), "bias_scale: expected a dense tensor, got a torch.sparse"),
         (lambda x: one_linear(x, bias_scale=nested()), "bias_scale: expected a dense tensor, got a nested one"),
         (
             lambda x: one_linear(x, split_sizes=sparse(E, dtype=torch.int64)),
             "split_sizes: expected a dense tensor",
         ),
         (lambda x: one_linear(x, split_sizes=nested()), "split_sizes: expected a dense tensor, got a nested one"),
-        (lambda x: one_linear(x, output=sparse(T, K)), "output: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda x: one_linear(x, output=sparse(T, K)), "output: expected a dense tensor, got a torch.sparse_coo"),
         (
             lambda x: one_linear(x, split_sizes=b"\x03\x01"),
             "expected an int32 or int64 tensor or a list of ints",
         ),
         (lambda x: one_linear(x, split_sizes=bytearray(2)), "tensor or a list of ints, got a bytearray"),
-        (lambda x: Scale()(x, scales=sparse(T)), "scales: expected a dense tensor, got one of torch.sparse_coo"),
-        (lambda x: AddExtraInput("r")(x, r=sparse(T, K)), "r: expected a dense tensor, got one of torch.sparse_coo"),
+        (lambda x: Scale()(x, scales=sparse(T)), "scales: expected a dense tensor, got a torch.sparse_coo"),
+        (lambda x: AddExtraInput("r")(x, r=sparse(T, K)), "r: expected a dense tensor, got a torch.sparse_coo"),
         (lambda x: AddExtraInput("r")(x, r=nested()), "r: expected a dense tensor, got a nested one"),
         (lambda x: AddExtraInput("r")(x, r=x.to(F8)), "r: torch.float8_e4m3fn cannot be added to x"),
         (lambda x: AddExtraInput("r")(x.to(F8), r=x), "x: expected numbers that can be added, got torch.float8_e4m3fn"),

@@ -443,15 +443,15 @@ SPARSE = torch.ones(T, K).double().to_sparse()
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: grouped_gemm(SPARSE, B, SIZES), "a: expected a dense tensor, got one of torch.sparse_coo"),
-        (lambda: grouped_gemm(A, B.to_sparse(), SIZES), "b: expected a dense tensor, got one of torch.sparse_coo"),
-        (lambda: grouped_gemm(A, B, SIZES, out=SPARSE), "out: expected a dense tensor, got one of torch.sparse_coo"),
-        (lambda: grouped_gemm(A, B, SIZES, bias=SPARSE), "bias: expected a dense tensor, got one of torch.sparse_coo"),
-        (lambda: grouped_gemm(A, B, SIZES, alpha=SPARSE), "alpha: expected a dense tensor, got one of torch.sparse"),
+        (lambda: grouped_gemm(SPARSE, B, SIZES), "a: expected a dense tensor, got a torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B.to_sparse(), SIZES), "b: expected a dense tensor, got a torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, out=SPARSE), "out: expected a dense tensor, got a torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, bias=SPARSE), "bias: expected a dense tensor, got a torch.sparse_coo"),
+        (lambda: grouped_gemm(A, B, SIZES, alpha=SPARSE), "alpha: expected a dense tensor, got a torch.sparse"),
         (lambda: grouped_gemm(nested(), B, SIZES), "a: expected a dense tensor, got a nested one"),
         (lambda: grouped_gemm(A, B, nested()), "split_sizes: expected a dense tensor, got a nested one"),
-        (lambda: grouped_gemm(A, B, SIZES.to_sparse()), "split_sizes: expected a dense tensor, got one of torch.sp"),
-        (lambda: GroupedTensor(SPARSE, SIZES), "GroupedTensor: data: expected a dense tensor, got one of torch.sp"),
+        (lambda: grouped_gemm(A, B, SIZES.to_sparse()), "split_sizes: expected a dense tensor, got a torch.sp"),
+        (lambda: GroupedTensor(SPARSE, SIZES), "GroupedTensor: data: expected a dense tensor, got a torch.sp"),
         (
             lambda: grouped_gemm(A.to(F8), B.to(F8), SIZES),
             "a and b must hold numbers of at least 16 bits",
