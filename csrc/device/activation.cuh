@@ -1,4 +1,5 @@
-// The curves of activations and their slopes, for the kernels that pass over rows and for the epilogues of the grouped GEMM.
+// The curves of activations and their slopes, for the kernels that pass over rows and for the epilogues of the grouped
+// GEMM.
 #pragma once
 #include <type_traits>
 
@@ -67,8 +68,8 @@ DEVICE void with_kind(const Activation& a, Body body) {
   }
 }
 
-// Gate and up at one column as the curve and the product see them, and whether their gradients pass the limits. Written so that
-// NaN stays NaN, which fminf and fmaxf would drop.
+// Gate and up at one column as the curve and the product see them, and whether their gradients pass the limits. Written
+// so that NaN stays NaN, which fminf and fmaxf would drop.
 struct Inputs {
   float gate, up;
   bool gate_passes, up_passes;

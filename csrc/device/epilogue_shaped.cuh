@@ -1,4 +1,5 @@
-// The epilogue of groups of any shapes: a deposit goes out through the group's own map, or, where it has none, by ordinary stores.
+// The epilogue of groups of any shapes: a deposit goes out through the group's own map, or, where it has none, by
+// ordinary stores.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/map_update.cuh"
@@ -60,14 +61,16 @@ struct ShapedEpilogue {
  private:
   // One part of a deposit: a row of a slab, 128 bytes, is four bytes for every lane.
   template <class K>
-  DEVICE static void store_plain(const Params& p, const ShapedGroup& g, const uint8_t* from, int row, int rows, int column, int lane) {
+  DEVICE static void store_plain(const Params& p, const ShapedGroup& g, const uint8_t* from, int row, int rows,
+                                 int column, int lane) {
     using Out = typename K::Out;
     constexpr int kSlabs = K::Layout::kSlabsPerPart, kColumns = K::Layout::kSlabColumns, kEach = 4 / sizeof(Out);
     auto* out = static_cast<Out*>(p.out_data) + g.out + static_cast<int64_t>(row) * g.n + column + lane * kEach;
     for (int i = 0; i < rows; ++i, out += g.n) {
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab) {
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(from + slab * kSlabBytes + in_slab(i, lane / 4) + lane % 4 * 4);
+        const uint32_t word =
+            *reinterpret_cast<const uint32_t*>(from + slab * kSlabBytes + in_slab(i, lane / 4) + lane % 4 * 4);
         store_values(out + slab * kColumns, word, g.n - column - slab * kColumns - lane * kEach, p.accumulate);
       }
     }

@@ -1,8 +1,9 @@
-// Flipped tiles: the product of weights [tile_n, depth] and tokens [up to tile_m, depth], transposed when it is deposited.
+// Flipped tiles: the product of weights [tile_n, depth] and tokens [up to tile_m, depth], transposed when it is
+// deposited.
 //
-// The left operand of a product has 64 rows, the right one any multiple of 16 columns. So where the weights are on the left, a tile multiplies
-// 16 tokens more than it has at most, rather than 64, and a group's tokens can be shared evenly among its tiles (tile_scheduler.cuh). Each
-// consumer has half of the weights, in blocks of 64, and all tokens.
+// The left operand of a product has 64 rows, the right one any multiple of 16 columns. So where the weights are on the
+// left, a tile multiplies 16 tokens more than it has at most, rather than 64, and a group's tokens can be shared evenly
+// among its tiles (tile_scheduler.cuh). Each consumer has half of the weights, in blocks of 64, and all tokens.
 #pragma once
 #include "device/mainloop.cuh"
 
@@ -17,11 +18,14 @@ using FlippedAccumulators = float[kWeightBlocks<K>][K::kTileM / 2];
 
 // Which 64 of a tile's weights a consumer's block `i` has: neighbours; or as many gates as ups of the same columns.
 template <class K>
-DEVICE int weight_block(int consumer, int i) { return K::B::kHalves ? consumer + i * kConsumers : consumer * kWeightBlocks<K> + i; }
+DEVICE int weight_block(int consumer, int i) {
+  return K::B::kHalves ? consumer + i * kConsumers : consumer * kWeightBlocks<K> + i;
+}
 
 // The first kTokens of the tile's tokens, over all of k.
 template <class K, int kTokens>
-DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int blocks, int consumer, int lane) {
+DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int blocks,
+                            int consumer, int lane) {
   using Tokens = typename K::A;
   using Weights = typename K::B;
   for (int block = 0; block < blocks; ++block) {
@@ -32,7 +36,9 @@ DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s,
 #pragma unroll
       for (int i = 0; i < kWeightBlocks<K>; ++i)
         wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(
-            reinterpret_cast<float (&)[kTokens / 2]>(acc[i]), Weights::descriptor(s.stages.b[ring.stage] + weight_block<K>(consumer, i) * kBlockBytes) + step * (Weights::kStep / 16),
+            reinterpret_cast<float (&)[kTokens / 2]>(acc[i]),
+            Weights::descriptor(s.stages.b[ring.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
+                step * (Weights::kStep / 16),
             Tokens::descriptor(s.stages.a[ring.stage]) + step * (Tokens::kStep / 16), (block | step) != 0);
     wgmma_commit();
     wgmma_wait<0>();
@@ -42,7 +48,8 @@ DEVICE void multiply_tokens(FlippedAccumulators<K>& acc, typename K::Storage& s,
 }
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
-DEVICE void multiply_flipped(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int tokens, int blocks, int consumer, int lane) {
+DEVICE void multiply_flipped(FlippedAccumulators<K>& acc, typename K::Storage& s, Ring<K::kStages>& ring, int tokens,
+                             int blocks, int consumer, int lane) {
   constexpr int kMore = kTokens + kTokenStep;
   if constexpr (kTokens < K::kTileM)
     if (tokens > kTokens) return multiply_flipped<K, kMore>(acc, s, ring, tokens, blocks, consumer, lane);
@@ -51,7 +58,8 @@ DEVICE void multiply_flipped(FlippedAccumulators<K>& acc, typename K::Storage& s
 
 // acc = scale * acc + bias_scale * bias, for a block of 64 weights and all tokens.
 template <int kTileM, int kTileN>
-DEVICE void apply_flipped(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileM / 2], int first_weight, int warp, int lane) {
+DEVICE void apply_flipped(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileM / 2], int first_weight,
+                          int warp, int lane) {
   const int weight = first_weight + warp * 16 + lane / 4;
   const float bias[2] = {stage.bias[weight], stage.bias[weight + 8]};
 #pragma unroll
@@ -75,14 +83,16 @@ DEVICE void deposit_flipped(const float* acc, uint8_t* slab, int warp, int lane)
   for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two octets, upper and lower weights of each
     const float* x = acc + pair * 8;
     ptx::store_matrix_x4_transposed(base + in_slab(pair * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
-                                    {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]), ptx::pack<Out>(x[6], x[7])});
+                                    {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
+                                     ptx::pack<Out>(x[6], x[7])});
   }
 }
 
 template <class K>
 DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p, int consumer) {
   using Layout = typename K::Layout;
-  static_assert(Layout::kSlabs == kWeightBlocks<K> && Layout::kParts == 1, "a slab for each block of weights, handed over together");
+  static_assert(Layout::kSlabs == kWeightBlocks<K> && Layout::kParts == 1,
+                "a slab for each block of weights, handed over together");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   TileReader tiles(s.tasks);
   Ring<K::kStages> ring;
@@ -95,7 +105,8 @@ DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p,
     if constexpr (K::kAffine) {
       barrier_wait(&s.affine.full, affine_phase);
 #pragma unroll
-      for (int i = 0; i < kWeightBlocks<K>; ++i) apply_flipped(s.affine.stage, acc[i], weight_block<K>(consumer, i) * 64, warp, lane);
+      for (int i = 0; i < kWeightBlocks<K>; ++i)
+        apply_flipped(s.affine.stage, acc[i], weight_block<K>(consumer, i) * 64, warp, lane);
       barrier_arrive(&s.affine.empty);
       affine_phase ^= 1;
     }
@@ -105,8 +116,9 @@ DEVICE void consume_flipped(typename K::Storage& s, const typename K::Params& p,
       barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ 1);
 #pragma unroll
       for (int i = 0; i < kWeightBlocks<K>; ++i)
-        deposit_flipped<typename K::Out, Layout::kRows>(acc[i] + block * (Layout::kRows / 2), s.deposits[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSlabBytes,
-                                                        warp, lane);
+        deposit_flipped<typename K::Out, Layout::kRows>(
+            acc[i] + block * (Layout::kRows / 2),
+            s.deposits[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSlabBytes, warp, lane);
       ptx::async_proxy_fence();
       if constexpr (!K::kWholeWarp) __syncwarp();
       if (K::kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);

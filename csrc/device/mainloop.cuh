@@ -1,8 +1,8 @@
 // The loop over the depth: one thread fetches stages of A and B, two warpgroups multiply them.
 //
-// The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what they share
-// and sends it to both. A stage is given back when the product that read it is done; meanwhile the other consumer keeps the
-// tensor cores busy.
+// The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what
+// they share and sends it to both. A stage is given back when the product that read it is done; meanwhile the other
+// consumer keeps the tensor cores busy.
 #pragma once
 #include "device/barrier.cuh"
 #include "device/epilogue.cuh"
@@ -45,7 +45,8 @@ template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
   typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank);
   Ring<K::kStages> ring;
-  constexpr bool kAhead = K::kSpareRegisters;  // finding a tile takes a while: before the last stage is free, not when the tile is due
+  // Finding a tile takes a while: before the last stage is free, not when the tile is due.
+  constexpr bool kAhead = K::kSpareRegisters;
   Tile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
@@ -97,21 +98,24 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
   }
 }
 
-// acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2, ... of the tile.
+// acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2,
+// ... of the tile.
 //
-// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its registers: the next
-// tile's first product goes to the first block alone, and `meanwhile` takes the second one's away. So the tensor cores always have a
-// product to go on with. `ahead` is called once, while the last products are under way if there are registers for it. `done(i)` is called when block i is complete; for two
-// blocks, of the first alone.
+// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its
+// registers: the next tile's first product goes to the first block alone, and `meanwhile` takes the second one's away.
+// So the tensor cores always have a product to go on with. `ahead` is called once, while the last products are under
+// way if there are registers for it. `done(i)` is called when block i is complete; for two blocks, of the first alone.
 // Of the tile's columns, the first kColumns are multiplied.
 template <class K, int kBlocks, int kColumns = K::kTileN, class Meanwhile, class Ahead, class Done>
-DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring, const Tile& tile,
-                     const typename K::Params& p, int consumer, int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
+DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring,
+                     const Tile& tile, const typename K::Params& p, int consumer, int lane, Meanwhile meanwhile,
+                     Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;
   const auto multiply_step = [&](int i, int step, bool accumulate) {
     wgmma<typename K::T, A::kTranspose, B::kTranspose>(
-        reinterpret_cast<float (&)[kColumns / 2]>(acc[i]), A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        reinterpret_cast<float (&)[kColumns / 2]>(acc[i]),
+        A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
         B::descriptor(s.stages.b[ring.stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;
@@ -157,7 +161,8 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
       wgmma_commit();
     }
   };
-  if constexpr (A::kRaggedDepth) {  // no further than the group's tokens reach; at least one step: an empty group gives zeros
+  // Of a ragged depth no further than the group's tokens reach; at least one step: an empty group gives zeros.
+  if constexpr (A::kRaggedDepth) {
     const int rest = tile.tokens - before * kTileK;
     if (rest > 48) last(std::integral_constant<int, 4>());
     else if (rest > 32) last(std::integral_constant<int, 3>());

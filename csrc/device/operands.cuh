@@ -1,13 +1,13 @@
 // How a stage of A (tile_m x 64) or B (tile_n x 64) gets into shared memory, and how wgmma finds it there.
 //
-// K-major: rows of 64 values of k, 128 bytes each, 8 rows a swizzle atom. The stride offset is from one atom of 8 rows to the
-// next (1024), the leading offset is ignored, and the next 16 values of k are 32 bytes on.
-// MN-major: 64 columns (m or n) x 64 values of k, one row of 128 bytes for each k. The stride offset is from 8 values of k to
-// the next (1024), the leading offset from 64 columns to the next 64 (8192), and the next 16 values of k are 2048 bytes on.
+// K-major: rows of 64 values of k, 128 bytes each, 8 rows a swizzle atom. The stride offset is from one atom of 8 rows
+// to the next (1024), the leading offset is ignored, and the next 16 values of k are 32 bytes on. MN-major: 64 columns
+// (m or n) x 64 values of k, one row of 128 bytes for each k. The stride offset is from 8 values of k to the next
+// (1024), the leading offset from 64 columns to the next 64 (8192), and the next 16 values of k are 2048 bytes on.
 //
-// A is copied in blocks of kRows rows or columns, 64 of which take 8 KB of shared memory; B in kPieces equal pieces. `copy` moves block or piece
-// number `i` of a tile; `issue` says whether the bytes are for this block alone or for both of the cluster. The boxes of the tensor
-// maps (fusible/tensor_map.h) must agree.
+// A is copied in blocks of kRows rows or columns, 64 of which take 8 KB of shared memory; B in kPieces equal pieces.
+// `copy` moves block or piece number `i` of a tile; `issue` says whether the bytes are for this block alone or for both
+// of the cluster. The boxes of the tensor maps (fusible/tensor_map.h) must agree.
 #pragma once
 #include "device/tile_scheduler.cuh"
 #include "device/wgmma.cuh"
@@ -41,7 +41,8 @@ struct TokenColumns : MnMajor {
   static constexpr int kRows = 64;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.row + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
+    issue(stage + i * kBlockBytes, tile.row + i * 64, (1 << 30) - tile.tokens + k, 1 << 30,
+          tile.tokens_start + tile.tokens);
   }
 };
 // B [T, columns], likewise.
@@ -50,7 +51,8 @@ struct TokenColumnsB : MnMajor {
   static constexpr int kPieces = kTileN / 64;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.column * kTileN + i * 64, (1 << 30) - tile.tokens + k, 1 << 30, tile.tokens_start + tile.tokens);
+    issue(stage + i * kBlockBytes, tile.column * kTileN + i * 64, (1 << 30) - tile.tokens + k, 1 << 30,
+          tile.tokens_start + tile.tokens);
   }
 };
 // B [N, K] of each group, in halves.
@@ -81,7 +83,8 @@ struct GateUpColumns : MnMajor {
   static_assert(kTileN % 128 == 0, "a half of a tile is made of whole chunks");
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * 64, i / kOfHalf, k, tile.place.near, tile.place.far);
+    issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * 64, i / kOfHalf, k, tile.place.near,
+          tile.place.far);
   }
 };
 // B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
@@ -91,8 +94,8 @@ struct WeightColumns : MnMajor {
   static constexpr int kParts = kTileN == 192 ? 2 : 1, kPieces = kTileN / 64 * kParts, kDepth = kTileK / kParts;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth, tile.place.near,
-          tile.place.far);
+    issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth,
+          tile.place.near, tile.place.far);
   }
 };
 

@@ -4,7 +4,8 @@
 
 namespace fusible {
 
-// Position in a ring of `kStages` slots. A slot's `full` barrier is waited for with `phase`, its `empty` barrier with `phase ^ 1`.
+// Position in a ring of `kStages` slots. A slot's `full` barrier is waited for with `phase`, its `empty` barrier with
+// `phase ^ 1`.
 template <int kStages>
 struct Ring {
   int stage = 0;

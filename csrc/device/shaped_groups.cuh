@@ -1,5 +1,5 @@
-// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as in tile_scheduler.cuh,
-// for blocks without a cluster.
+// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as
+// in tile_scheduler.cuh, for blocks without a cluster.
 #pragma once
 #include "device/operands.cuh"
 #include "kernels/shaped.h"
@@ -47,7 +47,12 @@ class ShapedScheduler {
       first_task_ = tasks_end_;
       tasks_end_ = table_.tasks_end[group_];
     }
-    tile = {.group = group_, .tokens_start = 0, .tokens = table_.k[group_], .place = {0, 0}, .share_a = false, .idle = false};
+    tile = {.group = group_,
+            .tokens_start = 0,
+            .tokens = table_.k[group_],
+            .place = {0, 0},
+            .share_a = false,
+            .idle = false};
     place(tile, task - first_task_);
     return true;
   }
@@ -69,7 +74,8 @@ class ShapedScheduler {
   int group_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 
-// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the depth (mainloop.cuh).
+// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the
+// depth (mainloop.cuh).
 
 // A [m, k].
 struct ShapedRows : TokenRows<> {

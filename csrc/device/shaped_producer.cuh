@@ -1,7 +1,8 @@
-// Who fills the stages where every group has a shape of its own: warp 0 through the maps of the group, or warps 0 and 1 by ordinary loads.
+// Who fills the stages where every group has a shape of its own: warp 0 through the maps of the group, or warps 0 and 1
+// by ordinary loads.
 #pragma once
-#include "device/map_update.cuh"
 #include "device/mainloop.cuh"
+#include "device/map_update.cuh"
 #include "device/plain_copy.cuh"
 
 namespace fusible {
@@ -37,7 +38,8 @@ struct ShapedGroups {
     if (lane == 0) find(tile);
     for (share(tile); tile.group >= 0; tile = following) {
       const int plain = s.groups.plain[tile.group] & (kPlainA | kPlainB), rows = (tile.rows + 63) / 64;
-      const uint32_t bytes = (plain & kPlainA ? 0 : rows * kBlockBytes) + (plain & kPlainB ? 0 : K::kTileN * kTileK * 2);
+      const uint32_t bytes =
+          (plain & kPlainA ? 0 : rows * kBlockBytes) + (plain & kPlainB ? 0 : K::kTileN * kTileK * 2);
       const CUtensorMap* maps = maps_of(p, tile.group);
       const int blocks = k_blocks_of<K>(tile, p);
       for (int block = 0; block < blocks; ++block) {
@@ -51,7 +53,8 @@ struct ShapedGroups {
             for (int i = 0; i < rows; ++i) K::A::copy(Own{maps, full}, s.stages.a[ring.stage], i, block * kTileK, tile);
           }
           if (!(plain & kPlainB)) {
-            for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Own{maps + 1, full}, s.stages.b[ring.stage], i, block * kTileK, tile);
+            for (int i = 0; i < K::B::kPieces; ++i)
+              K::B::copy(Own{maps + 1, full}, s.stages.b[ring.stage], i, block * kTileK, tile);
           }
           if (!plain) barrier_arrive(full, kProducers - 1);  // for all the others
           if (block == 0) tiles.request();
@@ -107,14 +110,16 @@ struct ShapedGroups {
 
   // One stage of what the group has no map for, by number `thread` of 64.
   template <class K>
-  DEVICE static void copy_share(typename K::Storage& s, const ShapedParams& p, const Tile& tile, int plain, int stage, int block, int thread) {
+  DEVICE static void copy_share(typename K::Storage& s, const ShapedParams& p, const Tile& tile, int plain, int stage,
+                                int block, int thread) {
     const ShapedGroup& g = p.groups[tile.group];
 #pragma unroll 1
     for (int operand = kPlainA; operand <= kPlainB; ++operand) {
       if (!(plain & operand)) continue;
       const bool a = operand == kPlainA;
-      const PlainMatrix matrix = a ? plain_matrix<typename K::A>(p.a_data, p.a_elements, p.edges, g.a, g.a_pitch, g.m, g.k)
-                                   : plain_matrix<typename K::B>(p.b_data, p.b_elements, p.edges + 2, g.b, g.b_pitch, g.n, g.k);
+      const PlainMatrix matrix =
+          a ? plain_matrix<typename K::A>(p.a_data, p.a_elements, p.edges, g.a, g.a_pitch, g.m, g.k)
+            : plain_matrix<typename K::B>(p.b_data, p.b_elements, p.edges + 2, g.b, g.b_pitch, g.n, g.k);
       uint8_t* const to = a ? s.stages.a[stage] : s.stages.b[stage];
       const int lines = a ? (tile.rows + 63) / 64 * 64 : K::kTileN, first = a ? tile.row : tile.column * K::kTileN;
       if (has_pairs(matrix)) copy_pairs<kProducers>(matrix, to, lines, first, block * kTileK, thread);
@@ -125,10 +130,12 @@ struct ShapedGroups {
     ptx::async_proxy_fence();
   }
   template <class Major>
-  DEVICE static PlainMatrix plain_matrix(const void* data, int64_t elements, const uint4* edges, int64_t start, int pitch, int size, int depth) {
+  DEVICE static PlainMatrix plain_matrix(const void* data, int64_t elements, const uint4* edges, int64_t start,
+                                         int pitch, int size, int depth) {
     const auto* begin = static_cast<const uint16_t*>(data);
     constexpr bool kKMajor = Major::kTranspose == 0;
-    return {begin, begin + elements, edges, begin + start, pitch, kKMajor ? size : depth, kKMajor ? depth : size, kKMajor};
+    return {begin,  begin + elements, edges, begin + start, pitch, kKMajor ? size : depth, kKMajor ? depth : size,
+            kKMajor};
   }
 };
 

@@ -1,9 +1,10 @@
 // Which task comes next, and the tiles that tasks become, on their way to every role of a block.
 //
-// Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a cluster asks for
-// a task when it is ready for it, which evens out tasks of different sizes. The first block's producer then asks, a tile ahead, and
-// sends the number to the other block's producer. Each producer finds its tile (tile_scheduler.cuh), which takes several hundred cycles,
-// and leaves it in the shared memory of its block, where the other roles read it.
+// Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a
+// cluster asks for a task when it is ready for it, which evens out tasks of different sizes. The first block's producer
+// then asks, a tile ahead, and sends the number to the other block's producer. Each producer finds its tile
+// (tile_scheduler.cuh), which takes several hundred cycles, and leaves it in the shared memory of its block, where the
+// other roles read it.
 #pragma once
 #include "device/barrier.cuh"
 #include "kernels/kernel_entry.h"
@@ -13,12 +14,13 @@ namespace fusible {
 constexpr int kQueueDepth = 4;
 
 struct Tile {
-  int group, tokens_start, tokens;  // the group, its first token in the buffer, its number of tokens; -1 after the last tile
-  Place place;                      // of the group's matrix
-  int row, rows;                    // the tile's first output row, counted within the group, and how many of its rows exist
-  int column;                       // index of the column tile
-  bool share_a;                     // both blocks of the cluster have these rows, and each its own column
-  bool idle;                        // nothing to compute here: this block only helps the other one to its half of A
+  int group;                 // -1 after the last tile
+  int tokens_start, tokens;  // the group's first token in the buffer, and its number of tokens
+  Place place;               // of the group's matrix
+  int row, rows;             // the tile's first output row, counted within the group, and how many of its rows exist
+  int column;                // index of the column tile
+  bool share_a;              // both blocks of the cluster have these rows, and each its own column
+  bool idle;                 // nothing to compute here: this block only helps the other one to its half of A
 };
 
 struct TaskQueue {
@@ -44,7 +46,11 @@ template <int kCluster>
 class TaskSource {
  public:
   DEVICE TaskSource(TaskQueue& queue, unsigned* counter, int rank)
-      : queue_(queue), counter_(rank == 0 ? counter : nullptr), dynamic_(counter), sends_(kCluster > 1 && counter), task_(blockIdx.x / kCluster) {
+      : queue_(queue),
+        counter_(rank == 0 ? counter : nullptr),
+        dynamic_(counter),
+        sends_(kCluster > 1 && counter),
+        task_(blockIdx.x / kCluster) {
     if (counter_) next_ = atomicAdd(counter_, 1u);
   }
 

@@ -1,18 +1,18 @@
 // Which output tile a block computes next. The only code that knows how groups become tiles.
 //
-// The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the fixed number
-// of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks, numbered group after group
-// (task_queue.cuh).
+// The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the
+// fixed number of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks,
+// numbered group after group (task_queue.cuh).
 //
-// A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share B; an odd last
-// row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is always such a pair: both
-// blocks then have the same number of rows, which pays where groups are so small that most tiles are cut off at a group's end.
-// Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16.
-// Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks running at one time
-// share few rows of A and few columns of B in the L2 cache.
+// A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share
+// B; an odd last row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is
+// always such a pair: both blocks then have the same number of rows, which pays where groups are so small that most
+// tiles are cut off at a group's end. Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its
+// blocks of 16. Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks
+// running at one time share few rows of A and few columns of B in the L2 cache.
 //
-// Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU idle: if half the height
-// makes that up, their tiles have half of it.
+// Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU
+// idle: if half the height makes that up, their tiles have half of it.
 #pragma once
 #include "device/task_queue.cuh"
 
@@ -43,15 +43,18 @@ DEVICE int scan(int x, int lane) {  // inclusive prefix sum over the warp
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
 template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
-  static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n, kCluster = kVariant.cluster();
+  static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n,
+                       kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
   static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
 
  public:
-  // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
+  // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel
+  // outside.
   DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
     for (const void* array : {source.sizes, source.starts})  // all at once: the rounds below wait for one another
-      for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128) ptx::prefetch(static_cast<const char*>(array) + i);
+      for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128)
+        ptx::prefetch(static_cast<const char*>(array) + i);
     int tokens_before = 0, tasks_before = 0, longest = 0;
     float total = 0.f;
     for (int base = 0; base < shape.groups; base += 32) {
@@ -61,7 +64,8 @@ class TileScheduler {
       if (exists && source.starts) {
         const long long first = read_index(source, source.starts, group);
         start = clamp(first, 0, shape.tokens);
-        const long long wanted = source.sizes ? read_index(source, source.sizes, group) : read_index(source, source.starts, group + 1) - first;
+        const long long wanted = source.sizes ? read_index(source, source.sizes, group)
+                                              : read_index(source, source.starts, group + 1) - first;
         size = clamp(wanted, 0, shape.tokens - start);
       } else if (!source.starts) {
         if (exists) size = clamp(read_index(source, source.sizes, group), 0, shape.tokens);
@@ -115,14 +119,15 @@ class TileScheduler {
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
-  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved, int& tasks_before, int lane) {
+  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved,
+                            int& tasks_before, int lane) {
     const bool exists = group < shape.groups;
     const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
     if (exists) table.tasks_end[group] = end;
   }
-  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55 to 0.68 were
-  // measured); a tenth of a round of short ones finds room beside the others.
+  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
+  // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
   DEVICE static bool halving_pays(float groups, const TaskShape& shape) {
     if (!shape.may_halve) return false;
     const auto rounds = [&](bool halved) {
@@ -155,7 +160,8 @@ class TileScheduler {
     place(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }
-  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most groups empty.
+  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most
+  // groups empty.
   DEVICE int next_group(int task) const {
     int before = group_, step = 1;  // `before` and all groups up to it end before the task
     const auto ends_before = [&](int group) { return group < shape_.groups && table_.tasks_end[group] <= task; };
@@ -168,8 +174,10 @@ class TileScheduler {
   }
   // Row and column of a group's task number `local`.
   DEVICE void place(Tile& tile, unsigned local, int rows) const {
-    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM, columns = column_tasks(shape_);
-    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band), usual = (pairs + bands - 1) / bands;  // height of a band
+    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM,
+                   columns = column_tasks(shape_);
+    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band),
+                   usual = (pairs + bands - 1) / bands;  // height of a band
     const unsigned band = min(local / max(1u, usual * columns), bands - 1), within = local - band * usual * columns;
     const bool last = band == bands - 1;
     const unsigned height = last ? pairs - band * usual : usual;
@@ -192,8 +200,8 @@ class TileScheduler {
     tile.idle = tile.rows == 0 || tile.column >= shape_.columns;
   }
 
-  // The rows of a group's tile number `index` of `tiles`. High and flipped tiles differ by at most one block: a low rest would fetch as many
-  // columns of B as a high tile for little work.
+  // The rows of a group's tile number `index` of `tiles`. High and flipped tiles differ by at most one block: a low
+  // rest would fetch as many columns of B as a high tile for little work.
   DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
     if constexpr (kVariant.flipped || (kTileM > 128 && kClusterM == 1)) {
       const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;

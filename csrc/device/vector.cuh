@@ -10,7 +10,9 @@ struct alignas(sizeof(T) * kCount) Vector {
 };
 
 template <class T, int kCount>
-DEVICE Vector<T, kCount> read_vector(const T* from) { return *reinterpret_cast<const Vector<T, kCount>*>(from); }
+DEVICE Vector<T, kCount> read_vector(const T* from) {
+  return *reinterpret_cast<const Vector<T, kCount>*>(from);
+}
 
 // Two to eight values of 16 bits are converted in pairs.
 template <class T, int kCount>
@@ -27,14 +29,17 @@ DEVICE void convert(float (&to)[kCount], const Vector<T, kCount>& from) {
   }
 }
 template <class T, int kCount>
-DEVICE void load(float (&to)[kCount], const T* from) { convert(to, read_vector<T, kCount>(from)); }
+DEVICE void load(float (&to)[kCount], const T* from) {
+  convert(to, read_vector<T, kCount>(from));
+}
 
 template <class T, int kCount>
 DEVICE void store(T* to, const float (&from)[kCount]) {
   Vector<T, kCount> v;
   if constexpr (sizeof(T) == 2 && kCount > 1) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
+    for (int i = 0; i < kCount; i += 2)
+      reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);

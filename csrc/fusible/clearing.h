@@ -1,5 +1,5 @@
-// What kernels must find cleared: counters of tasks, and the tails of token buffers, the rows past the last group. One kernel clears all
-// of it. Group sizes are read on the device, so it can be captured in a graph.
+// What kernels must find cleared: counters of tasks, and the tails of token buffers, the rows past the last group. One
+// kernel clears all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -17,16 +17,18 @@ enum class Layout : int {
   kTN = 2,  // out[E, m, n] = a[T, m]^T b[T, n] of each group
 };
 
-// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the other
-// (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained in
-// device/tile_scheduler.cuh; `flipped` in device/flipped.cuh.
+// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
+// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained
+// in device/tile_scheduler.cuh; `flipped` in device/flipped.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, band;
   bool flipped = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
-  constexpr bool large() const { return tile_m * tile_n > 128 * 256; }  // leaves few registers beside the accumulators, and little shared memory
-  constexpr int token_box() const { return flipped ? 32 : 64; }         // tokens that a copy moves
-  constexpr int cut() const { return flipped ? 16 : 64; }               // rows that tiles of a group do not share
+  constexpr bool large() const {
+    return tile_m * tile_n > 128 * 256;
+  }  // leaves few registers beside the accumulators, and little shared memory
+  constexpr int token_box() const { return flipped ? 32 : 64; }  // tokens that a copy moves
+  constexpr int cut() const { return flipped ? 16 : 64; }        // rows that tiles of a group do not share
   // What a consumer deposits at a time, and the room for it.
   constexpr int deposit_bytes() const { return tile_n == 192 || large() ? 24576 : 32768; }
   constexpr int deposit_rows() const { return flipped && large() ? 32 : 64; }
@@ -34,22 +36,20 @@ struct TileVariant {
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/shaped.h)
-    {256, 128, 1, 2, 3, 8},
-    {256, 192, 1, 1, 3, 4},
-    {128, 256, 2, 1, 3, 8},
-    {128, 192, 1, 1, 4, 8},
-    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true},
-    {192, 256, 2, 1, 3, 8, true},
+    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
+    {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
 };
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators.
 constexpr bool fits_affine(const TileVariant& tile) { return !tile.large(); }
-// Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
+// Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
+// gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
-  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1)) return false;  // as said there
+  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
+    return false;  // as said there
   if (tile.flipped && wide_output) return false;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
@@ -65,12 +65,16 @@ struct GemmProblem {
 };
 
 // Whether an fp32 weight gradient takes longer to get through memory than to multiply.
-constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768; }
+constexpr bool bytes_decide(const GemmProblem& p) {
+  return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768;
+}
 // So much longer that waiting for memory between two products costs nothing.
 constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p) && p.tokens / p.groups < 384; }
 
 // Whether what flipped tiles save at the ends of groups is more than they cost.
-constexpr bool short_groups(const GemmProblem& p) { return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024; }
+constexpr bool short_groups(const GemmProblem& p) {
+  return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024;
+}
 
 struct GemmConfig {
   int variant;     // index into kTileVariants
@@ -81,8 +85,8 @@ struct GemmConfig {
   const TileVariant& tile() const { return kTileVariants[variant]; }
 };
 
-// Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0 lets the
-// cost model choose.
+// Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0
+// lets the cost model choose.
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);

@@ -15,6 +15,7 @@ void check(const GroupedGemm& call, int device);
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 
 // `params` may be longer than GemmParams, with which they begin.
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream);
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
+            int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -35,19 +35,21 @@ std::vector<Place> places_of(const MatrixView& m) {
   places.reserve(m.addresses.size());
   for (const uintptr_t address : m.addresses) {
     const uintptr_t distance = (address - reinterpret_cast<uintptr_t>(m.data)) / kNearBytes;
-    places.push_back({static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
+    places.push_back(
+        {static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
   }
   return places;
 }
 
 void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
   const int64_t step = 16 / bytes_of(m.type);
-  FUSIBLE_CHECK(m.addresses.empty() || static_cast<int64_t>(m.addresses.size()) == p.groups, name, " has ", m.addresses.size(), " addresses. ", p);
+  FUSIBLE_CHECK(m.addresses.empty() || static_cast<int64_t>(m.addresses.size()) == p.groups, name, " has ",
+                m.addresses.size(), " addresses. ", p);
   uintptr_t bits = reinterpret_cast<uintptr_t>(m.data);
   for (const uintptr_t address : m.addresses) bits |= address;
   FUSIBLE_CHECK(bits % 16 == 0, name, " is not aligned to 16 bytes. ", p);
-  FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch, " and a group stride of ", m.group_stride,
-                " elements; both must be multiples of 16 bytes. ", p);
+  FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch,
+                " and a group stride of ", m.group_stride, " elements; both must be multiples of 16 bytes. ", p);
 }
 
 GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
@@ -60,7 +62,8 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.out = weight_output_map(call.out, p.groups, p.m, p.n);
   } else {
     params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
-    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n) : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
+    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
+                                       : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
   }
@@ -94,7 +97,9 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
   static std::set<std::pair<const void*, int>> done;
   const std::lock_guard lock(mutex);
   if (done.contains({kernel.function, device})) return;
-  FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes), problem, ": ", config);
+  FUSIBLE_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes), problem,
+      ": ", config);
   done.insert({kernel.function, device});
 }
 
@@ -103,9 +108,11 @@ void clear_output(const GroupedGemm& call, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const size_t element = bytes_of(p.output);
   for (int64_t group = 0; group < p.groups; ++group) {
-    const uintptr_t out = call.out.addresses.empty() ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
-                                                     : call.out.addresses[group];
-    FUSIBLE_CUDA_CHECK(cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
+    const uintptr_t out = call.out.addresses.empty()
+                              ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
+                              : call.out.addresses[group];
+    FUSIBLE_CUDA_CHECK(
+        cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
   }
 }
 
@@ -121,12 +128,14 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
   const GemmProblem& p = call.problem;
   const std::vector<Place> places = places_of(p.layout == Layout::kTN ? call.out : call.b);
   const auto biases = call.affine.bias.addresses;
-  FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ", p);
+  FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ",
+                p);
   Workspace workspace = call.workspace ? lay_out(call.workspace, p.groups) : Workspace{};
   if (!config.on_demand) workspace.counter = nullptr;
   if (places.empty()) workspace.places = nullptr;
   if (biases.empty()) workspace.biases = nullptr;
-  if (workspace.places || workspace.biases) FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
+  if (workspace.places || workspace.biases)
+    FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
   if (call.cleared) return workspace;
   Clearing clearing;
   if (workspace.counter) clearing.counters = {workspace.counter};
@@ -159,7 +168,8 @@ int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 
 void clear_before(GroupedGemm& call, Clearing& clearing) {
   unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
-  if (counter && std::ranges::count(clearing.counters, counter)) return;  // of a call before, which leaves it as it is then
+  if (counter && std::ranges::count(clearing.counters, counter))
+    return;  // of a call before, which leaves it as it is then
   if (counter) clearing.counters.push_back(counter);
   if (call.zero_tail) clearing.tails.push_back(tail_of(call));
   call.cleared = true;
@@ -175,18 +185,22 @@ GroupedGemm settled(const GroupedGemm& wanted) {
 void check(const GroupedGemm& call, int device) {
   const GemmProblem& p = call.problem;
   const DeviceProperties& properties = device_properties(device);
-  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
-                properties.minor, "; these kernels are for 9.0. ", p);
+  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name,
+                ") has capability ", properties.major, ".", properties.minor, "; these kernels are for 9.0. ", p);
   FUSIBLE_CHECK(p.groups >= 1 && p.groups <= 512, "1 to 512 groups are possible. ", p);
   FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
   FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
-  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0, "m and k must be positive multiples of 8. ", p);
-  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand, "operands must be both bf16 or both fp16. ", p);
-  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
-                p);
-  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
+  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0,
+                "m and k must be positive multiples of 8. ", p);
+  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand,
+                "operands must be both bf16 or both fp16. ", p);
+  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output,
+                "output must be fp32 or of the operands' type. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale),
+                "a weight gradient has no rows to scale. ", p);
   FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
-  FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN), "only rows of groups with sizes have a tail. ", p);
+  FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN),
+                "only rows of groups with sizes have a tail. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
   check_matrix("out", call.out, p);
@@ -196,7 +210,8 @@ GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cud
   return make_params(call, config, fill_workspace(call, config, stream));
 }
 
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream) {
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
+            int device, cudaStream_t stream) {
   allow_shared_memory(kernel, device, problem, config);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -209,8 +224,8 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
   launch.attrs = &cluster;
   launch.numAttrs = 1;
   void* arguments[] = {const_cast<GemmParams*>(&params)};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ", kernel.shared_bytes,
-                     " bytes of shared memory");
+  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
+                     kernel.shared_bytes, " bytes of shared memory");
 }
 
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
@@ -220,12 +235,14 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   const DeviceGuard guard(device);
   if (p.tokens == 0) {
-    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1), "no tokens: bias and beta need them. ", p);
+    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1),
+                  "no tokens: bias and beta need them. ", p);
     if (p.layout == Layout::kTN && !call.accumulate) clear_output(call, stream);
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant, " is not built for it. ", p);
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant,
+                " is not built for it. ", p);
   const GemmParams params = prepare_params(call, config, stream);
   if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
   launch(params, find_kernel(p, config.variant), config, p, device, stream);

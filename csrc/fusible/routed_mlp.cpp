@@ -37,10 +37,11 @@ Room room_of(const RoutedMlp& m, int64_t slots, char* memory) {
   return room;
 }
 
-GroupedGemm product(const RoutedMlp& m, const Room& room, int64_t slots, int64_t n, int64_t k, const void* a, const MatrixView& weight, const MatrixView& bias,
-                    void* out) {
+GroupedGemm product(const RoutedMlp& m, const Room& room, int64_t slots, int64_t n, int64_t k, const void* a,
+                    const MatrixView& weight, const MatrixView& bias, void* out) {
   GroupedGemm gemm{};
-  gemm.problem = {m.transposed ? Layout::kNN : Layout::kNT, m.type, m.type, bias.data != nullptr, m.groups, slots, 0, n, k};
+  gemm.problem = {
+      m.transposed ? Layout::kNN : Layout::kNT, m.type, m.type, bias.data != nullptr, m.groups, slots, 0, n, k};
   gemm.a = {a, m.type, k, 0};
   gemm.b = weight;
   gemm.out = {out, m.type, n, 0};
@@ -65,10 +66,13 @@ int64_t routed_workspace_bytes(const RoutedMlp& m, int64_t slots) { return room_
 void routed_mlp(const RoutedMlp& m, const RoutedTokens& c, int device, cudaStream_t stream) {
   const int64_t slots = c.tokens * c.slots;
   const Room room = room_of(m, slots, static_cast<char*>(c.workspace));
-  RoutedRows rows{m.type, c.tokens, m.features, c.slots, room.place, room.sizes + m.groups, c.x, c.pitch, room.rows, m.features};
-  route({c.ids, c.wide, slots, m.groups, c.weights, room.sizes, nullptr, room.place, room.scales, room.counts}, device, stream);
+  RoutedRows rows{m.type, c.tokens, m.features, c.slots,   room.place, room.sizes + m.groups,
+                  c.x,    c.pitch,  room.rows,  m.features};
+  route({c.ids, c.wide, slots, m.groups, c.weights, room.sizes, nullptr, room.place, room.scales, room.counts}, device,
+        stream);
   spread_rows(rows, false, device, stream);
-  GroupedGemm up = product(m, room, slots, m.activation.gated ? 2 * m.columns : m.columns, m.features, room.rows, m.up, m.up_bias, room.pre);
+  GroupedGemm up = product(m, room, slots, m.activation.gated ? 2 * m.columns : m.columns, m.features, room.rows, m.up,
+                           m.up_bias, room.pre);
   GroupedGemm down = product(m, room, slots, m.features, m.columns, room.hidden, m.down, m.down_bias, room.rows);
   up.workspace = room.up, down.workspace = room.down;
   down.problem.affine = true;

@@ -13,8 +13,8 @@ constexpr TileVariant kTile = kTileVariants[kShapedVariant];
 
 void check(const ShapedGemm& call, int device) {
   const DeviceProperties& properties = device_properties(device);
-  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
-                properties.minor, "; these kernels are for 9.0");
+  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name,
+                ") has capability ", properties.major, ".", properties.minor, "; these kernels are for 9.0");
   FUSIBLE_CHECK(call.groups >= 1 && call.groups <= 512, "1 to 512 groups are possible, got ", call.groups);
   FUSIBLE_CHECK(call.operand != DType::kFloat32 && (call.output == call.operand || call.output == DType::kFloat32),
                 "operands must be bf16 or fp16, the output fp32 or of their type");
@@ -64,8 +64,11 @@ void shaped_gemm(const ShapedGemm& call, int device, cudaStream_t stream) {
   const GemmProblem problem{call.layout, call.operand, call.output, true, call.groups, 0, 0, 0, 0};  // for words
   FUSIBLE_CUDA_CHECK(prepare_shapes(params, source, multiprocessors, stream), "shapes of ", problem);
   if (call.accumulate && (call.betas || call.beta != 1))
-    FUSIBLE_CUDA_CHECK(scale_shapes(params, call.output, call.betas, call.beta, multiprocessors, stream), "beta of ", problem);
-  const GemmConfig config{.variant = kShapedVariant, .grid = static_cast<int>(std::min<int64_t>(multiprocessors, call.out_elements)), .on_demand = true};
+    FUSIBLE_CUDA_CHECK(scale_shapes(params, call.output, call.betas, call.beta, multiprocessors, stream), "beta of ",
+                       problem);
+  const GemmConfig config{.variant = kShapedVariant,
+                          .grid = static_cast<int>(std::min<int64_t>(multiprocessors, call.out_elements)),
+                          .on_demand = true};
   const auto entry = call.operand == DType::kBFloat16 ? shaped_entry<DType::kBFloat16> : shaped_entry<DType::kFloat16>;
   launch(params, entry(call.layout, source.wide_output), config, problem, device, stream);
 }

@@ -1,5 +1,5 @@
-// A grouped GEMM whose groups have shapes of their own on both sides, which only the device knows. Asynchronous on the given stream, as
-// grouped_gemm is; nothing is allocated, and a launch can be captured and replayed with other shapes.
+// A grouped GEMM whose groups have shapes of their own on both sides, which only the device knows. Asynchronous on the
+// given stream, as grouped_gemm is; nothing is allocated, and a launch can be captured and replayed with other shapes.
 #pragma once
 #include "fusible/grouped_gemm.h"
 #include "kernels/shaped.h"
@@ -9,7 +9,8 @@ namespace fusible {
 // Bytes of device memory that a launch needs for itself while it runs; any contents, any alignment.
 int64_t shaped_workspace_bytes(int64_t groups);
 
-// out_g[m, n] = alpha_g * a_g b_g + bias_g, with a_g[m, k] (kTN: [k, m]) and b_g[k, n] (kNT: [n, k]), all of them packed one after the other.
+// out_g[m, n] = alpha_g * a_g b_g + bias_g, with a_g[m, k] (kTN: [k, m]) and b_g[k, n] (kNT: [n, k]), all of them
+// packed one after the other.
 struct ShapedGemm {
   Layout layout;
   DType operand, output;
@@ -25,8 +26,9 @@ struct ShapedGemm {
   void* workspace = nullptr;
 };
 
-// Throws fusible::Error. Depths of a group that differ count as the smaller one; of a group that does not fit into the tensors, nothing outside
-// of them is touched: without its operands its result is that of depth 0, without its output it is left out.
+// Throws fusible::Error. Depths of a group that differ count as the smaller one; of a group that does not fit into the
+// tensors, nothing outside of them is touched: without its operands its result is that of depth 0, without its output
+// it is left out.
 void shaped_gemm(const ShapedGemm& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

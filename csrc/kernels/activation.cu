@@ -14,7 +14,9 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerMultiprocessor = 4;
 
 // Where the gate of an output column stands in its row; its up stands `block` columns further.
-DEVICE unsigned gate_column(unsigned column, unsigned block) { return column >= block ? column / block * 2 * block + column % block : column; }
+DEVICE unsigned gate_column(unsigned column, unsigned block) {
+  return column >= block ? column / block * 2 * block + column % block : column;
+}
 
 // The loops over rows are compiled for each kind of activation, so that nothing is decided for each element.
 template <class Body>
@@ -28,13 +30,16 @@ DEVICE void with_form(const Activation& a, Body body) {
 // body(row) for the rows of this warp.
 template <class Body>
 DEVICE void each_row(int64_t rows, Body body) {
-  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps}) body(row);
+  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps})
+    body(row);
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) forward(const __grid_constant__ ActivationForward c) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    forward(const __grid_constant__ ActivationForward c) {
   const Activation& a = c.activation;
-  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), first = threadIdx.x % 32 * kVector;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
+                 first = threadIdx.x % 32 * kVector;
   with_form(a, [&](auto kind, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
@@ -59,9 +64,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) forward(co
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) backward(const __grid_constant__ ActivationBackward c) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    backward(const __grid_constant__ ActivationBackward c) {
   const Activation& a = c.activation;
-  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), lane = threadIdx.x % 32;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
+                 lane = threadIdx.x % 32;
   with_form(a, [&](auto kind, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
@@ -110,7 +117,8 @@ template <class Call>
 void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream) {
   if (!c.rows || !c.columns) return;
   const DeviceGuard guard(device);
-  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps, 2 * kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
+  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps,
+                                           2 * kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
   kernel<<<static_cast<int>(blocks), kThreads, 0, stream>>>(c);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "activation of ", c.rows, " rows of ", c.columns, " columns");
 }

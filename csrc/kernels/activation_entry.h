@@ -6,20 +6,21 @@
 
 namespace fusible {
 
-// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones (scales).
+// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones
+// (scales).
 struct ActivationParams : GemmParams {
   Activation activation;
   RowScale scales;
   int columns;
-  int block;        // columns of gate before as many of up
+  int block;  // columns of gate before as many of up
   void* hidden;
   // Forward: the product goes to `out` of GemmParams.
   bool keep_pre;
   // Backward: the product is the gradient of `hidden`.
   const void* pre;
   void* dpre;
-  float* shares;    // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
-  float* sums;      // [blocks of 64 rows, columns of dpre]: of dpre by column
+  float* shares;  // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
+  float* sums;    // [blocks of 64 rows, columns of dpre]: of dpre by column
 };
 
 // kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
@@ -29,7 +30,8 @@ template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
 
 // out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type; zero for the rows of no group.
-void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type, cudaStream_t stream);
+void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type,
+                cudaStream_t stream);
 
 // Sums over the rows of each group, from those of its blocks of 64 rows, in a fixed order.
 struct BlockSums {

@@ -23,7 +23,8 @@ struct Piece {
 
 template <class Element>
 __device__ void zero_rows(const BufferRows& r, int64_t first) {
-  const int64_t width = r.row_bytes / sizeof(Element), pitch = r.pitch_bytes / sizeof(Element), count = (r.tokens - first) * width;
+  const int64_t width = r.row_bytes / sizeof(Element), pitch = r.pitch_bytes / sizeof(Element),
+                count = (r.tokens - first) * width;
   auto* rows = static_cast<Element*>(r.data);
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += gridDim.x * int64_t{kThreads})
     rows[(first + i / width) * pitch + i % width] = Element{};
@@ -61,10 +62,12 @@ void clear(const Clearing& what, int device, cudaStream_t stream) {
     piece.counter_count = take(what.counters, i * Piece::kCounters, piece.counters);
     piece.tail_count = take(what.tails, i * Piece::kTails, piece.tails);
     int64_t most = 1;
-    for (int t = 0; t < piece.tail_count; ++t) most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
+    for (int t = 0; t < piece.tail_count; ++t)
+      most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
     clear_kernel<<<blocks, kThreads, 0, stream>>>(piece);
-    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "clearing ", piece.counter_count, " counters and ", piece.tail_count, " tails");
+    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "clearing ", piece.counter_count, " counters and ", piece.tail_count,
+                       " tails");
   }
 }
 

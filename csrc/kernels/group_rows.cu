@@ -1,5 +1,6 @@
-// A block takes a chunk: at most kChunkRows rows of one group. Which ones, one warp finds by walking the group sizes, so the grid
-// depends on no size. Sums are taken in two steps, chunks first, so that one long group keeps the whole device busy.
+// A block takes a chunk: at most kChunkRows rows of one group. Which ones, one warp finds by walking the group sizes,
+// so the grid depends on no size. Sums are taken in two steps, chunks first, so that one long group keeps the whole
+// device busy.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -45,8 +46,9 @@ __device__ int64_t scan(int64_t x, int lane) {  // inclusive prefix sum over the
   return x;
 }
 
-// Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane, until it says
-// true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all others. By one warp.
+// Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane,
+// until it says true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all
+// others. By one warp.
 template <class Visit>
 __device__ int walk(const Groups& groups, int lane, Visit visit) {
   int64_t start = 0, chunks = 0;
@@ -91,7 +93,8 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
 
 // partial[chunk, n]: 32 lanes side by side, the warps take rows by turns, and add up in their order.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads) sum_chunks(const DenseRows rows, const float* scale, const Groups groups, float* partial) {
+__global__ void __launch_bounds__(kThreads)
+    sum_chunks(const DenseRows rows, const float* scale, const Groups groups, float* partial) {
   __shared__ float sums[kWarps][32 * kVector];
   const Chunk chunk = chunk_of_block(groups);
   if (chunk.group >= groups.count) return;
@@ -122,7 +125,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const DenseRows rows, con
 
 // out[g, n]: the chunks of a group in their order.
 template <class Out>
-__global__ void __launch_bounds__(kThreads) add_chunks(const float* partial, int64_t columns, const Groups groups, Out* out) {
+__global__ void __launch_bounds__(kThreads)
+    add_chunks(const float* partial, int64_t columns, const Groups groups, Out* out) {
   __shared__ int64_t first, count;
   const int wanted = blockIdx.x, lane = threadIdx.x % 32;
   if (threadIdx.x < 32)
@@ -141,7 +145,8 @@ __global__ void __launch_bounds__(kThreads) add_chunks(const float* partial, int
 
 // A warp a row.
 template <class T, class V, int kVector>
-__global__ void __launch_bounds__(kThreads) dot_rows(const DenseRows rows, const V* vectors, const Groups groups, float* out) {
+__global__ void __launch_bounds__(kThreads)
+    dot_rows(const DenseRows rows, const V* vectors, const Groups groups, float* out) {
   const Chunk chunk = chunk_of_block(groups);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const V* vector = vectors + chunk.group * rows.columns;
@@ -153,7 +158,8 @@ __global__ void __launch_bounds__(kThreads) dot_rows(const DenseRows rows, const
         const auto x = *reinterpret_cast<const Vector<T, kVector>*>(row + column);
         const auto v = *reinterpret_cast<const Vector<V, kVector>*>(vector + column);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum = fmaf(static_cast<float>(x.values[i]), static_cast<float>(v.values[i]), sum);
+        for (int i = 0; i < kVector; ++i)
+          sum = fmaf(static_cast<float>(x.values[i]), static_cast<float>(v.values[i]), sum);
       }
     for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     if (lane == 0) out[chunk.first_row + r] = sum;
@@ -170,26 +176,31 @@ bool fits(const DenseRows& r) {
 
 template <class T, int kVector>
 void launch_sums(const ColumnSums& c, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups)), static_cast<unsigned>(blocks_of(c.rows.columns, 32 * kVector)));
-  sum_chunks<T, kVector><<<grid, kThreads, 0, stream>>>(c.rows, c.scale, groups_of(c.sizes, c.rows.tokens), c.workspace);
+  const dim3 grid(static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups)),
+                  static_cast<unsigned>(blocks_of(c.rows.columns, 32 * kVector)));
+  sum_chunks<T, kVector>
+      <<<grid, kThreads, 0, stream>>>(c.rows, c.scale, groups_of(c.sizes, c.rows.tokens), c.workspace);
 }
 
 template <class Out>
 void launch_additions(const ColumnSums& c, cudaStream_t stream) {
   const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kThreads)));
-  add_chunks<<<grid, kThreads, 0, stream>>>(c.workspace, c.rows.columns, groups_of(c.sizes, c.rows.tokens), static_cast<Out*>(c.out));
+  add_chunks<<<grid, kThreads, 0, stream>>>(c.workspace, c.rows.columns, groups_of(c.sizes, c.rows.tokens),
+                                            static_cast<Out*>(c.out));
 }
 
 template <class T, class V, int kVector>
 void launch_dots(const RowDots& c, cudaStream_t stream) {
   const unsigned grid = static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups));
-  dot_rows<T, V, kVector><<<grid, kThreads, 0, stream>>>(c.rows, static_cast<const V*>(c.vectors), groups_of(c.sizes, c.rows.tokens), c.out);
+  dot_rows<T, V, kVector><<<grid, kThreads, 0, stream>>>(c.rows, static_cast<const V*>(c.vectors),
+                                                         groups_of(c.sizes, c.rows.tokens), c.out);
 }
 
 template <class T, int kVector>
 void launch_dots(const RowDots& c, cudaStream_t stream) {
   const bool vectors = fits(c.rows) && reinterpret_cast<uintptr_t>(c.vectors) % 16 == 0;
-  if (c.vectors_type == DType::kFloat32) vectors ? launch_dots<T, float, kVector>(c, stream) : launch_dots<T, float, 1>(c, stream);
+  if (c.vectors_type == DType::kFloat32)
+    vectors ? launch_dots<T, float, kVector>(c, stream) : launch_dots<T, float, 1>(c, stream);
   else vectors ? launch_dots<T, T, kVector>(c, stream) : launch_dots<T, T, 1>(c, stream);
 }
 
@@ -214,7 +225,8 @@ void column_sums(const ColumnSums& c, int device, cudaStream_t stream) {
     case DType::kFloat16: launch_additions<__half>(c, stream); break;
     default: launch_additions<__nv_bfloat16>(c, stream);
   }
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "column sums of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ", c.sizes.groups, " groups");
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "column sums of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
+                     c.sizes.groups, " groups");
 }
 
 void row_dots(const RowDots& c, int device, cudaStream_t stream) {
@@ -225,7 +237,8 @@ void row_dots(const RowDots& c, int device, cudaStream_t stream) {
     case DType::kFloat16: launch_dots<__half, 8>(c, stream); break;
     default: launch_dots<__nv_bfloat16, 8>(c, stream);
   }
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "row dots of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ", c.sizes.groups, " groups");
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "row dots of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
+                     c.sizes.groups, " groups");
 }
 
 }  // namespace fusible

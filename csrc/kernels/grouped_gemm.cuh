@@ -1,15 +1,16 @@
 // The grouped GEMM: bf16 or fp16 operands, fp32 accumulation, output in the operands' type or fp32.
 //
-// A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B (mainloop.cuh), one warp
-// fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two warpgroups multiply, each every second
-// block of 64 rows of the tile, or half of its columns (flipped.cuh).
+// A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B
+// (mainloop.cuh), one warp fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two
+// warpgroups multiply, each every second block of 64 rows of the tile, or half of its columns (flipped.cuh).
 #pragma once
 #include "device/flipped.cuh"
 
 namespace fusible {
 
-// An epilogue says who finishes a consumer's deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole
-// warps, which need registers for it (epilogue_activation.cuh). Three for each consumer are two beside the producer, and a warpgroup.
+// An epilogue says who finishes a consumer's deposit, and how: one thread that copies it to where it belongs (this
+// one), or kFinishers whole warps, which need registers for it (epilogue_activation.cuh). Three for each consumer are
+// two beside the producer, and a warpgroup.
 struct StoreEpilogue {
   using Params = GemmParams;
   static constexpr int kFinishers = 0, kRegisters = 72;
@@ -21,8 +22,8 @@ struct StoreEpilogue {
   }
 };
 
-// Groups say where tiles come from, and who fills the stages and fetches bias and factors. These are rows of a token buffer, or its depth;
-// ShapedGroups (device/shaped_producer.cuh) have shapes of their own.
+// Groups say where tiles come from, and who fills the stages and fetches bias and factors. These are rows of a token
+// buffer, or its depth; ShapedGroups (device/shaped_producer.cuh) have shapes of their own.
 struct TokenGroups {
   template <TileVariant kVariant, bool kRaggedRows>
   using Scheduler = TileScheduler<kVariant, kRaggedRows>;
@@ -42,13 +43,15 @@ struct TokenGroups {
   }
 };
 
-template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant, class Epilogue = StoreEpilogue, class Groups = TokenGroups>
+template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant,
+          class Epilogue = StoreEpilogue, class Groups = TokenGroups>
 struct GroupedGemmKernel {
   using T = T_;
   using A = A_;
   using B = B_;
   using Params = typename Epilogue::Params;
-  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
+  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
+                       kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
@@ -59,9 +62,9 @@ struct GroupedGemmKernel {
   using Out = Out_;
   static constexpr int kDepositColumns = kVariant.deposit_columns();
   using Layout = DepositLayout<Out, kDepositColumns, kVariant.deposit_bytes(), kVariant.deposit_rows(), kWholeWarp>;
-  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
-  // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
-  // room of what has been stored, for which the consumer waits.
+  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
+  // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
+  // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
   static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth && !kWholeWarp;
 
   struct NoAffine {};
@@ -99,20 +102,26 @@ struct GroupedGemmKernel {
     barrier_init_fence();
   }
 
-  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns are all a tile has:
-  // 64 columns of 192 are a third of its work.
+  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
+  // are all a tile has: 64 columns of 192 are a third of its work.
   static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kAffine;
   static constexpr int kNarrowColumns = 128;
-  DEVICE static bool narrow(const Tile& tile, const Params& p) { return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1; }
+  DEVICE static bool narrow(const Tile& tile, const Params& p) {
+    return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
+  }
 
-  // A consumer's deposits of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their columns, in units of a deposit's. Consumers
-  // take turns with the rows of a tile, or share the columns of a flipped one.
+  // A consumer's deposits of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their columns, in
+  // units of a deposit's. Consumers take turns with the rows of a tile, or share the columns of a flipped one.
   DEVICE static int row_blocks(const Tile& tile, int consumer) {
     if constexpr (kVariant.flipped) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
-  DEVICE static int first_row(int consumer, int block) { return (kVariant.flipped ? block : consumer + block * kConsumers) * Layout::kRows; }
-  DEVICE static int deposit_column(const Tile& tile, int consumer) { return kVariant.flipped ? tile.column * kConsumers + consumer : tile.column; }
+  DEVICE static int first_row(int consumer, int block) {
+    return (kVariant.flipped ? block : consumer + block * kConsumers) * Layout::kRows;
+  }
+  DEVICE static int deposit_column(const Tile& tile, int consumer) {
+    return kVariant.flipped ? tile.column * kConsumers + consumer : tile.column;
+  }
 
   DEVICE static void consume(Storage& s, const Params& p, int consumer) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -134,13 +143,15 @@ struct GroupedGemmKernel {
         bool fetches = false;
         if constexpr (kFetchesOld) fetches = p.accumulate;
         barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots))) deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
+          deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
         else deposit<Layout, Out>(acc[i], room, part, warp, lane);
         ptx::async_proxy_fence();
         if constexpr (!kWholeWarp) __syncwarp();
         if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
         slot.advance();
-        if (Layout::kParts % Layout::kSlots == 0) slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
+        if (Layout::kParts % Layout::kSlots == 0)
+          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
       }
     };
     const auto end_tile = [&] {
@@ -162,10 +173,15 @@ struct GroupedGemmKernel {
       const int mine = row_blocks(tile, consumer);
       if (mine == kRowBlocks) {
         if constexpr (kNarrows) {
-          if (narrow(tile, p)) multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
-          else multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+          if (narrow(tile, p))
+            multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, ring, tile, p, consumer, lane,
+                                                                    end_tile_before, look_ahead, hand_over);
+          else
+            multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead,
+                                                    hand_over);
         } else {
-          multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+          multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead,
+                                                  hand_over);
         }
         if (kRowBlocks == 2) pending = true;
         else end_tile();
@@ -183,8 +199,8 @@ struct GroupedGemmKernel {
     end_tile_before();
   }
 
-  // One thread for each consumer. A part's room is given back once it has been read: while the next part is being copied, if there is
-  // room for two.
+  // One thread for each consumer. A part's room is given back once it has been read: while the next part is being
+  // copied, if there is room for two.
   DEVICE static void finish(Storage& s, const Params& p, int consumer) {
     constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
     TileReader tiles(s.tasks);
@@ -217,7 +233,8 @@ struct GroupedGemmKernel {
     tma::wait_all();
   }
 
-  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first parts.
+  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first
+  // parts.
   DEVICE static void finish_sums(Storage& s, const Params& p, int consumer) {
     TileReader tiles(s.tasks);
     Ring<Layout::kSlots> slot;
@@ -226,12 +243,14 @@ struct GroupedGemmKernel {
       to.map_row[0] = tile.row + first_row(consumer, part / Layout::kParts);
     };
     for (Tile tile; tiles.next(tile);) {
-      const int parts = row_blocks(tile, consumer) * Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
+      const int parts = row_blocks(tile, consumer) *
+                        Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
       to.column = tile.column * kTileN;
       to.map_row[1] = tile.place.near, to.map_row[2] = tile.place.far;
       for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
         place(tile, part);
-        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part % Layout::kParts, &s.collected[consumer][part]);
+        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part % Layout::kParts,
+                          &s.collected[consumer][part]);
       }
       for (int part = 0; part < parts; ++part) {
         place(tile, part);
@@ -243,7 +262,9 @@ struct GroupedGemmKernel {
         if (part == 0 || part - 1 + Layout::kSlots >= parts) continue;
         const int read = (part - 1) % Layout::kSlots, next = part - 1 + Layout::kSlots;
         place(tile, next);
-        if (p.fetch_all) load_part<Layout>(to, s.deposits[consumer] + read * Layout::kPartBytes, next % Layout::kParts, &s.collected[consumer][read]);
+        if (p.fetch_all)
+          load_part<Layout>(to, s.deposits[consumer] + read * Layout::kPartBytes, next % Layout::kParts,
+                            &s.collected[consumer][read]);
         else barrier_arrive(&s.collected[consumer][read]);
       }
       tma::wait_read<0>();
@@ -299,7 +320,10 @@ struct GroupedGemmKernel {
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kConsumerRegisters = kApart ? 256 - Epilogue::kRegisters : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
+  static constexpr int kConsumerRegisters = kApart            ? 256 - Epilogue::kRegisters
+                                            : kWholeWarp      ? (504 - Epilogue::kRegisters) / 2
+                                            : kSpareRegisters ? 192
+                                                              : 224;
 };
 
 template <class K>

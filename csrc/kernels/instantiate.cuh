@@ -7,7 +7,8 @@
 namespace fusible {
 
 template <DType kType>
-using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16, std::conditional_t<kType == DType::kFloat16, __half, float>>;
+using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16,
+                                   std::conditional_t<kType == DType::kFloat16, __half, float>>;
 
 template <Layout kLayout, TileVariant kVariant>
 struct Operands;
@@ -29,13 +30,15 @@ struct Operands<Layout::kTN, kVariant> {
 
 template <class K>
 KernelEntry entry_of() {
-  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), K::kThreads, static_cast<int>(sizeof(typename K::Storage))};
+  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), K::kThreads,
+          static_cast<int>(sizeof(typename K::Storage))};
 }
 
 template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
 KernelEntry entry_of_variant() {
   using Both = Operands<kLayout, kVariant>;
-  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kAffine && !fits_affine(kVariant))) return {};
+  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kAffine && !fits_affine(kVariant)))
+    return {};
   else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
 }
 
@@ -49,8 +52,11 @@ template <Layout kLayout, DType kOperand>
 KernelEntry kernel_entry(bool wide_output, bool affine, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<kTileVariantCount> kAll;
-  if (affine) return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll) : entry_of_variant<kLayout, T, T, true>(variant, kAll);
-  return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll) : entry_of_variant<kLayout, T, T, false>(variant, kAll);
+  if (affine)
+    return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll)
+                       : entry_of_variant<kLayout, T, T, true>(variant, kAll);
+  return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll)
+                     : entry_of_variant<kLayout, T, T, false>(variant, kAll);
 }
 
 }  // namespace fusible

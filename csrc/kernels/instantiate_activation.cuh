@@ -1,5 +1,5 @@
-// Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile variant that they are
-// built for.
+// Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile
+// variant that they are built for.
 #pragma once
 #include <iterator>
 
@@ -23,31 +23,43 @@ KernelEntry activation_entry_of() {
 template <Layout kLayout, class T, bool kHalves, bool kAffine, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kActivationVariants[kIndices] ? void(entry = activation_entry_of<kLayout, T, kHalves, kAffine, kTileVariants[kActivationVariants[kIndices]]>()) : void()), ...);
+  ((variant == kActivationVariants[kIndices]
+        ? void(entry =
+                   activation_entry_of<kLayout, T, kHalves, kAffine, kTileVariants[kActivationVariants[kIndices]]>())
+        : void()),
+   ...);
   return entry;
 }
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool affine, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<std::size(kActivationVariants)> kAll;
-  if (halves) return affine ? activation_entry_of<kLayout, T, true, true>(variant, kAll) : activation_entry_of<kLayout, T, true, false>(variant, kAll);
-  return affine ? activation_entry_of<kLayout, T, false, true>(variant, kAll) : activation_entry_of<kLayout, T, false, false>(variant, kAll);
+  if (halves)
+    return affine ? activation_entry_of<kLayout, T, true, true>(variant, kAll)
+                  : activation_entry_of<kLayout, T, true, false>(variant, kAll);
+  return affine ? activation_entry_of<kLayout, T, false, true>(variant, kAll)
+                : activation_entry_of<kLayout, T, false, false>(variant, kAll);
 }
 
 template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
   using Both = Operands<kLayout, kVariant>;
-  return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, T, false, kVariant, ActivationBackwardEpilogue>>();
+  return entry_of<
+      GroupedGemmKernel<T, typename Both::A, typename Both::B, T, false, kVariant, ActivationBackwardEpilogue>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kBackwardVariants[kIndices] ? void(entry = activation_backward_entry_of<kLayout, T, kTileVariants[kBackwardVariants[kIndices]]>()) : void()), ...);
+  ((variant == kBackwardVariants[kIndices]
+        ? void(entry = activation_backward_entry_of<kLayout, T, kTileVariants[kBackwardVariants[kIndices]]>())
+        : void()),
+   ...);
   return entry;
 }
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant) {
-  return activation_backward_entry_of<kLayout, Element<kOperand>>(variant, std::make_index_sequence<std::size(kBackwardVariants)>());
+  return activation_backward_entry_of<kLayout, Element<kOperand>>(
+      variant, std::make_index_sequence<std::size(kBackwardVariants)>());
 }
 
 }  // namespace fusible

@@ -6,40 +6,42 @@
 
 namespace fusible {
 
-// Where the groups lie in the token buffer, on the device. Three forms: sizes of groups that follow one another; sizes and
-// starts; or `groups + 1` offsets, given as `starts` alone.
+// Where the groups lie in the token buffer, on the device. Three forms: sizes of groups that follow one another; sizes
+// and starts; or `groups + 1` offsets, given as `starts` alone.
 struct GroupSource {
   const void* sizes;
   const void* starts;
   bool wide;  // int64 rather than int32
 };
 
-// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one tensor these are
-// the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and in 16 GB (fusible/tensor_map.h).
+// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one
+// tensor these are the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and
+// in 16 GB (fusible/tensor_map.h).
 struct Place {
   int near, far;
 };
 
 struct TaskShape {
   int groups, tokens;
-  int fixed_rows;     // output rows of a group, where they are not its tokens
-  int columns;        // column tiles
-  bool narrow_end;    // of the last one, at most two thirds exist
-  bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
-  bool may_halve;     // tiles, where that fills the GPU (weight gradients)
-  unsigned* counter;  // zero at launch; null for a static schedule
+  int fixed_rows;       // output rows of a group, where they are not its tokens
+  int columns;          // column tiles
+  bool narrow_end;      // of the last one, at most two thirds exist
+  bool skip_empty;      // groups without tokens have no tasks although their output has rows (accumulation)
+  bool may_halve;       // tiles, where that fills the GPU (weight gradients)
+  unsigned* counter;    // zero at launch; null for a static schedule
   const Place* places;  // of each group; null where the matrices are one tensor
 };
 
-// Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones (scales) or zeros
-// (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are found through `biases`.
+// Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones
+// (scales) or zeros (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are
+// found through `biases`.
 struct AffineSource {
   const void* bias;           // [groups, bias_pitch]
   const void* const* biases;  // [groups]; null where they are one tensor
   int bias_type;              // DType
   int columns;
   int64_t bias_pitch;
-  int half;                   // where a tile has columns of both halves of a row: how many a half has; else 0
+  int half;                             // where a tile has columns of both halves of a row: how many a half has; else 0
   const float *row_scale, *bias_scale;  // [T]
   const float* alphas;                  // [groups]
   float alpha;
@@ -52,7 +54,8 @@ struct GemmParams {
   AffineSource affine;
   int k_blocks;     // where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
-  bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there is room for
+  bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
+                    // is room for
 };
 
 struct KernelEntry {

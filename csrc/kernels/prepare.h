@@ -19,8 +19,9 @@ struct Workspace {
 Workspace lay_out(void* memory, int64_t groups);
 int64_t bytes_of_workspace(int64_t groups);
 
-// Fills the tables from `places` and `biases`, which the kernel takes along as arguments: nothing of the host's is read after the call,
-// and a captured graph keeps them.
-cudaError_t prepare(const Workspace& workspace, std::span<const Place> places, std::span<const uintptr_t> biases, cudaStream_t stream);
+// Fills the tables from `places` and `biases`, which the kernel takes along as arguments: nothing of the host's is read
+// after the call, and a captured graph keeps them.
+cudaError_t prepare(const Workspace& workspace, std::span<const Place> places, std::span<const uintptr_t> biases,
+                    cudaStream_t stream);
 
 }  // namespace fusible

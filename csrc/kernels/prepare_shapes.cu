@@ -1,4 +1,5 @@
-// What precedes the product of groups of any shapes: where each group's matrices lie, their maps, and what beta makes of the output.
+// What precedes the product of groups of any shapes: where each group's matrices lie, their maps, and what beta makes
+// of the output.
 #include <algorithm>
 
 #include "device/map_update.cuh"
@@ -7,11 +8,14 @@
 namespace fusible {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;  // a thread a group for the sums, then a warp a group for the maps
+constexpr int kThreads = 512,
+              kWarps = kThreads / 32;  // a thread a group for the sums, then a warp a group for the maps
 static_assert(kThreads == 512, "as many as there are groups");
 
 __device__ int64_t dim_of(const Dims& dims, int group) {
-  const int64_t size = !dims.values ? dims.uniform : dims.wide ? static_cast<const long long*>(dims.values)[group] : static_cast<const int*>(dims.values)[group];
+  const int64_t size = !dims.values ? dims.uniform
+                       : dims.wide  ? static_cast<const long long*>(dims.values)[group]
+                                    : static_cast<const int*>(dims.values)[group];
   return min(max(size, int64_t{0}), int64_t{(1ll << 31) - 1});
 }
 
@@ -90,12 +94,16 @@ __device__ void write_map(CUtensorMap* to, CUtensorMap* shared, const CUtensorMa
   __syncwarp();
 }
 
-__device__ void write_maps(const ShapedParams& p, const ShapedSource& s, const ShapedGroup& g, CUtensorMap* to, CUtensorMap* shared) {
+__device__ void write_maps(const ShapedParams& p, const ShapedSource& s, const ShapedGroup& g, CUtensorMap* to,
+                           CUtensorMap* shared) {
   const bool a_transposed = s.layout == Layout::kTN, b_transposed = s.layout == Layout::kNT;
   if (!g.m || !g.n) return;
-  if (!(g.plain & kPlainA)) write_map(to, shared, p.a, {p.a_data, g.a, 2, a_transposed ? g.m : g.k, a_transposed ? g.k : g.m, g.a_pitch});
-  if (!(g.plain & kPlainB)) write_map(to + 1, shared, p.b, {p.b_data, g.b, 2, b_transposed ? g.k : g.n, b_transposed ? g.n : g.k, g.b_pitch});
-  if (!(g.plain & kPlainOut)) write_map(to + 2, shared, p.out, {p.out_data, g.out, s.wide_output ? 4 : 2, g.n, g.m, g.n});
+  if (!(g.plain & kPlainA))
+    write_map(to, shared, p.a, {p.a_data, g.a, 2, a_transposed ? g.m : g.k, a_transposed ? g.k : g.m, g.a_pitch});
+  if (!(g.plain & kPlainB))
+    write_map(to + 1, shared, p.b, {p.b_data, g.b, 2, b_transposed ? g.k : g.n, b_transposed ? g.n : g.k, g.b_pitch});
+  if (!(g.plain & kPlainOut))
+    write_map(to + 2, shared, p.out, {p.out_data, g.out, s.wide_output ? 4 : 2, g.n, g.m, g.n});
 }
 
 // By 32 threads: number `i`, one value each.
@@ -111,12 +119,14 @@ __device__ void copy_edges(const ShapedParams& p, int i) {
 
 template <class T>
 __device__ void zero(void* data, int64_t from, int64_t to) {
-  for (int64_t i = from + blockIdx.x * kThreads + threadIdx.x; i < to; i += gridDim.x * kThreads) static_cast<T*>(data)[i] = 0;
+  for (int64_t i = from + blockIdx.x * kThreads + threadIdx.x; i < to; i += gridDim.x * kThreads)
+    static_cast<T*>(data)[i] = 0;
 }
 
 // Every block adds up all groups, and writes those of its warps.
-__global__ void __launch_bounds__(kThreads) prepare_shapes_kernel(const __grid_constant__ ShapedParams p, const __grid_constant__ ShapedSource s,
-                                                                  ShapedGroup* groups) {
+__global__ void __launch_bounds__(kThreads)
+    prepare_shapes_kernel(const __grid_constant__ ShapedParams p, const __grid_constant__ ShapedSource s,
+                          ShapedGroup* groups) {
   __shared__ __align__(128) CUtensorMap maps[kWarps];
   __shared__ ShapedGroup mine[kWarps];
   __shared__ long long last;
@@ -135,7 +145,8 @@ __global__ void __launch_bounds__(kThreads) prepare_shapes_kernel(const __grid_c
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) scale_shapes_kernel(const ShapedGroup* groups, void* data, const float* betas, float all) {
+__global__ void __launch_bounds__(kThreads)
+    scale_shapes_kernel(const ShapedGroup* groups, void* data, const float* betas, float all) {
   const ShapedGroup& group = groups[blockIdx.y];
   const float beta = betas ? betas[blockIdx.y] : all;
   if (beta == 1.f) return;
@@ -150,24 +161,34 @@ static_assert(sizeof(CUtensorMap) == kMapBytes);
 
 }  // namespace
 
-int64_t bytes_of_shaped_workspace(int64_t groups) { return 2 * kMapBytes + groups * (3 * kMapBytes + static_cast<int64_t>(sizeof(ShapedGroup))); }
+int64_t bytes_of_shaped_workspace(int64_t groups) {
+  return 2 * kMapBytes + groups * (3 * kMapBytes + static_cast<int64_t>(sizeof(ShapedGroup)));
+}
 
 ShapedWorkspace lay_out_shaped(void* memory, int64_t groups) {
   char* bytes = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + kMapBytes - 1) / kMapBytes * kMapBytes);
   const auto maps = reinterpret_cast<CUtensorMap*>(bytes + kMapBytes);
-  return {.counter = reinterpret_cast<unsigned*>(bytes), .edges = reinterpret_cast<uint4*>(bytes + 16), .maps = maps, .groups = reinterpret_cast<ShapedGroup*>(maps + 3 * groups)};
+  return {.counter = reinterpret_cast<unsigned*>(bytes),
+          .edges = reinterpret_cast<uint4*>(bytes + 16),
+          .maps = maps,
+          .groups = reinterpret_cast<ShapedGroup*>(maps + 3 * groups)};
 }
 
 cudaError_t prepare_shapes(const ShapedParams& p, const ShapedSource& s, int multiprocessors, cudaStream_t stream) {
-  const int of_groups = (p.shape.groups + kWarps - 1) / kWarps, blocks = s.zero_tail ? std::max(of_groups, multiprocessors) : of_groups;
+  const int of_groups = (p.shape.groups + kWarps - 1) / kWarps,
+            blocks = s.zero_tail ? std::max(of_groups, multiprocessors) : of_groups;
   prepare_shapes_kernel<<<blocks, kThreads, 0, stream>>>(p, s, const_cast<ShapedGroup*>(p.groups));
   return cudaGetLastError();
 }
 
-cudaError_t scale_shapes(const ShapedParams& p, DType type, const float* betas, float beta, int multiprocessors, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.groups)), static_cast<unsigned>(p.shape.groups));
-  if (type == DType::kFloat32) scale_shapes_kernel<float><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
-  else if (type == DType::kFloat16) scale_shapes_kernel<__half><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
+cudaError_t scale_shapes(const ShapedParams& p, DType type, const float* betas, float beta, int multiprocessors,
+                         cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.groups)),
+                  static_cast<unsigned>(p.shape.groups));
+  if (type == DType::kFloat32)
+    scale_shapes_kernel<float><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
+  else if (type == DType::kFloat16)
+    scale_shapes_kernel<__half><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
   else scale_shapes_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
   return cudaGetLastError();
 }

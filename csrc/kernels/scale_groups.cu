@@ -1,9 +1,8 @@
-#include "kernels/scale_groups.h"
-
 #include <algorithm>
 
 #include "device/tile_scheduler.cuh"
 #include "fusible/tensor_map.h"
+#include "kernels/scale_groups.h"
 
 namespace fusible {
 namespace {
@@ -15,24 +14,28 @@ struct Rows {
   int64_t count;
 };
 
-// The rows of a group's output; by all threads of a block. Starts and sizes are clamped as the tile scheduler clamps them.
+// The rows of a group's output; by all threads of a block. Starts and sizes are clamped as the tile scheduler clamps
+// them.
 __device__ Rows rows_of(const ScaleGroups& c, int group, int64_t element) {
   if (c.fixed_rows) {
-    const int64_t offset = c.places ? (static_cast<int64_t>(c.places[group].far) << kNearBits | c.places[group].near) * kNearBytes
-                                    : group * c.group_stride * element;
+    const int64_t offset =
+        c.places ? (static_cast<int64_t>(c.places[group].far) << kNearBits | c.places[group].near) * kNearBytes
+                 : group * c.group_stride * element;
     return {static_cast<char*>(c.out) + offset, c.fixed_rows};
   }
   int64_t start, size;
   if (c.source.starts) {
     const long long first = read_index(c.source, c.source.starts, group);
     start = clamp(first, 0, c.tokens);
-    size = c.source.sizes ? read_index(c.source, c.source.sizes, group) : read_index(c.source, c.source.starts, group + 1) - first;
+    size = c.source.sizes ? read_index(c.source, c.source.sizes, group)
+                          : read_index(c.source, c.source.starts, group + 1) - first;
   } else {
     __shared__ unsigned long long before;
     if (threadIdx.x == 0) before = 0;
     __syncthreads();
     unsigned long long mine = 0;
-    for (int g = threadIdx.x; g < group; g += kThreads) mine += clamp(read_index(c.source, c.source.sizes, g), 0, c.tokens);
+    for (int g = threadIdx.x; g < group; g += kThreads)
+      mine += clamp(read_index(c.source, c.source.sizes, g), 0, c.tokens);
     atomicAdd(&before, mine);
     __syncthreads();
     start = min(static_cast<int64_t>(before), static_cast<int64_t>(c.tokens));
@@ -70,7 +73,8 @@ __global__ void __launch_bounds__(kThreads) scale_groups_kernel(const ScaleGroup
 
 cudaError_t scale_groups(const ScaleGroups& c, int multiprocessors, cudaStream_t stream) {
   const int64_t rows = c.fixed_rows ? c.fixed_rows : std::max<int64_t>(1, c.tokens / c.groups);
-  const int64_t wanted = std::max<int64_t>(1, 8 * multiprocessors / c.groups), blocks = std::min((rows + kWarps - 1) / kWarps, wanted);
+  const int64_t wanted = std::max<int64_t>(1, 8 * multiprocessors / c.groups),
+                blocks = std::min((rows + kWarps - 1) / kWarps, wanted);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.groups));
   if (c.type == DType::kFloat32) scale_groups_kernel<float><<<grid, kThreads, 0, stream>>>(c);
   else if (c.type == DType::kFloat16) scale_groups_kernel<__half><<<grid, kThreads, 0, stream>>>(c);

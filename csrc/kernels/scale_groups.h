@@ -1,4 +1,5 @@
-// out = beta[g] * out for the output of every group, rounded to its type: what beta other than nothing and one comes before the sum.
+// out = beta[g] * out for the output of every group, rounded to its type: what beta other than nothing and one comes
+// before the sum.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -6,8 +7,8 @@
 
 namespace fusible {
 
-// The output is rows of a token buffer, or a matrix of `fixed_rows` for each group. Where beta is 0 it is zeroed without being read;
-// where beta is 1 it is left alone, and so are rows of no group.
+// The output is rows of a token buffer, or a matrix of `fixed_rows` for each group. Where beta is 0 it is zeroed
+// without being read; where beta is 1 it is left alone, and so are rows of no group.
 struct ScaleGroups {
   void* out;
   DType type;

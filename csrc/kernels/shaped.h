@@ -1,4 +1,5 @@
-// Groups of any shapes: every group has its own m, n and k, which only the device knows. What the kernels share, and their launches.
+// Groups of any shapes: every group has its own m, n and k, which only the device knows. What the kernels share, and
+// their launches.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -23,8 +24,8 @@ struct PackedMatrices {
   Dims rows, columns;
 };
 
-// Which of a group's matrices the copy engine cannot reach (it begins or has rows at no multiple of 16 bytes), or of which there is nothing:
-// they are read and written by ordinary loads and stores.
+// Which of a group's matrices the copy engine cannot reach (it begins or has rows at no multiple of 16 bytes), or of
+// which there is nothing: they are read and written by ordinary loads and stores.
 enum Plain : uint8_t { kPlainA = 1, kPlainB = 2, kPlainOut = 4 };
 
 // What is known of a group once the device has looked.
@@ -69,12 +70,15 @@ ShapedWorkspace lay_out_shaped(void* memory, int64_t groups);
 int64_t bytes_of_shaped_workspace(int64_t groups);
 
 // Fills the workspace to which `params` points.
-cudaError_t prepare_shapes(const ShapedParams& params, const ShapedSource& source, int multiprocessors, cudaStream_t stream);
+cudaError_t prepare_shapes(const ShapedParams& params, const ShapedSource& source, int multiprocessors,
+                           cudaStream_t stream);
 
 // out = beta[g] * out; where beta is 0 nothing is read, where it is 1 nothing is done.
-cudaError_t scale_shapes(const ShapedParams& params, DType type, const float* betas, float beta, int multiprocessors, cudaStream_t stream);
+cudaError_t scale_shapes(const ShapedParams& params, DType type, const float* betas, float beta, int multiprocessors,
+                         cudaStream_t stream);
 
-// One instantiation for each operand type stands in a source of its own (kernels/shaped_bf16.cu, ...). The tile is kTileVariants[kShapedVariant].
+// One instantiation for each operand type stands in a source of its own (kernels/shaped_bf16.cu, ...). The tile is
+// kTileVariants[kShapedVariant].
 inline constexpr int kShapedVariant = 0;
 template <DType kOperand>
 KernelEntry shaped_entry(Layout layout, bool wide_output);

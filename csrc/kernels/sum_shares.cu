@@ -1,5 +1,6 @@
-// What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales' gradient, which are the
-// slabs of columns of a row; and sums by column over blocks of 64 rows, which are those of the pre-activation's bias.
+// What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales'
+// gradient, which are the slabs of columns of a row; and sums by column over blocks of 64 rows, which are those of the
+// pre-activation's bias.
 #include <cuda_runtime.h>
 
 #include "device/octet.cuh"
@@ -12,7 +13,8 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kColumns = 128;  // of a block; a lane adds up four columns
 
-__global__ void __launch_bounds__(kThreads) sum_shares_kernel(const float* shares, int count, int64_t tokens, const SplitSizes sizes, void* out, DType type) {
+__global__ void __launch_bounds__(kThreads)
+    sum_shares_kernel(const float* shares, int count, int64_t tokens, const SplitSizes sizes, void* out, DType type) {
   const int64_t rows = rows_of_groups(sizes, tokens);
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (token >= tokens) return;
@@ -24,8 +26,11 @@ __global__ void __launch_bounds__(kThreads) sum_shares_kernel(const float* share
 // The warps take a group's blocks by turns, and are added up in their order.
 __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums call) {
   __shared__ float4 sums[kWarps][32];
-  const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = blockIdx.y * kColumns + lane * 4;
-  const auto rows_before = [&](int group) { return static_cast<int>(rows_of_groups({call.sizes.sizes, group, call.sizes.wide}, call.tokens)); };
+  const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
+            column = blockIdx.y * kColumns + lane * 4;
+  const auto rows_before = [&](int group) {
+    return static_cast<int>(rows_of_groups({call.sizes.sizes, group, call.sizes.wide}, call.tokens));
+  };
   const int start = rows_before(group), blocks = (rows_before(group + 1) - start + 63) / 64;
   const int64_t first = block_of_rows(group, start, 0);
   float4 sum{};
@@ -48,7 +53,8 @@ __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums ca
 
 }  // namespace
 
-void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type, cudaStream_t stream) {
+void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type,
+                cudaStream_t stream) {
   const int64_t blocks = (tokens + kThreads - 1) / kThreads;
   sum_shares_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(shares, count, tokens, sizes, out, type);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sum of ", count, " shares for ", tokens, " tokens");
@@ -57,7 +63,8 @@ void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes
 void sum_blocks(const BlockSums& call, cudaStream_t stream) {
   const dim3 grid(call.sizes.groups, static_cast<unsigned>(blocks_of(call.columns, kColumns)));
   sum_blocks_kernel<<<grid, kThreads, 0, stream>>>(call);
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of blocks of ", call.tokens, " rows of ", call.columns, " columns, ", call.sizes.groups, " groups");
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of blocks of ", call.tokens, " rows of ", call.columns, " columns, ",
+                     call.sizes.groups, " groups");
 }
 
 }  // namespace fusible
