@@ -54,10 +54,10 @@ const T* pointer(Address address) {
 fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
     int layout, int operand, int output, int device, Stream stream, int64_t groups, int64_t tokens, int64_t m,
     int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out,
-    int64_t out_pitch, int64_t out_group, Address sizes, Address starts, bool wide, bool accumulate, Address bias,
-    int bias_type, int64_t bias_pitch, Address row_scale, Address bias_scale, Address alphas, float alpha,
-    Address betas, float beta, Address workspace, int variant, const Addresses& b_addresses,
-    const Addresses& out_addresses, const Addresses& bias_addresses, bool zero_tail) {
+    int64_t out_pitch, int64_t out_group, Address sizes, bool wide, bool accumulate, Address bias, int bias_type,
+    int64_t bias_pitch, Address row_scale, Address bias_scale, Address alphas, float alpha, Address betas, float beta,
+    Address workspace, int variant, const Addresses& b_addresses, const Addresses& out_addresses,
+    const Addresses& bias_addresses, bool zero_tail) {
   using fusible::DType;
   const DType type = static_cast<DType>(operand);
   fusible::GroupedGemm call{
@@ -67,7 +67,7 @@ fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
       .a = {pointer<void>(a), type, a_pitch, 0},
       .b = {pointer<void>(b), type, b_pitch, b_group, b_addresses},
       .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group, out_addresses},
-      .groups = {pointer<void>(sizes), pointer<void>(starts), wide},
+      .groups = {pointer<void>(sizes), wide},
       .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0, bias_addresses},
                  pointer<float>(row_scale),
                  pointer<float>(bias_scale),
@@ -173,7 +173,7 @@ fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t to
   call.problem = {static_cast<fusible::Layout>(layout), type, type, false, groups, tokens, 0, n, k};
   call.a = {pointer<void>(a), type, a_pitch, 0};
   call.b = {pointer<void>(b), type, b_pitch, b_group, b_addresses};
-  call.groups = {pointer<void>(sizes), nullptr, wide};
+  call.groups = {pointer<void>(sizes), wide};
   call.workspace = reinterpret_cast<void*>(workspace);
   call.variant = variant;
   return call;
@@ -453,11 +453,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_properties", &device_properties, "device"_a);
   launches.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a,
                "tokens"_a, "m"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a,
-               "out_pitch"_a, "out_group"_a, "sizes"_a, "starts"_a, "wide"_a, "accumulate"_a, "bias"_a = 0,
-               "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0,
-               "alpha"_a = 1, "betas"_a = 0, "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1,
-               "b_addresses"_a = Addresses(), "out_addresses"_a = Addresses(), "bias_addresses"_a = Addresses(),
-               "zero_tail"_a = false,
+               "out_pitch"_a, "out_group"_a, "sizes"_a, "wide"_a, "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0,
+               "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1, "betas"_a = 0,
+               "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1, "b_addresses"_a = Addresses(),
+               "out_addresses"_a = Addresses(), "bias_addresses"_a = Addresses(), "zero_tail"_a = false,
                "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
              "tokens"_a, "m"_a, "n"_a, "k"_a, "affine"_a = false,

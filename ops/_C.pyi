@@ -45,7 +45,6 @@ def grouped_gemm(
     out_pitch: int,
     out_group: int,
     sizes: int,
-    starts: int,
     wide: bool,
     accumulate: bool,
     bias: int = 0,

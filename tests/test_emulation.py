@@ -92,12 +92,11 @@ def test_bias_and_factors(gpu: Gpu, layout: Layout, variant: int) -> None:
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("groups", ["sizes", "starts", "offsets"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_where_the_groups_are(gpu: Gpu, layout: Layout, groups: str, index: torch.dtype) -> None:
-    check(gpu, layout, groups=groups, index=index)
+def test_sizes_of_either_type(gpu: Gpu, layout: Layout, index: torch.dtype) -> None:
+    check(gpu, layout, index=index)
     many = tuple(g * 7 % 5 for g in range(70))
-    check(gpu, layout, many, k=72, n=136, groups=groups, index=index, tail=11)
+    check(gpu, layout, many, k=72, n=136, index=index, tail=11)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

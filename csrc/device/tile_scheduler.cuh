@@ -20,8 +20,8 @@ namespace fusible {
 
 constexpr int kMaxGroups = 512;
 
-DEVICE long long read_index(const GroupSource& source, const void* array, int i) {
-  return source.wide ? static_cast<const long long*>(array)[i] : static_cast<const int*>(array)[i];
+DEVICE long long read_index(const GroupSource& source, int i) {
+  return source.wide ? static_cast<const long long*>(source.sizes)[i] : static_cast<const int*>(source.sizes)[i];
 }
 
 // The groups as the producer reads them, in shared memory.
@@ -49,36 +49,26 @@ class TileScheduler {
   static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
 
  public:
-  // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel
-  // outside.
+  // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
   DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
-    for (const void* array : {source.sizes, source.starts})  // all at once: the rounds below wait for one another
-      for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128)
-        ptx::prefetch(static_cast<const char*>(array) + i);
+    // All at once: the rounds below wait for one another.
+    for (int i = lane * 128; i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128)
+      ptx::prefetch(static_cast<const char*>(source.sizes) + i);
     int tokens_before = 0, tasks_before = 0, longest = 0;
     float total = 0.f;
     for (int base = 0; base < shape.groups; base += 32) {
       const int group = base + lane;
       const bool exists = group < shape.groups;
-      int start = 0, size = 0;
-      if (exists && source.starts) {
-        const long long first = read_index(source, source.starts, group);
-        start = clamp(first, 0, shape.tokens);
-        const long long wanted = source.sizes ? read_index(source, source.sizes, group)
-                                              : read_index(source, source.starts, group + 1) - first;
-        size = clamp(wanted, 0, shape.tokens - start);
-      } else if (!source.starts) {
-        if (exists) size = clamp(read_index(source, source.sizes, group), 0, shape.tokens);
-        for (int offset = 1; offset < 32; offset *= 2) {  // a scan that saturates, so that it cannot overflow
-          const int other = __shfl_up_sync(~0u, size, offset);
-          if (lane >= offset) size = min(size, shape.tokens - other) + other;
-        }
-        const int end = tokens_before + min(size, shape.tokens - tokens_before);
-        start = __shfl_up_sync(~0u, end, 1);
-        if (lane == 0) start = tokens_before;
-        size = end - start;
-        tokens_before = __shfl_sync(~0u, end, 31);
+      int size = exists ? clamp(read_index(source, group), 0, shape.tokens) : 0;
+      for (int offset = 1; offset < 32; offset *= 2) {  // a scan that saturates, so that it cannot overflow
+        const int other = __shfl_up_sync(~0u, size, offset);
+        if (lane >= offset) size = min(size, shape.tokens - other) + other;
       }
+      const int end = tokens_before + min(size, shape.tokens - tokens_before);
+      int start = __shfl_up_sync(~0u, end, 1);
+      if (lane == 0) start = tokens_before;
+      size = end - start;
+      tokens_before = __shfl_sync(~0u, end, 31);
       if (exists) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
       if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);

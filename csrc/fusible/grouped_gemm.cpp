@@ -67,7 +67,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
   }
-  params.source = {.sizes = call.groups.sizes, .starts = call.groups.starts, .wide = call.groups.wide};
+  params.source = {.sizes = call.groups.sizes, .wide = call.groups.wide};
   params.shape = {.groups = static_cast<int>(p.groups),
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
@@ -198,9 +198,8 @@ void check(const GroupedGemm& call, int device) {
                 "output must be fp32 or of the operands' type. ", p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale),
                 "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
-  FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN),
-                "only rows of groups with sizes have a tail. ", p);
+  FUSIBLE_CHECK(call.groups.sizes, "the sizes of the groups are not given. ", p);
+  FUSIBLE_CHECK(!call.zero_tail || p.layout != Layout::kTN, "only rows of groups have a tail. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
   check_matrix("out", call.out, p);

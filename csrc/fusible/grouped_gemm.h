@@ -8,12 +8,10 @@
 
 namespace fusible {
 
-// Where the groups lie in the token buffer; arrays on the device, int32 or (wide) int64. Either sizes of groups that
-// follow one another, or sizes and starts, or starts alone: then groups + 1 offsets. What exceeds the buffer is cut
-// off.
+// Where the groups lie in the token buffer: sizes of groups that follow one another, int32 or (wide) int64, on the
+// device. What exceeds the buffer is cut off.
 struct Groups {
   const void* sizes = nullptr;
-  const void* starts = nullptr;
   bool wide = false;
 };
 

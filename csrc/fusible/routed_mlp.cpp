@@ -45,7 +45,7 @@ GroupedGemm product(const RoutedMlp& m, const Room& room, int64_t slots, int64_t
   gemm.a = {a, m.type, k, 0};
   gemm.b = weight;
   gemm.out = {out, m.type, n, 0};
-  gemm.groups = {room.sizes, nullptr, false};
+  gemm.groups = {room.sizes, false};
   gemm.affine.bias = bias;
   return gemm;
 }

@@ -6,11 +6,9 @@
 
 namespace fusible {
 
-// Where the groups lie in the token buffer, on the device. Three forms: sizes of groups that follow one another; sizes
-// and starts; or `groups + 1` offsets, given as `starts` alone.
+// Where the groups lie in the token buffer, on the device: sizes of groups that follow one another.
 struct GroupSource {
   const void* sizes;
-  const void* starts;
   bool wide;  // int64 rather than int32
 };
 

@@ -14,7 +14,7 @@ struct Rows {
   int64_t count;
 };
 
-// The rows of a group's output; by all threads of a block. Starts and sizes are clamped as the tile scheduler clamps
+// The rows of a group's output; by all threads of a block. Sizes are clamped as the tile scheduler clamps
 // them.
 __device__ Rows rows_of(const ScaleGroups& c, int group, int64_t element) {
   if (c.fixed_rows) {
@@ -23,24 +23,15 @@ __device__ Rows rows_of(const ScaleGroups& c, int group, int64_t element) {
                  : group * c.group_stride * element;
     return {static_cast<char*>(c.out) + offset, c.fixed_rows};
   }
-  int64_t start, size;
-  if (c.source.starts) {
-    const long long first = read_index(c.source, c.source.starts, group);
-    start = clamp(first, 0, c.tokens);
-    size = c.source.sizes ? read_index(c.source, c.source.sizes, group)
-                          : read_index(c.source, c.source.starts, group + 1) - first;
-  } else {
-    __shared__ unsigned long long before;
-    if (threadIdx.x == 0) before = 0;
-    __syncthreads();
-    unsigned long long mine = 0;
-    for (int g = threadIdx.x; g < group; g += kThreads)
-      mine += clamp(read_index(c.source, c.source.sizes, g), 0, c.tokens);
-    atomicAdd(&before, mine);
-    __syncthreads();
-    start = min(static_cast<int64_t>(before), static_cast<int64_t>(c.tokens));
-    size = read_index(c.source, c.source.sizes, group);
-  }
+  __shared__ unsigned long long before;
+  if (threadIdx.x == 0) before = 0;
+  __syncthreads();
+  unsigned long long mine = 0;
+  for (int g = threadIdx.x; g < group; g += kThreads) mine += clamp(read_index(c.source, g), 0, c.tokens);
+  atomicAdd(&before, mine);
+  __syncthreads();
+  const int64_t start = min(static_cast<int64_t>(before), static_cast<int64_t>(c.tokens));
+  const int64_t size = read_index(c.source, group);
   return {static_cast<char*>(c.out) + start * c.pitch * element, clamp(size, 0, c.tokens - static_cast<int>(start))};
 }
 
