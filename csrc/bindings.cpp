@@ -67,7 +67,7 @@ fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
       .a = {pointer<void>(a), type, a_pitch, 0},
       .b = {pointer<void>(b), type, b_pitch, b_group, b_addresses},
       .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group, out_addresses},
-      .groups = {pointer<void>(sizes), wide},
+      .sizes = {pointer<void>(sizes), static_cast<int>(groups), wide},
       .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0, bias_addresses},
                  pointer<float>(row_scale),
                  pointer<float>(bias_scale),
@@ -102,8 +102,11 @@ std::string grouped_gemm_config(int layout, int operand, int output, int device,
 // Data, elements, then for rows and columns: dims on the device (0: the number for all groups), whether they are int64,
 // the number.
 using Packed = std::array<int64_t, 8>;
-fusible::PackedMatrices packed(const Packed& m) {
-  return {pointer<void>(m[0]), m[1], {pointer<void>(m[2]), m[3] != 0, m[4]}, {pointer<void>(m[5]), m[6] != 0, m[7]}};
+fusible::PackedMatrices packed(const Packed& m, int64_t groups) {
+  const auto dims = [&](size_t i) {
+    return fusible::Dims{{pointer<void>(m[i]), static_cast<int>(groups), m[i + 1] != 0}, m[i + 2]};
+  };
+  return {pointer<void>(m[0]), m[1], dims(2), dims(5)};
 }
 
 void shaped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, const Packed& a,
@@ -115,8 +118,8 @@ void shaped_gemm(int layout, int operand, int output, int device, Stream stream,
                            .operand = static_cast<DType>(operand),
                            .output = static_cast<DType>(output),
                            .groups = groups,
-                           .a = packed(a),
-                           .b = packed(b),
+                           .a = packed(a, groups),
+                           .b = packed(b, groups),
                            .out = reinterpret_cast<void*>(out),
                            .out_elements = out_elements,
                            .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0},
@@ -173,7 +176,7 @@ fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t to
   call.problem = {static_cast<fusible::Layout>(layout), type, type, false, groups, tokens, 0, n, k};
   call.a = {pointer<void>(a), type, a_pitch, 0};
   call.b = {pointer<void>(b), type, b_pitch, b_group, b_addresses};
-  call.groups = {pointer<void>(sizes), wide};
+  call.sizes = {pointer<void>(sizes), static_cast<int>(groups), wide};
   call.workspace = reinterpret_cast<void*>(workspace);
   call.variant = variant;
   return call;

@@ -66,7 +66,7 @@ struct ActivationEpilogue {
       const int row = at + lane / 8;
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
-        const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_column(column, block) / 8 : column / 8;
+        const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_vector_column(column, block) / 8 : column / 8;
         uint4 gate = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet)), up = ones<T>();
         if constexpr (kGated) {
           up = *reinterpret_cast<const uint4*>(slabs + slab_offset(row, octet + distance));

@@ -49,7 +49,8 @@ struct ActivationBackwardEpilogue {
     constexpr int kTogether = kPlain ? 2 : 1, kStepRows = 4 * kTogether;
     const bool gated = kPlain || p.activation.gated, narrow = !kPlain && gated && p.block < 8;
     const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = slab * 64 + lane % 8 * 8;
-    const int distance = gated ? up_distance(p.block) : 0, gate_at = gated ? gate_column(column, p.block) : column;
+    const int distance = gated ? up_distance(p.block) : 0,
+              gate_at = gated ? gate_vector_column(column, p.block) : column;
     const bool exists = column < p.columns;
     const int first_token = rows.token + row_of_lane;
     const size_t quad = static_cast<size_t>(4) * width, hidden_quad = static_cast<size_t>(4) * p.columns;

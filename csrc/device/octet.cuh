@@ -15,7 +15,7 @@ DEVICE int slab_offset(int row, int octet) { return octet / 8 * kSlabBytes + in_
 
 // Where the gate of the hidden columns `column` to `column + 7` begins in a row; their up is `up_distance` further.
 // Where blocks are narrower than eight, the sixteen columns of both are neighbours.
-DEVICE int gate_column(int column, int block) {
+DEVICE int gate_vector_column(int column, int block) {
   return block < 8 ? 2 * column : column / block * 2 * block + column % block;
 }
 DEVICE int up_distance(int block) { return block < 8 ? 8 : block; }

@@ -27,7 +27,7 @@ class ShapedScheduler {
 
   // For a lane of the producer's warp; only lane 0 asks for tasks.
   DEVICE ShapedScheduler(const ShapedTable& table, TaskQueue& queue, const TaskShape& shape, int lane)
-      : table_(table), groups_(shape.groups), tasks_(queue, shape.counter, lane) {}
+      : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
   DEVICE void request() { tasks_.request(); }

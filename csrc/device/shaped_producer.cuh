@@ -16,7 +16,7 @@ struct ShapedGroups {
 
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const ShapedParams& p, int lane) {
-    K::Scheduler::fill(s.groups, p.groups, p.shape.groups, lane);
+    K::Scheduler::fill(s.groups, p.groups, p.shape.sizes.groups, lane);
   }
 
   // Warp 0.

@@ -14,15 +14,10 @@
 // Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU
 // idle: if half the height makes that up, their tiles have half of it.
 #pragma once
+#include "device/groups.cuh"
 #include "device/task_queue.cuh"
 
 namespace fusible {
-
-constexpr int kMaxGroups = 512;
-
-DEVICE long long read_index(const GroupSource& source, int i) {
-  return source.wide ? static_cast<const long long*>(source.sizes)[i] : static_cast<const int*>(source.sizes)[i];
-}
 
 // The groups as the producer reads them, in shared memory.
 struct GroupTable {
@@ -30,15 +25,6 @@ struct GroupTable {
   int tasks_end[kMaxGroups];  // tasks of this group and of all before it
   bool halved;                // whether tiles have half their height
 };
-
-DEVICE int clamp(long long x, int low, int high) { return static_cast<int>(x < low ? low : x > high ? high : x); }
-DEVICE int scan(int x, int lane) {  // inclusive prefix sum over the warp
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(~0u, x, offset);
-    if (lane >= offset) x += other;
-  }
-  return x;
-}
 
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
 template <TileVariant kVariant, bool kRaggedRows>
@@ -50,26 +36,17 @@ class TileScheduler {
 
  public:
   // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
-  DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
+  DEVICE static void fill(GroupTable& table, const TaskShape& shape, int lane) {
+    const SplitSizes& sizes = shape.sizes;
     // All at once: the rounds below wait for one another.
-    for (int i = lane * 128; i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128)
-      ptx::prefetch(static_cast<const char*>(source.sizes) + i);
+    for (int i = lane * 128; i < sizes.groups * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
+      ptx::prefetch(static_cast<const char*>(sizes.sizes) + i);
     int tokens_before = 0, tasks_before = 0, longest = 0;
     float total = 0.f;
-    for (int base = 0; base < shape.groups; base += 32) {
+    for (int base = 0; base < sizes.groups; base += 32) {
       const int group = base + lane;
-      const bool exists = group < shape.groups;
-      int size = exists ? clamp(read_index(source, group), 0, shape.tokens) : 0;
-      for (int offset = 1; offset < 32; offset *= 2) {  // a scan that saturates, so that it cannot overflow
-        const int other = __shfl_up_sync(~0u, size, offset);
-        if (lane >= offset) size = min(size, shape.tokens - other) + other;
-      }
-      const int end = tokens_before + min(size, shape.tokens - tokens_before);
-      int start = __shfl_up_sync(~0u, end, 1);
-      if (lane == 0) start = tokens_before;
-      size = end - start;
-      tokens_before = __shfl_sync(~0u, end, 31);
-      if (exists) table.start[group] = start, table.tokens[group] = size;
+      const auto [start, size] = rows_of_lane(sizes, group, shape.tokens, tokens_before, lane);
+      if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
       if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);
     }
@@ -80,9 +57,9 @@ class TileScheduler {
       }
       const bool halved = halving_pays(total / static_cast<float>(max(1, longest)), shape);
       if (lane == 0) table.halved = halved;
-      for (int base = 0; base < shape.groups; base += 32) {
+      for (int base = 0; base < sizes.groups; base += 32) {
         const int group = base + lane;
-        number(table, shape, group, group < shape.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
+        number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
       }
     }
   }
@@ -111,7 +88,7 @@ class TileScheduler {
   // Numbers the tasks of 32 groups, of which this is a lane's.
   DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved,
                             int& tasks_before, int lane) {
-    const bool exists = group < shape.groups;
+    const bool exists = group < shape.sizes.groups;
     const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
     if (exists) table.tasks_end[group] = end;
@@ -140,7 +117,7 @@ class TileScheduler {
     const int task = tasks_.task();
     if (group_ < 0 || task >= table_.tasks_end[group_]) {
       group_ = next_group(task);
-      if (group_ >= shape_.groups) return false;
+      if (group_ >= shape_.sizes.groups) return false;
       first_task_ = group_ > 0 ? table_.tasks_end[group_ - 1] : 0;
     }
     tile.group = group_;
@@ -154,7 +131,7 @@ class TileScheduler {
   // groups empty.
   DEVICE int next_group(int task) const {
     int before = group_, step = 1;  // `before` and all groups up to it end before the task
-    const auto ends_before = [&](int group) { return group < shape_.groups && table_.tasks_end[group] <= task; };
+    const auto ends_before = [&](int group) { return group < shape_.sizes.groups && table_.tasks_end[group] <= task; };
     for (; ends_before(before + step); step *= 2) before += step;
     for (; step > 1;) {
       step /= 2;

@@ -1,11 +1,24 @@
 // Neighbouring values that move at once, and their conversion to floats and back.
 #pragma once
+#include <initializer_list>
+
 #include "device/ptx.cuh"
 
 namespace fusible {
 
+// Whether rows can be moved in vectors of `count` elements, which are 16 bytes: all these numbers of elements are
+// multiples of it, and all these addresses of 16 bytes.
+inline bool vectors_fit(int64_t count, std::initializer_list<int64_t> elements,
+                        std::initializer_list<const void*> addresses) {
+  for (const int64_t number : elements)
+    if (number % count != 0) return false;
+  for (const void* address : addresses)
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return false;
+  return true;
+}
+
 template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
   T values[kCount];
 };
 

@@ -6,18 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "fusible/groups.h"
+
 namespace fusible {
 
 // Bytes between the rows of a pitched buffer are not touched.
 struct BufferRows {
   void* data;
   int64_t tokens, row_bytes, pitch_bytes;
-};
-
-struct SplitSizes {
-  const void* sizes;  // on the device, int32 or (wide) int64
-  int groups;
-  bool wide;
 };
 
 struct Tail {

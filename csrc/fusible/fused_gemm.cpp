@@ -79,7 +79,7 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
   const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
   if (!call.dbias) return;
   sum_blocks({.sums = sums,
-              .sizes = {call.gemm.groups.sizes, static_cast<int>(p.groups), call.gemm.groups.wide},
+              .sizes = call.gemm.sizes,
               .tokens = static_cast<int>(p.tokens),
               .columns = static_cast<int>(columns),
               .out = call.dbias,
@@ -164,10 +164,9 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dbias)
     params.sums = reinterpret_cast<float*>(workspace + sums_offset(p.groups, p.tokens, p.n, call.dscales));
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
-  const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
   if (call.dscales)
-    sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type,
-               stream);
+    sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes, call.dscales,
+               call.scales.type, stream);
   add_up(call, params.sums, stream);
 }
 

@@ -8,6 +8,9 @@ namespace fusible {
 // The same call, with matrices that lie at equal distances stated as one tensor.
 GroupedGemm settled(const GroupedGemm& wanted);
 
+// Throws fusible::Error where no kernel runs on the device, or takes so many groups.
+void check_device(const GemmProblem& problem, int device);
+
 // Throws fusible::Error where the kernels cannot do what is asked for.
 void check(const GroupedGemm& call, int device);
 

@@ -15,8 +15,6 @@
 namespace fusible {
 namespace {
 
-int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
-
 // The same matrices as one tensor, if they lie at equal distances.
 MatrixView settled(MatrixView m) {
   const auto at = m.addresses;
@@ -67,8 +65,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
   }
-  params.source = {.sizes = call.groups.sizes, .wide = call.groups.wide};
-  params.shape = {.groups = static_cast<int>(p.groups),
+  params.shape = {.sizes = call.sizes,
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
@@ -120,7 +117,7 @@ void clear_output(const GroupedGemm& call, cudaStream_t stream) {
 Tail tail_of(const GroupedGemm& call) {
   const int64_t element = bytes_of(call.out.type);
   return {{const_cast<void*>(call.out.data), call.problem.tokens, call.problem.n * element, call.out.pitch * element},
-          {call.groups.sizes, static_cast<int>(call.problem.groups), call.groups.wide}};
+          call.sizes};
 }
 
 // The workspace of this launch, filled; null for what it does not need.
@@ -153,9 +150,8 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
                           .group_stride = call.out.group_stride,
                           .columns = p.n,
                           .places = p.layout == Layout::kTN ? params.shape.places : nullptr,
-                          .source = params.source,
-                          .groups = params.shape.groups,
-                          .tokens = params.shape.tokens,
+                          .sizes = call.sizes,
+                          .tokens = p.tokens,
                           .fixed_rows = p.layout == Layout::kTN ? p.m : 0,
                           .betas = call.betas,
                           .beta = call.beta};
@@ -182,12 +178,16 @@ GroupedGemm settled(const GroupedGemm& wanted) {
   return call;
 }
 
-void check(const GroupedGemm& call, int device) {
-  const GemmProblem& p = call.problem;
+void check_device(const GemmProblem& p, int device) {
   const DeviceProperties& properties = device_properties(device);
   FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name,
                 ") has capability ", properties.major, ".", properties.minor, "; these kernels are for 9.0. ", p);
-  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= 512, "1 to 512 groups are possible. ", p);
+  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= kMaxGroups, "1 to ", kMaxGroups, " groups are possible. ", p);
+}
+
+void check(const GroupedGemm& call, int device) {
+  const GemmProblem& p = call.problem;
+  check_device(p, device);
   FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
   FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
   FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0,
@@ -198,7 +198,7 @@ void check(const GroupedGemm& call, int device) {
                 "output must be fp32 or of the operands' type. ", p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale),
                 "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.groups.sizes, "the sizes of the groups are not given. ", p);
+  FUSIBLE_CHECK(call.sizes.sizes && call.sizes.groups == p.groups, "the sizes of the groups are not given. ", p);
   FUSIBLE_CHECK(!call.zero_tail || p.layout != Layout::kTN, "only rows of groups have a tail. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);

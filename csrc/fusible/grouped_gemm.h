@@ -8,13 +8,6 @@
 
 namespace fusible {
 
-// Where the groups lie in the token buffer: sizes of groups that follow one another, int32 or (wide) int64, on the
-// device. What exceeds the buffer is cut off.
-struct Groups {
-  const void* sizes = nullptr;
-  bool wide = false;
-};
-
 // out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias);
 // where `alphas` [E] is null, `alpha` holds for every group. kTN takes alpha and bias alone.
 struct Affine {
@@ -31,7 +24,7 @@ int64_t workspace_bytes(int64_t groups);
 struct GroupedGemm {
   GemmProblem problem;
   MatrixView a, b, out;
-  Groups groups;
+  SplitSizes sizes;  // of problem.groups groups
   Affine affine;
   bool accumulate = false;       // out = beta * out + ... rather than out = ...
   const float* betas = nullptr;  // [E], on the device; null: `beta` for all groups

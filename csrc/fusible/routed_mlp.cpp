@@ -22,7 +22,7 @@ Room room_of(const RoutedMlp& m, int64_t slots, char* memory) {
     at += blocks_of(bytes, kAlignment) * kAlignment;
     return here;
   };
-  const int64_t element = 2, wide = m.activation.gated ? 2 * m.columns : m.columns;
+  const int64_t element = bytes_of(m.type), wide = m.activation.gated ? 2 * m.columns : m.columns;
   Room room{};
   room.sizes = reinterpret_cast<int32_t*>(take((m.groups + 1) * 4));
   room.place = reinterpret_cast<int32_t*>(take(slots * 4));
@@ -45,7 +45,7 @@ GroupedGemm product(const RoutedMlp& m, const Room& room, int64_t slots, int64_t
   gemm.a = {a, m.type, k, 0};
   gemm.b = weight;
   gemm.out = {out, m.type, n, 0};
-  gemm.groups = {room.sizes, false};
+  gemm.sizes = {room.sizes, m.groups, false};
   gemm.affine.bias = bias;
   return gemm;
 }

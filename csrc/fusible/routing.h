@@ -7,10 +7,9 @@
 #include <cstdint>
 
 #include "fusible/activation.h"
+#include "fusible/groups.h"
 
 namespace fusible {
-
-inline constexpr int kMostRoutedGroups = 512;
 
 // Finds the row of each slot. Ids below 0 or from `groups` on are of no expert: their rows come last.
 struct Route {

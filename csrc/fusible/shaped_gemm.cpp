@@ -11,11 +11,13 @@ namespace {
 
 constexpr TileVariant kTile = kTileVariants[kShapedVariant];
 
+// For words.
+GemmProblem problem_of(const ShapedGemm& call) {
+  return {call.layout, call.operand, call.output, true, call.groups, 0, 0, 0, 0};
+}
+
 void check(const ShapedGemm& call, int device) {
-  const DeviceProperties& properties = device_properties(device);
-  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name,
-                ") has capability ", properties.major, ".", properties.minor, "; these kernels are for 9.0");
-  FUSIBLE_CHECK(call.groups >= 1 && call.groups <= 512, "1 to 512 groups are possible, got ", call.groups);
+  check_device(problem_of(call), device);
   FUSIBLE_CHECK(call.operand != DType::kFloat32 && (call.output == call.operand || call.output == DType::kFloat32),
                 "operands must be bf16 or fp16, the output fp32 or of their type");
   FUSIBLE_CHECK(call.workspace, "groups of any shapes need a workspace");
@@ -28,7 +30,7 @@ ShapedParams make_params(const ShapedGemm& call) {
   p.a = model_map(workspace.maps, call.operand, 2, 64);
   p.b = model_map(workspace.maps, call.operand, 4, depth_first ? kTile.tile_n / 2 : 64);
   p.out = model_map(workspace.maps, call.output, 4, 64);
-  p.shape = {.groups = static_cast<int>(call.groups), .counter = workspace.counter};
+  p.shape = {.sizes = {nullptr, static_cast<int>(call.groups), false}, .counter = workspace.counter};
   p.affine = {.bias = call.affine.bias.data,
               .bias_type = static_cast<int>(call.affine.bias.type),
               .columns = static_cast<int>(call.affine.bias.pitch),
@@ -61,7 +63,7 @@ void shaped_gemm(const ShapedGemm& call, int device, cudaStream_t stream) {
                             .wide_output = call.output == DType::kFloat32,
                             .skip_empty = call.accumulate && !call.affine.bias.data,
                             .zero_tail = call.zero_tail};
-  const GemmProblem problem{call.layout, call.operand, call.output, true, call.groups, 0, 0, 0, 0};  // for words
+  const GemmProblem problem = problem_of(call);
   FUSIBLE_CUDA_CHECK(prepare_shapes(params, source, multiprocessors, stream), "shapes of ", problem);
   if (call.accumulate && (call.betas || call.beta != 1))
     FUSIBLE_CUDA_CHECK(scale_shapes(params, call.output, call.betas, call.beta, multiprocessors, stream), "beta of ",

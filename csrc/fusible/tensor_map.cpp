@@ -22,8 +22,6 @@ Encode look_up_encoder() {
   return reinterpret_cast<Encode>(entry);
 }
 
-uint64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
-
 CUtensorMapDataType map_type(DType type) {
   switch (type) {
     case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;

@@ -105,12 +105,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   });
 }
 
-// Whether every vector of `count` elements lies within one block and is aligned.
+// Whether every vector lies within one block and is aligned.
 template <class Call>
-bool fits(const Call& c, int64_t count, std::initializer_list<const void*> tensors) {
-  uintptr_t addresses = 0;
-  for (const void* t : tensors) addresses |= reinterpret_cast<uintptr_t>(t);
-  return c.columns % count == 0 && (!c.activation.gated || c.activation.block % count == 0) && addresses % 16 == 0;
+bool fits(const Call& c, std::initializer_list<const void*> tensors) {
+  return vectors_fit(16 / bytes_of(c.type), {c.columns, c.activation.gated ? c.activation.block : 0}, tensors);
 }
 
 template <class Call>
@@ -126,14 +124,14 @@ void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream
 }  // namespace
 
 void activate(const ActivationForward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, wide ? 4 : 8, {c.pre, c.hidden});
+  const bool wide = c.type == DType::kFloat32, vectors = fits(c, {c.pre, c.hidden});
   if (wide) launch(vectors ? forward<float, 4> : forward<float, 1>, c, device, stream);
   else if (c.type == DType::kFloat16) launch(vectors ? forward<__half, 8> : forward<__half, 1>, c, device, stream);
   else launch(vectors ? forward<__nv_bfloat16, 8> : forward<__nv_bfloat16, 1>, c, device, stream);
 }
 
 void activate_backward(const ActivationBackward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, wide ? 4 : 8, {c.pre, c.dhidden, c.dpre, c.hidden});
+  const bool wide = c.type == DType::kFloat32, vectors = fits(c, {c.pre, c.dhidden, c.dpre, c.hidden});
   if (wide) launch(vectors ? backward<float, 4> : backward<float, 1>, c, device, stream);
   else if (c.type == DType::kFloat16) launch(vectors ? backward<__half, 8> : backward<__half, 1>, c, device, stream);
   else launch(vectors ? backward<__nv_bfloat16, 8> : backward<__nv_bfloat16, 1>, c, device, stream);

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 
+#include "device/groups.cuh"
 #include "fusible/clearing.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "kernels/rows_of_groups.cuh"
 
 namespace fusible {
 namespace {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__
   if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
-    const int64_t first = rows_of_groups(tail.sizes, tail.rows.tokens);
+    const int64_t first = rows_before(tail.sizes, tail.sizes.groups, tail.rows.tokens);
     if (aligned(tail.rows, 16)) zero_rows<uint4>(tail.rows, first);
     else if (aligned(tail.rows, 4)) zero_rows<uint32_t>(tail.rows, first);
     else if (aligned(tail.rows, 2)) zero_rows<uint16_t>(tail.rows, first);

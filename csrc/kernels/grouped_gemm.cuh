@@ -31,7 +31,7 @@ struct TokenGroups {
   static constexpr int kProducers = 1;  // arrivals at a stage
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
-    K::Scheduler::fill(s.groups, p.source, p.shape, lane);
+    K::Scheduler::fill(s.groups, p.shape, lane);
   }
   template <class K>
   DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {

@@ -3,14 +3,9 @@
 #include <cuda.h>
 
 #include "fusible/gemm_config.h"
+#include "fusible/groups.h"
 
 namespace fusible {
-
-// Where the groups lie in the token buffer, on the device: sizes of groups that follow one another.
-struct GroupSource {
-  const void* sizes;
-  bool wide;  // int64 rather than int32
-};
 
 // Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one
 // tensor these are the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and
@@ -20,7 +15,8 @@ struct Place {
 };
 
 struct TaskShape {
-  int groups, tokens;
+  SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
+  int tokens;
   int fixed_rows;       // output rows of a group, where they are not its tokens
   int columns;          // column tiles
   bool narrow_end;      // of the last one, at most two thirds exist
@@ -47,7 +43,6 @@ struct AffineSource {
 
 struct GemmParams {
   CUtensorMap a, b, out;
-  GroupSource source;
   TaskShape shape;
   AffineSource affine;
   int k_blocks;     // where the depth is not the group's tokens

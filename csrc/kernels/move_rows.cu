@@ -79,9 +79,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Whether rows can be moved in vectors of 16 bytes.
-bool fits(const RoutedRows& c, int64_t count) {
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(c.from) | reinterpret_cast<uintptr_t>(c.to);
-  return (c.columns | c.from_pitch | c.to_pitch) % count == 0 && addresses % 16 == 0;
+bool fits(const RoutedRows& c) {
+  return vectors_fit(16 / bytes_of(c.type), {c.columns, c.from_pitch, c.to_pitch}, {c.from, c.to});
 }
 
 dim3 grid_of(const RoutedRows& c, int vector) {
@@ -108,8 +107,8 @@ void spread_rows(const RoutedRows& c, bool fill, int device, cudaStream_t stream
   if (!c.tokens || !c.columns || !c.slots) return;
   const DeviceGuard guard(device);
   if (c.type == DType::kFloat32)
-    fits(c, 4) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
-  else fits(c, 8) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
+    fits(c) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
+  else fits(c) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "copying rows of ", c.tokens, " tokens, ", c.columns, " columns, to ", c.slots,
                      " slots");
 }
@@ -118,9 +117,9 @@ void sum_rows(const RoutedRows& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns) return;
   const DeviceGuard guard(device);
   switch (c.type) {
-    case DType::kFloat32: fits(c, 4) ? launch_sum<float, 4>(c, stream) : launch_sum<float, 1>(c, stream); break;
-    case DType::kFloat16: fits(c, 8) ? launch_sum<__half, 8>(c, stream) : launch_sum<__half, 1>(c, stream); break;
-    default: fits(c, 8) ? launch_sum<__nv_bfloat16, 8>(c, stream) : launch_sum<__nv_bfloat16, 1>(c, stream);
+    case DType::kFloat32: fits(c) ? launch_sum<float, 4>(c, stream) : launch_sum<float, 1>(c, stream); break;
+    case DType::kFloat16: fits(c) ? launch_sum<__half, 8>(c, stream) : launch_sum<__half, 1>(c, stream); break;
+    default: fits(c) ? launch_sum<__nv_bfloat16, 8>(c, stream) : launch_sum<__nv_bfloat16, 1>(c, stream);
   }
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "summing rows of ", c.tokens, " tokens, ", c.columns, " columns, over ",
                      c.slots, " slots");

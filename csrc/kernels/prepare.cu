@@ -50,7 +50,7 @@ Workspace lay_out(void* memory, int64_t groups) {
 cudaError_t prepare(const Workspace& to, std::span<const Place> places, std::span<const uintptr_t> biases,
                     cudaStream_t stream) {
   return std::max(places.size(), biases.size()) <= 64 ? launch<64>(to, places, biases, stream)
-                                                      : launch<512>(to, places, biases, stream);
+                                                      : launch<kMaxGroups>(to, places, biases, stream);
 }
 
 }  // namespace fusible

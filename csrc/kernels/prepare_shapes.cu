@@ -2,6 +2,7 @@
 // of the output.
 #include <algorithm>
 
+#include "device/groups.cuh"
 #include "device/map_update.cuh"
 #include "kernels/shaped.h"
 
@@ -10,23 +11,18 @@ namespace {
 
 constexpr int kThreads = 512,
               kWarps = kThreads / 32;  // a thread a group for the sums, then a warp a group for the maps
-static_assert(kThreads == 512, "as many as there are groups");
+static_assert(kThreads == kMaxGroups, "as many as there are groups");
 
 __device__ int64_t dim_of(const Dims& dims, int group) {
-  const int64_t size = !dims.values ? dims.uniform
-                       : dims.wide  ? static_cast<const long long*>(dims.values)[group]
-                                    : static_cast<const int*>(dims.values)[group];
-  return min(max(size, int64_t{0}), int64_t{(1ll << 31) - 1});
+  constexpr int64_t kMost = (1ll << 31) - 1;
+  return dims.sizes.sizes ? clamped_size(dims.sizes, group, kMost) : min(max(dims.uniform, int64_t{0}), kMost);
 }
 
 // Sum over this thread and all before it; by all threads of the block.
-__device__ int64_t scan(int64_t x) {
+__device__ int64_t scan_block(int64_t x) {
   __shared__ long long totals[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const long long other = __shfl_up_sync(~0u, static_cast<long long>(x), offset);
-    if (lane >= offset) x += other;
-  }
+  x = scan(x, lane);
   if (lane == 31) totals[warp] = x;
   __syncthreads();
   for (int i = 0; i < warp; ++i) x += totals[i];
@@ -41,7 +37,7 @@ struct Packed {
 };
 __device__ Packed find(int64_t rows, int64_t columns, int64_t room) {
   const int64_t size = rows * columns, counted = min(size, room + 1);  // a sum that cannot overflow
-  const int64_t start = scan(counted) - counted;
+  const int64_t start = scan_block(counted) - counted;
   return {rows, columns, start, start + size <= room};
 }
 
@@ -51,7 +47,7 @@ __device__ bool reachable(const void* data, int64_t start, int64_t pitch, int el
 
 // By thread g; `end` is where the outputs of this and all groups before it end.
 __device__ ShapedGroup find_group(const ShapedParams& p, const ShapedSource& s, int g, int64_t& end) {
-  const bool exists = g < p.shape.groups;
+  const bool exists = g < p.shape.sizes.groups;
   const auto sized = [&](const PackedMatrices& m) {
     return find(exists ? dim_of(m.rows, g) : 0, exists ? dim_of(m.columns, g) : 0, m.elements);
   };
@@ -68,7 +64,7 @@ __device__ ShapedGroup find_group(const ShapedParams& p, const ShapedSource& s, 
   if (!group.k || !reachable(p.b_data, b.start, b.columns, 2)) group.plain |= kPlainB;
   if (!reachable(p.out_data, out.start, out.columns, s.wide_output ? 4 : 2)) group.plain |= kPlainOut;
   const int64_t rows = (group.m + s.tile_m - 1) / s.tile_m, columns = (group.n + int64_t{s.tile_n} - 1) / s.tile_n;
-  group.tasks_end = static_cast<int>(scan(s.skip_empty && !group.k ? 0 : rows * columns));
+  group.tasks_end = static_cast<int>(scan_block(s.skip_empty && !group.k ? 0 : rows * columns));
   return group;
 }
 
@@ -133,12 +129,12 @@ __global__ void __launch_bounds__(kThreads)
   const int g = threadIdx.x, first = blockIdx.x * kWarps, warp = g / 32;
   int64_t end;
   const ShapedGroup group = find_group(p, s, g, end);
-  if (g >= first && g < min(first + kWarps, p.shape.groups)) groups[g] = mine[g - first] = group;
-  if (g == p.shape.groups - 1) last = end;
+  if (g >= first && g < min(first + kWarps, p.shape.sizes.groups)) groups[g] = mine[g - first] = group;
+  if (g == p.shape.sizes.groups - 1) last = end;
   if (g == 0 && first == 0) *p.shape.counter = 0;
   if (g < 32 && first == 0) copy_edges(p, g);
   __syncthreads();
-  if (first + warp < p.shape.groups) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
+  if (first + warp < p.shape.sizes.groups) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
   if (!s.zero_tail) return;
   if (s.wide_output) zero<uint32_t>(p.out_data, last, s.out_elements);
   else zero<uint16_t>(p.out_data, last, s.out_elements);
@@ -175,7 +171,7 @@ ShapedWorkspace lay_out_shaped(void* memory, int64_t groups) {
 }
 
 cudaError_t prepare_shapes(const ShapedParams& p, const ShapedSource& s, int multiprocessors, cudaStream_t stream) {
-  const int of_groups = (p.shape.groups + kWarps - 1) / kWarps,
+  const int of_groups = (p.shape.sizes.groups + kWarps - 1) / kWarps,
             blocks = s.zero_tail ? std::max(of_groups, multiprocessors) : of_groups;
   prepare_shapes_kernel<<<blocks, kThreads, 0, stream>>>(p, s, const_cast<ShapedGroup*>(p.groups));
   return cudaGetLastError();
@@ -183,8 +179,8 @@ cudaError_t prepare_shapes(const ShapedParams& p, const ShapedSource& s, int mul
 
 cudaError_t scale_shapes(const ShapedParams& p, DType type, const float* betas, float beta, int multiprocessors,
                          cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.groups)),
-                  static_cast<unsigned>(p.shape.groups));
+  const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.sizes.groups)),
+                  static_cast<unsigned>(p.shape.sizes.groups));
   if (type == DType::kFloat32)
     scale_shapes_kernel<float><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
   else if (type == DType::kFloat16)

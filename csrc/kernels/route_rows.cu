@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "device/activation.cuh"
+#include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/routing.h"
@@ -13,7 +14,7 @@
 namespace fusible {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kMostBuckets = kMostRoutedGroups + 1;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kMostBuckets = kMaxGroups + 1;
 constexpr int64_t kSlotsOfBlock = 8 * kThreads, kMostBlocks = 256;
 
 // Equal stretches for all blocks but the last, which divide into stretches of whole warps.
@@ -28,7 +29,7 @@ Stretches stretches_of(int64_t slots) {
 }
 
 __device__ int bucket_of(const Route& c, int64_t slot) {
-  const int64_t id = c.wide ? static_cast<const int64_t*>(c.ids)[slot] : static_cast<const int32_t*>(c.ids)[slot];
+  const int64_t id = read_index(c.ids, c.wide, slot);
   return id < 0 || id >= c.groups ? c.groups : static_cast<int>(id);
 }
 
@@ -62,11 +63,7 @@ __device__ void scan_totals(const int* totals, int* starts, int last, int lane) 
   int before = 0;
   for (int base = 0; base <= last; base += 32) {
     const int own = base + lane <= last ? totals[base + lane] : 0;
-    int sum = own;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, offset);
-      if (lane >= offset) sum += other;
-    }
+    const int sum = scan(own, lane);
     if (base + lane <= last) starts[base + lane] = before + sum - own;
     before += __shfl_sync(~0u, sum, 31);
   }
@@ -131,8 +128,8 @@ int64_t route_workspace_bytes(int64_t slots, int groups) {
 }
 
 void route(const Route& c, int device, cudaStream_t stream) {
-  FUSIBLE_CHECK(c.groups >= 1 && c.groups <= kMostRoutedGroups, "1 to ", kMostRoutedGroups,
-                " experts can be routed to, got ", c.groups);
+  FUSIBLE_CHECK(c.groups >= 1 && c.groups <= kMaxGroups, "1 to ", kMaxGroups, " experts can be routed to, got ",
+                c.groups);
   FUSIBLE_CHECK(c.slots >= 0 && c.slots < (int64_t{1} << 30), "fewer than 2^30 slots can be routed, got ", c.slots);
   const DeviceGuard guard(device);
   const Stretches stretches = stretches_of(c.slots);

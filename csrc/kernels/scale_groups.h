@@ -14,8 +14,8 @@ struct ScaleGroups {
   DType type;
   int64_t pitch, group_stride, columns;  // in elements
   const Place* places;                   // of each group's matrix; null where they are one tensor
-  GroupSource source;
-  int groups, tokens;
+  SplitSizes sizes;
+  int64_t tokens;
   int64_t fixed_rows;  // 0: the tokens of the group
   const float* betas;  // [groups]; null: `beta` for all of them
   float beta;

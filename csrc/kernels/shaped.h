@@ -10,10 +10,9 @@
 
 namespace fusible {
 
-// Rows or columns of each group: an array on the device, int32 or (wide) int64, or one number for all.
+// Rows or columns of each group, or one number for all.
 struct Dims {
-  const void* values;  // null: `uniform`
-  bool wide;
+  SplitSizes sizes;  // without data: `uniform`
   int64_t uniform;
 };
 

@@ -3,10 +3,10 @@
 // pre-activation's bias.
 #include <cuda_runtime.h>
 
+#include "device/groups.cuh"
 #include "device/octet.cuh"
 #include "fusible/error.h"
 #include "kernels/activation_entry.h"
-#include "kernels/rows_of_groups.cuh"
 
 namespace fusible {
 namespace {
@@ -15,7 +15,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kColumns = 128;  // of a b
 
 __global__ void __launch_bounds__(kThreads)
     sum_shares_kernel(const float* shares, int count, int64_t tokens, const SplitSizes sizes, void* out, DType type) {
-  const int64_t rows = rows_of_groups(sizes, tokens);
+  const int64_t rows = rows_before(sizes, sizes.groups, tokens);
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (token >= tokens) return;
   float sum = 0.f;
@@ -28,10 +28,8 @@ __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums ca
   __shared__ float4 sums[kWarps][32];
   const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             column = blockIdx.y * kColumns + lane * 4;
-  const auto rows_before = [&](int group) {
-    return static_cast<int>(rows_of_groups({call.sizes.sizes, group, call.sizes.wide}, call.tokens));
-  };
-  const int start = rows_before(group), blocks = (rows_before(group + 1) - start + 63) / 64;
+  const auto start_of = [&](int group) { return static_cast<int>(rows_before(call.sizes, group, call.tokens)); };
+  const int start = start_of(group), blocks = (start_of(group + 1) - start + 63) / 64;
   const int64_t first = block_of_rows(group, start, 0);
   float4 sum{};
   if (column < call.columns) {
