@@ -6,6 +6,7 @@
 // that belong to 64 rows where there is room for it twice; or one by one, reusing the room.
 #pragma once
 #include "device/barrier.cuh"
+#include "device/element.cuh"
 #include "device/tile_scheduler.cuh"
 #include "device/tma.cuh"
 
@@ -110,10 +111,7 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
     if ((source.bias || source.biases) && exists) {
       const void* biases = source.biases ? source.biases[tile.group] : source.bias;
       const int64_t at = source.biases ? column : tile.group * source.bias_pitch + column;
-      bias = source.bias_type == static_cast<int>(DType::kFloat32) ? static_cast<const float*>(biases)[at]
-             : source.bias_type == static_cast<int>(DType::kFloat16)
-                 ? __half2float(static_cast<const __half*>(biases)[at])
-                 : __bfloat162float(static_cast<const __nv_bfloat16*>(biases)[at]);
+      bias = read_number(biases, source.bias_type, at);
     }
     stage.bias[i] = bias;
   }

@@ -44,21 +44,22 @@ void check_activation(const GemmProblem& p, const Activation& a, int64_t columns
                 columns, ". ", p);
 }
 
+// body(layout, operand) of a product whose rows are tokens.
+template <class Body>
+KernelEntry dispatch_product(const GemmProblem& p, const Body& body) {
+  return dispatch<Layout::kNT, Layout::kNN>(p.layout, [&](auto layout) {
+    return dispatch_dtype_of_16_bits(p.operand, [&](auto operand) { return body(layout, operand); });
+  });
+}
 KernelEntry forward_entry(const GemmProblem& p, bool halves, int variant) {
-  const bool bf16 = p.operand == DType::kBFloat16;
-  if (p.layout == Layout::kNT)
-    return bf16 ? activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.affine, variant)
-                : activation_entry<Layout::kNT, DType::kFloat16>(halves, p.affine, variant);
-  return bf16 ? activation_entry<Layout::kNN, DType::kBFloat16>(halves, p.affine, variant)
-              : activation_entry<Layout::kNN, DType::kFloat16>(halves, p.affine, variant);
+  return dispatch_product(p, [&](auto layout, auto operand) {
+    return activation_entry<decltype(layout)::value, decltype(operand)::value>(halves, p.affine, variant);
+  });
 }
 KernelEntry backward_entry(const GemmProblem& p, int variant) {
-  const bool bf16 = p.operand == DType::kBFloat16;
-  if (p.layout == Layout::kNT)
-    return bf16 ? activation_backward_entry<Layout::kNT, DType::kBFloat16>(variant)
-                : activation_backward_entry<Layout::kNT, DType::kFloat16>(variant);
-  return bf16 ? activation_backward_entry<Layout::kNN, DType::kBFloat16>(variant)
-              : activation_backward_entry<Layout::kNN, DType::kFloat16>(variant);
+  return dispatch_product(p, [&](auto layout, auto operand) {
+    return activation_backward_entry<decltype(layout)::value, decltype(operand)::value>(variant);
+  });
 }
 
 ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,

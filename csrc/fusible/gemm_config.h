@@ -3,13 +3,12 @@
 #include <cstdint>
 #include <iosfwd>
 
+#include "fusible/dtype.h"
+
 namespace fusible {
 
 // How many blocks of a size n needs.
 constexpr int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
-constexpr int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 // Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
 enum class Layout : int {

@@ -76,7 +76,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                   .places = workspace.places};
   params.affine = {.bias = call.affine.bias.data,
                    .biases = workspace.biases,
-                   .bias_type = static_cast<int>(call.affine.bias.type),
+                   .bias_type = call.affine.bias.type,
                    .columns = static_cast<int>(p.n),
                    .bias_pitch = call.affine.bias.pitch,
                    .row_scale = call.affine.row_scale,

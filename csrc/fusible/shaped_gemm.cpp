@@ -32,7 +32,7 @@ ShapedParams make_params(const ShapedGemm& call) {
   p.out = model_map(workspace.maps, call.output, 4, 64);
   p.shape = {.sizes = {nullptr, static_cast<int>(call.groups), false}, .counter = workspace.counter};
   p.affine = {.bias = call.affine.bias.data,
-              .bias_type = static_cast<int>(call.affine.bias.type),
+              .bias_type = call.affine.bias.type,
               .columns = static_cast<int>(call.affine.bias.pitch),
               .bias_pitch = call.affine.bias.pitch,
               .alphas = call.affine.alphas,
@@ -71,8 +71,10 @@ void shaped_gemm(const ShapedGemm& call, int device, cudaStream_t stream) {
   const GemmConfig config{.variant = kShapedVariant,
                           .grid = static_cast<int>(std::min<int64_t>(multiprocessors, call.out_elements)),
                           .on_demand = true};
-  const auto entry = call.operand == DType::kBFloat16 ? shaped_entry<DType::kBFloat16> : shaped_entry<DType::kFloat16>;
-  launch(params, entry(call.layout, source.wide_output), config, problem, device, stream);
+  const KernelEntry entry = dispatch_dtype_of_16_bits(call.operand, [&](auto operand) {
+    return shaped_entry<decltype(operand)::value>(call.layout, source.wide_output);
+  });
+  launch(params, entry, config, problem, device, stream);
 }
 
 }  // namespace fusible

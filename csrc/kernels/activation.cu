@@ -124,17 +124,18 @@ void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream
 }  // namespace
 
 void activate(const ActivationForward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, {c.pre, c.hidden});
-  if (wide) launch(vectors ? forward<float, 4> : forward<float, 1>, c, device, stream);
-  else if (c.type == DType::kFloat16) launch(vectors ? forward<__half, 8> : forward<__half, 1>, c, device, stream);
-  else launch(vectors ? forward<__nv_bfloat16, 8> : forward<__nv_bfloat16, 1>, c, device, stream);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch(fits(c, {c.pre, c.hidden}) ? forward<T, 16 / sizeof(T)> : forward<T, 1>, c, device, stream);
+  });
 }
 
 void activate_backward(const ActivationBackward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, {c.pre, c.dhidden, c.dpre, c.hidden});
-  if (wide) launch(vectors ? backward<float, 4> : backward<float, 1>, c, device, stream);
-  else if (c.type == DType::kFloat16) launch(vectors ? backward<__half, 8> : backward<__half, 1>, c, device, stream);
-  else launch(vectors ? backward<__nv_bfloat16, 8> : backward<__nv_bfloat16, 1>, c, device, stream);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch(fits(c, {c.pre, c.dhidden, c.dpre, c.hidden}) ? backward<T, 16 / sizeof(T)> : backward<T, 1>, c, device,
+           stream);
+  });
 }
 
 }  // namespace fusible

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "device/element.cuh"
 #include "device/groups.cuh"
 #include "device/vector.cuh"
 #include "fusible/device.h"
@@ -182,17 +183,11 @@ int64_t column_sums_workspace(int64_t tokens, int64_t columns, int groups) {
 void column_sums(const ColumnSums& c, int device, cudaStream_t stream) {
   if (!c.sizes.groups || !c.rows.columns) return;
   const DeviceGuard guard(device);
-  const bool vectors = fits(c.rows);
-  switch (c.rows.type) {
-    case DType::kFloat32: vectors ? launch_sums<float, 4>(c, stream) : launch_sums<float, 1>(c, stream); break;
-    case DType::kFloat16: vectors ? launch_sums<__half, 8>(c, stream) : launch_sums<__half, 1>(c, stream); break;
-    default: vectors ? launch_sums<__nv_bfloat16, 8>(c, stream) : launch_sums<__nv_bfloat16, 1>(c, stream);
-  }
-  switch (c.out_type) {
-    case DType::kFloat32: launch_additions<float>(c, stream); break;
-    case DType::kFloat16: launch_additions<__half>(c, stream); break;
-    default: launch_additions<__nv_bfloat16>(c, stream);
-  }
+  dispatch_dtype(c.rows.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c.rows) ? launch_sums<T, 16 / sizeof(T)>(c, stream) : launch_sums<T, 1>(c, stream);
+  });
+  dispatch_dtype(c.out_type, [&](auto type) { launch_additions<Element<decltype(type)::value>>(c, stream); });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "column sums of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
                      c.sizes.groups, " groups");
 }
@@ -200,11 +195,10 @@ void column_sums(const ColumnSums& c, int device, cudaStream_t stream) {
 void row_dots(const RowDots& c, int device, cudaStream_t stream) {
   if (!c.rows.tokens) return;
   const DeviceGuard guard(device);
-  switch (c.rows.type) {
-    case DType::kFloat32: launch_dots<float, 4>(c, stream); break;
-    case DType::kFloat16: launch_dots<__half, 8>(c, stream); break;
-    default: launch_dots<__nv_bfloat16, 8>(c, stream);
-  }
+  dispatch_dtype(c.rows.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch_dots<T, 16 / sizeof(T)>(c, stream);
+  });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "row dots of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
                      c.sizes.groups, " groups");
 }

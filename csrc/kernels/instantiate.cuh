@@ -2,13 +2,10 @@
 #pragma once
 #include <utility>
 
+#include "device/element.cuh"
 #include "kernels/grouped_gemm.cuh"
 
 namespace fusible {
-
-template <DType kType>
-using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16,
-                                   std::conditional_t<kType == DType::kFloat16, __half, float>>;
 
 template <Layout kLayout, TileVariant kVariant>
 struct Operands;

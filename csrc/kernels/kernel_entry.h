@@ -32,7 +32,7 @@ struct TaskShape {
 struct AffineSource {
   const void* bias;           // [groups, bias_pitch]
   const void* const* biases;  // [groups]; null where they are one tensor
-  int bias_type;              // DType
+  DType bias_type;
   int columns;
   int64_t bias_pitch;
   int half;                             // where a tile has columns of both halves of a row: how many a half has; else 0

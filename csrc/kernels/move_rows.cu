@@ -106,7 +106,7 @@ void launch_sum(const RoutedRows& c, cudaStream_t stream) {
 void spread_rows(const RoutedRows& c, bool fill, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns || !c.slots) return;
   const DeviceGuard guard(device);
-  if (c.type == DType::kFloat32)
+  if (bytes_of(c.type) == 4)
     fits(c) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
   else fits(c) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "copying rows of ", c.tokens, " tokens, ", c.columns, " columns, to ", c.slots,
@@ -116,11 +116,10 @@ void spread_rows(const RoutedRows& c, bool fill, int device, cudaStream_t stream
 void sum_rows(const RoutedRows& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns) return;
   const DeviceGuard guard(device);
-  switch (c.type) {
-    case DType::kFloat32: fits(c) ? launch_sum<float, 4>(c, stream) : launch_sum<float, 1>(c, stream); break;
-    case DType::kFloat16: fits(c) ? launch_sum<__half, 8>(c, stream) : launch_sum<__half, 1>(c, stream); break;
-    default: fits(c) ? launch_sum<__nv_bfloat16, 8>(c, stream) : launch_sum<__nv_bfloat16, 1>(c, stream);
-  }
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c) ? launch_sum<T, 16 / sizeof(T)>(c, stream) : launch_sum<T, 1>(c, stream);
+  });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "summing rows of ", c.tokens, " tokens, ", c.columns, " columns, over ",
                      c.slots, " slots");
 }

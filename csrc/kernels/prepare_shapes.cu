@@ -2,6 +2,7 @@
 // of the output.
 #include <algorithm>
 
+#include "device/element.cuh"
 #include "device/groups.cuh"
 #include "device/map_update.cuh"
 #include "kernels/shaped.h"
@@ -181,11 +182,10 @@ cudaError_t scale_shapes(const ShapedParams& p, DType type, const float* betas, 
                          cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.sizes.groups)),
                   static_cast<unsigned>(p.shape.sizes.groups));
-  if (type == DType::kFloat32)
-    scale_shapes_kernel<float><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
-  else if (type == DType::kFloat16)
-    scale_shapes_kernel<__half><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
-  else scale_shapes_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
+  dispatch_dtype(type, [&](auto constant) {
+    using T = Element<decltype(constant)::value>;
+    scale_shapes_kernel<T><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
+  });
   return cudaGetLastError();
 }
 

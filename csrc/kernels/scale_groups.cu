@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "device/element.cuh"
 #include "device/groups.cuh"
 #include "device/vector.cuh"
 #include "fusible/tensor_map.h"
@@ -55,9 +56,10 @@ cudaError_t scale_groups(const ScaleGroups& c, int multiprocessors, cudaStream_t
   const int64_t wanted = std::max<int64_t>(1, 8 * multiprocessors / c.sizes.groups),
                 blocks = std::min((rows + kWarps - 1) / kWarps, wanted);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.sizes.groups));
-  if (c.type == DType::kFloat32) scale_groups_kernel<float><<<grid, kThreads, 0, stream>>>(c);
-  else if (c.type == DType::kFloat16) scale_groups_kernel<__half><<<grid, kThreads, 0, stream>>>(c);
-  else scale_groups_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(c);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    scale_groups_kernel<T><<<grid, kThreads, 0, stream>>>(c);
+  });
   return cudaGetLastError();
 }
 
