@@ -11,15 +11,15 @@
 #include <vector>
 
 #include "fusible/activation.h"
-#include "fusible/clearing.h"
 #include "fusible/device.h"
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
+#include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
-#include "fusible/shaped_gemm.h"
+#include "fusible/zeroing.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -33,8 +33,8 @@ void launch(const LinearActivation& call, int device, cudaStream_t stream) { lin
 void launch(const LinearActivationBackward& call, int device, cudaStream_t stream) {
   linear_activation_backward(call, device, stream);
 }
-void clear_before(LinearActivation& call, Clearing& clearing) { clear_before(call.gemm, clearing); }
-void clear_before(LinearActivationBackward& call, Clearing& clearing) { clear_before(call.gemm, clearing); }
+void zero_before(LinearActivation& call, Zeroing& zeroing) { zero_before(call.gemm, zeroing); }
+void zero_before(LinearActivationBackward& call, Zeroing& zeroing) { zero_before(call.gemm, zeroing); }
 }  // namespace fusible
 
 namespace {
@@ -54,7 +54,7 @@ const T* pointer(Address address) {
 fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
     int layout, int operand, int output, int device, Stream stream, int64_t groups, int64_t tokens, int64_t m,
     int64_t n, int64_t k, Address a, int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, Address out,
-    int64_t out_pitch, int64_t out_group, Address sizes, bool wide, bool accumulate, Address bias, int bias_type,
+    int64_t out_pitch, int64_t out_group, Address sizes, bool int64_sizes, bool accumulate, Address bias, int bias_type,
     int64_t bias_pitch, Address row_scale, Address bias_scale, Address alphas, float alpha, Address betas, float beta,
     Address workspace, int variant, const Addresses& b_addresses, const Addresses& out_addresses,
     const Addresses& bias_addresses, bool zero_tail) {
@@ -67,12 +67,12 @@ fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
       .a = {pointer<void>(a), type, a_pitch, 0},
       .b = {pointer<void>(b), type, b_pitch, b_group, b_addresses},
       .out = {pointer<void>(out), static_cast<DType>(output), out_pitch, out_group, out_addresses},
-      .sizes = {pointer<void>(sizes), static_cast<int>(groups), wide},
-      .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0, bias_addresses},
-                 pointer<float>(row_scale),
-                 pointer<float>(bias_scale),
-                 pointer<float>(alphas),
-                 alpha},
+      .sizes = {pointer<void>(sizes), static_cast<int>(groups), int64_sizes},
+      .epilogue = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0, bias_addresses},
+                   pointer<float>(row_scale),
+                   pointer<float>(bias_scale),
+                   pointer<float>(alphas),
+                   alpha},
       .accumulate = accumulate,
       .betas = pointer<float>(betas),
       .beta = beta,
@@ -84,11 +84,11 @@ fusible::OnStream<fusible::GroupedGemm> grouped_gemm(
 }
 
 std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens,
-                                int64_t m, int64_t n, int64_t k, bool affine) {
+                                int64_t m, int64_t n, int64_t k, bool scale_bias) {
   const fusible::GemmProblem problem{static_cast<fusible::Layout>(layout),
                                      static_cast<fusible::DType>(operand),
                                      static_cast<fusible::DType>(output),
-                                     affine,
+                                     scale_bias,
                                      groups,
                                      tokens,
                                      m,
@@ -109,12 +109,12 @@ fusible::PackedMatrices packed(const Packed& m, int64_t groups) {
   return {pointer<void>(m[0]), m[1], dims(2), dims(5)};
 }
 
-void shaped_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, const Packed& a,
+void ragged_gemm(int layout, int operand, int output, int device, Stream stream, int64_t groups, const Packed& a,
                  const Packed& b, Address out, int64_t out_elements, bool zero_tail, bool accumulate, Address bias,
                  int bias_type, int64_t bias_pitch, Address alphas, float alpha, Address betas, float beta,
                  Address workspace) {
   using fusible::DType;
-  fusible::ShapedGemm call{.layout = static_cast<fusible::Layout>(layout),
+  fusible::RaggedGemm call{.layout = static_cast<fusible::Layout>(layout),
                            .operand = static_cast<DType>(operand),
                            .output = static_cast<DType>(output),
                            .groups = groups,
@@ -122,17 +122,17 @@ void shaped_gemm(int layout, int operand, int output, int device, Stream stream,
                            .b = packed(b, groups),
                            .out = reinterpret_cast<void*>(out),
                            .out_elements = out_elements,
-                           .affine = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0},
-                                      nullptr,
-                                      nullptr,
-                                      pointer<float>(alphas),
-                                      alpha},
+                           .epilogue = {{pointer<void>(bias), static_cast<DType>(bias_type), bias_pitch, 0},
+                                        nullptr,
+                                        nullptr,
+                                        pointer<float>(alphas),
+                                        alpha},
                            .accumulate = accumulate,
                            .zero_tail = zero_tail,
                            .betas = pointer<float>(betas),
                            .beta = beta,
                            .workspace = reinterpret_cast<void*>(workspace)};
-  fusible::shaped_gemm(call, device, reinterpret_cast<cudaStream_t>(stream));
+  fusible::ragged_gemm(call, device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 fusible::Activation activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
@@ -170,13 +170,13 @@ void activate_backward(int curve, bool gated, float alpha, float limit, float li
 
 fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a,
                              int64_t a_pitch, Address b, int64_t b_pitch, int64_t b_group, const Addresses& b_addresses,
-                             Address sizes, bool wide, Address workspace, int variant) {
+                             Address sizes, bool int64_sizes, Address workspace, int variant) {
   const auto type = static_cast<fusible::DType>(operand);
   fusible::GroupedGemm call{};
   call.problem = {static_cast<fusible::Layout>(layout), type, type, false, groups, tokens, 0, n, k};
   call.a = {pointer<void>(a), type, a_pitch, 0};
   call.b = {pointer<void>(b), type, b_pitch, b_group, b_addresses};
-  call.sizes = {pointer<void>(sizes), static_cast<int>(groups), wide};
+  call.sizes = {pointer<void>(sizes), static_cast<int>(groups), int64_sizes};
   call.workspace = reinterpret_cast<void*>(workspace);
   call.variant = variant;
   return call;
@@ -185,17 +185,17 @@ fusible::GroupedGemm gemm_of(int layout, int operand, int64_t groups, int64_t to
 fusible::OnStream<fusible::LinearActivation> linear_activation(
     int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
     int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch,
-    Address b, int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address bias,
-    int bias_type, int64_t bias_pitch, const Addresses& bias_addresses, Address bias_scale, Address scales,
-    int scales_type, Address pre, Address hidden, Address workspace, int variant) {
+    Address b, int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool int64_sizes,
+    Address bias, int bias_type, int64_t bias_pitch, const Addresses& bias_addresses, Address bias_scale,
+    Address scales, int scales_type, Address pre, Address hidden, Address workspace, int variant) {
   fusible::GroupedGemm gemm = gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group,
-                                      b_addresses, sizes, wide, workspace, variant);
-  gemm.problem.affine = bias || !bias_addresses.empty();
-  gemm.affine = {{pointer<void>(bias), static_cast<fusible::DType>(bias_type), bias_pitch, 0, bias_addresses},
-                 nullptr,
-                 pointer<float>(bias_scale),
-                 nullptr,
-                 1.f};
+                                      b_addresses, sizes, int64_sizes, workspace, variant);
+  gemm.problem.scale_bias = bias || !bias_addresses.empty();
+  gemm.epilogue = {{pointer<void>(bias), static_cast<fusible::DType>(bias_type), bias_pitch, 0, bias_addresses},
+                   nullptr,
+                   pointer<float>(bias_scale),
+                   nullptr,
+                   1.f};
   gemm.out = {pointer<void>(pre), gemm.problem.operand, n, 0};
   return {{gemm,
            activation(curve, gated, alpha, limit, linear_offset, block),
@@ -208,11 +208,11 @@ fusible::OnStream<fusible::LinearActivation> linear_activation(
 fusible::OnStream<fusible::LinearActivationBackward> linear_activation_backward(
     int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int device, Stream stream,
     int layout, int operand, int64_t groups, int64_t tokens, int64_t n, int64_t k, Address a, int64_t a_pitch,
-    Address b, int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool wide, Address scales,
-    int scales_type, Address pre, Address dpre, Address dscales, Address hidden, Address dbias, int dbias_type,
-    Address workspace, int variant) {
+    Address b, int64_t b_pitch, int64_t b_group, const Addresses& b_addresses, Address sizes, bool int64_sizes,
+    Address scales, int scales_type, Address pre, Address dpre, Address dscales, Address hidden, Address dbias,
+    int dbias_type, Address workspace, int variant) {
   const fusible::GroupedGemm gemm = gemm_of(layout, operand, groups, tokens, n, k, a, a_pitch, b, b_pitch, b_group,
-                                            b_addresses, sizes, wide, workspace, variant);
+                                            b_addresses, sizes, int64_sizes, workspace, variant);
   return {{gemm,
            activation(curve, gated, alpha, limit, linear_offset, block),
            {pointer<void>(scales), static_cast<fusible::DType>(scales_type)},
@@ -228,10 +228,11 @@ fusible::OnStream<fusible::LinearActivationBackward> linear_activation_backward(
 
 // The configuration that linear_activation or its backward chooses, in words; n counts the columns of the product.
 std::string linear_activation_config(bool backward, bool gated, int64_t block, int operand, int device, int64_t groups,
-                                     int64_t tokens, int64_t n, int64_t k, bool affine) {
+                                     int64_t tokens, int64_t n, int64_t k, bool scale_bias) {
   using fusible::Layout;
   const auto type = static_cast<fusible::DType>(operand);
-  const fusible::GemmProblem problem{backward ? Layout::kNN : Layout::kNT, type, type, affine, groups, tokens, 0, n, k};
+  const fusible::GemmProblem problem{
+      backward ? Layout::kNN : Layout::kNT, type, type, scale_bias, groups, tokens, 0, n, k};
   const int multiprocessors = fusible::device_properties(device).multiprocessors;
   std::ostringstream text;
   if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
@@ -241,10 +242,11 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
 }
 
 void zero_tail(int device, Stream stream, Address data, int64_t tokens, int64_t row_bytes, int64_t pitch_bytes,
-               Address sizes, int groups, bool wide) {
-  fusible::clear(
-      {{}, {{{reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes}, {pointer<void>(sizes), groups, wide}}}},
-      device, reinterpret_cast<cudaStream_t>(stream));
+               Address sizes, int groups, bool int64_sizes) {
+  fusible::zero({{},
+                 {{{reinterpret_cast<void*>(data), tokens, row_bytes, pitch_bytes},
+                   {pointer<void>(sizes), groups, int64_sizes}}}},
+                device, reinterpret_cast<cudaStream_t>(stream));
 }
 
 fusible::DenseRows dense_rows(Address data, int type, int64_t tokens, int64_t columns, int64_t pitch) {
@@ -252,10 +254,11 @@ fusible::DenseRows dense_rows(Address data, int type, int64_t tokens, int64_t co
 }
 
 void column_sums(int device, Stream stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch,
-                 Address sizes, int groups, bool wide, Address scale, Address out, int out_type, Address workspace) {
+                 Address sizes, int groups, bool int64_sizes, Address scale, Address out, int out_type,
+                 Address workspace) {
   fusible::column_sums({dense_rows(rows, type, tokens, columns, pitch),
                         pointer<float>(scale),
-                        {pointer<void>(sizes), groups, wide},
+                        {pointer<void>(sizes), groups, int64_sizes},
                         reinterpret_cast<void*>(out),
                         static_cast<fusible::DType>(out_type),
                         reinterpret_cast<float*>(workspace)},
@@ -263,11 +266,11 @@ void column_sums(int device, Stream stream, Address rows, int type, int64_t toke
 }
 
 void row_dots(int device, Stream stream, Address rows, int type, int64_t tokens, int64_t columns, int64_t pitch,
-              Address sizes, int groups, bool wide, Address vectors, int vectors_type, Address out) {
+              Address sizes, int groups, bool int64_sizes, Address vectors, int vectors_type, Address out) {
   fusible::row_dots({dense_rows(rows, type, tokens, columns, pitch),
                      pointer<void>(vectors),
                      static_cast<fusible::DType>(vectors_type),
-                     {pointer<void>(sizes), groups, wide},
+                     {pointer<void>(sizes), groups, int64_sizes},
                      reinterpret_cast<float*>(out)},
                     device, reinterpret_cast<cudaStream_t>(stream));
 }
@@ -352,10 +355,10 @@ T* writable(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void route(int device, Stream stream, Address ids, bool wide, int64_t slots, int groups, Address weights,
+void route(int device, Stream stream, Address ids, bool int64_ids, int64_t slots, int groups, Address weights,
            int weights_type, Address sizes, Address order, Address place, Address scales, Address counts) {
   fusible::route({pointer<void>(ids),
-                  wide,
+                  int64_ids,
                   slots,
                   groups,
                   {pointer<void>(weights), static_cast<fusible::DType>(weights_type)},
@@ -422,7 +425,7 @@ fusible::RoutedMlp routed_mlp(int curve, bool gated, float alpha, float limit, f
 }
 
 void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, int64_t tokens, int slots, Address x,
-                    int64_t pitch, Address ids, bool wide, Address weights, int weights_type, Address out,
+                    int64_t pitch, Address ids, bool int64_ids, Address weights, int weights_type, Address out,
                     Address workspace) {
   fusible::routed_mlp(mlp,
                       {tokens,
@@ -430,7 +433,7 @@ void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, in
                        pointer<void>(x),
                        pitch,
                        pointer<void>(ids),
-                       wide,
+                       int64_ids,
                        {pointer<void>(weights), static_cast<fusible::DType>(weights_type)},
                        writable<void>(out),
                        writable<void>(workspace)},
@@ -438,11 +441,12 @@ void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, in
 }
 
 // The numbers of those that are built for each layout, for results in fp32 or of 16 bits.
-std::vector<std::vector<int>> tile_variants(bool wide) {
+std::vector<std::vector<int>> tile_variants(bool fp32_output) {
   std::vector<std::vector<int>> all(3);
   for (size_t layout = 0; layout < all.size(); ++layout)
     for (int i = 0; i < fusible::kTileVariantCount; ++i)
-      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], wide)) all[layout].push_back(i);
+      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], fp32_output))
+        all[layout].push_back(i);
   return all;
 }
 
@@ -456,21 +460,23 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_properties", &device_properties, "device"_a);
   launches.def("grouped_gemm", &grouped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a,
                "tokens"_a, "m"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "out"_a,
-               "out_pitch"_a, "out_group"_a, "sizes"_a, "wide"_a, "accumulate"_a, "bias"_a = 0, "bias_type"_a = 0,
-               "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0, "alpha"_a = 1, "betas"_a = 0,
-               "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1, "b_addresses"_a = Addresses(),
-               "out_addresses"_a = Addresses(), "bias_addresses"_a = Addresses(), "zero_tail"_a = false,
+               "out_pitch"_a, "out_group"_a, "sizes"_a, "int64_sizes"_a, "accumulate"_a, "bias"_a = 0,
+               "bias_type"_a = 0, "bias_pitch"_a = 0, "row_scale"_a = 0, "bias_scale"_a = 0, "alphas"_a = 0,
+               "alpha"_a = 1, "betas"_a = 0, "beta"_a = 1, "workspace"_a = 0, "variant"_a = -1,
+               "b_addresses"_a = Addresses(), "out_addresses"_a = Addresses(), "bias_addresses"_a = Addresses(),
+               "zero_tail"_a = false,
                "Launches one grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
-             "tokens"_a, "m"_a, "n"_a, "k"_a, "affine"_a = false,
+             "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false,
              "The configuration that grouped_gemm chooses, in words.");
-  module.def("shaped_gemm", &shaped_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a,
-             "a"_a, "b"_a, "out"_a, "out_elements"_a, "zero_tail"_a, "accumulate"_a, "bias"_a, "bias_type"_a,
-             "bias_pitch"_a, "alphas"_a, "alpha"_a, "betas"_a, "beta"_a, "workspace"_a,
-             "One grouped GEMM whose groups have shapes of their own; a and b are (data, elements, rows, wide, rows of "
-             "all, columns, wide, columns of all).");
-  module.def("shaped_workspace_bytes", &fusible::shaped_workspace_bytes, "groups"_a,
-             "What shaped_gemm needs for itself.");
+  module.def(
+      "ragged_gemm", &ragged_gemm, "layout"_a, "operand"_a, "output"_a, "device"_a, "stream"_a, "groups"_a, "a"_a,
+      "b"_a, "out"_a, "out_elements"_a, "zero_tail"_a, "accumulate"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a,
+      "alphas"_a, "alpha"_a, "betas"_a, "beta"_a, "workspace"_a,
+      "One grouped GEMM whose groups have shapes of their own; a and b are (data, elements, rows, int64, rows of "
+      "all, columns, int64, columns of all).");
+  module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
+             "What ragged_gemm needs for itself.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a,
              "What a launch needs for itself, aligned to 16 bytes.");
   launches.def("activate", &activate, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
@@ -483,18 +489,18 @@ PYBIND11_MODULE(_C, module) {
   launches.def(
       "linear_activation", &linear_activation, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
       "device"_a, "stream"_a, "layout"_a, "operand"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a,
-      "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a, "wide"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a,
+      "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a, "int64_sizes"_a, "bias"_a, "bias_type"_a, "bias_pitch"_a,
       "bias_addresses"_a, "bias_scale"_a, "scales"_a, "scales_type"_a, "pre"_a, "hidden"_a, "workspace"_a,
       "variant"_a = -1,
       "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
   launches.def("linear_activation_backward", &linear_activation_backward, "curve"_a, "gated"_a, "alpha"_a, "limit"_a,
                "linear_offset"_a, "block"_a, "device"_a, "stream"_a, "layout"_a, "operand"_a, "groups"_a, "tokens"_a,
-               "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a, "wide"_a,
-               "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "dbias"_a, "dbias_type"_a,
-               "workspace"_a, "variant"_a = -1,
+               "n"_a, "k"_a, "a"_a, "a_pitch"_a, "b"_a, "b_pitch"_a, "b_group"_a, "b_addresses"_a, "sizes"_a,
+               "int64_sizes"_a, "scales"_a, "scales_type"_a, "pre"_a, "dpre"_a, "dscales"_a, "hidden"_a, "dbias"_a,
+               "dbias_type"_a, "workspace"_a, "variant"_a = -1,
                "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a,
-             "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "affine"_a = false,
+             "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "scale_bias"_a = false,
              "The configuration that linear_activation or its backward chooses, in words.");
   module.def("backward_workspace_bytes", &fusible::backward_workspace_bytes, "groups"_a, "tokens"_a, "columns"_a,
              "dscales"_a, "bias_columns"_a, "Bytes of workspace that linear_activation_backward needs.");
@@ -503,17 +509,17 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   launches.def("zero_tail", &zero_tail, "device"_a, "stream"_a, "data"_a, "tokens"_a, "row_bytes"_a, "pitch_bytes"_a,
-               "sizes"_a, "groups"_a, "wide"_a, "Zeroes the rows past the last group.");
+               "sizes"_a, "groups"_a, "int64_sizes"_a, "Zeroes the rows past the last group.");
   module.def("column_sums_workspace", &fusible::column_sums_workspace, "tokens"_a, "columns"_a, "groups"_a,
              "Bytes that column_sums needs.");
   launches.def("column_sums", &column_sums, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a,
-               "pitch"_a, "sizes"_a, "groups"_a, "wide"_a, "scale"_a, "out"_a, "out_type"_a, "workspace"_a,
+               "pitch"_a, "sizes"_a, "groups"_a, "int64_sizes"_a, "scale"_a, "out"_a, "out_type"_a, "workspace"_a,
                "Sums over the rows of each group, each row times its scale (0: one).");
   launches.def("row_dots", &row_dots, "device"_a, "stream"_a, "rows"_a, "type"_a, "tokens"_a, "columns"_a, "pitch"_a,
-               "sizes"_a, "groups"_a, "wide"_a, "vectors"_a, "vectors_type"_a, "out"_a,
+               "sizes"_a, "groups"_a, "int64_sizes"_a, "vectors"_a, "vectors_type"_a, "out"_a,
                "Every row times the vector of its group, in fp32.");
   module.def("route_workspace_bytes", &fusible::route_workspace_bytes, "slots"_a, "groups"_a);
-  launches.def("route", &route, "device"_a, "stream"_a, "ids"_a, "wide"_a, "slots"_a, "groups"_a, "weights"_a,
+  launches.def("route", &route, "device"_a, "stream"_a, "ids"_a, "int64_ids"_a, "slots"_a, "groups"_a, "weights"_a,
                "weights_type"_a, "sizes"_a, "order"_a, "place"_a, "scales"_a, "counts"_a,
                "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");
   launches.def("spread_rows", &spread_rows, "device"_a, "stream"_a, "type"_a, "tokens"_a, "columns"_a, "slots"_a,
@@ -531,8 +537,8 @@ PYBIND11_MODULE(_C, module) {
            "groups"_a, "features"_a, "columns"_a, "transposed"_a, "separate"_a, "up"_a, "down"_a, "up_bias"_a,
            "up_bias_pitch"_a, "down_bias"_a, "down_bias_pitch"_a, "bias_type"_a)
       .def("workspace_bytes", &fusible::routed_workspace_bytes, "slots"_a)
-      .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a, "wide"_a,
-           "weights"_a, "weights_type"_a, "out"_a, "workspace"_a);
+      .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a,
+           "int64_ids"_a, "weights"_a, "weights_type"_a, "out"_a, "workspace"_a);
   module.attr("LAUNCHES") = launches.positions();
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("WIDE_TILE_VARIANTS") = tile_variants(true);

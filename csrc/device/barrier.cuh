@@ -1,14 +1,14 @@
 // mbarriers. A phase ends when `count` arrivals and all expected bytes have come in.
 #pragma once
+#include "device/pipeline.cuh"
 #include "device/ptx.cuh"
-#include "device/ring.cuh"
 
 namespace fusible {
 
 DEVICE void barrier_init(uint64_t* barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ptx::smem_address(barrier)), "r"(count) : "memory");
 }
-// Makes the initialised barriers visible to the other block of the cluster and to the copy engine.
+// Makes the initialised barriers visible to the other block of the cluster and to TMA.
 DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ptx::smem_address(barrier)), "r"(bytes)

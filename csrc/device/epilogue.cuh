@@ -1,8 +1,8 @@
 // What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared
-// memory (`deposit`); a thread of the producer's warpgroup stores them from there (`store_part`) while the consumer
-// multiplies the next tile.
+// memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
+// consumer multiplies the next tile.
 //
-// The unit is a slab of 64 rows x 128 bytes, swizzled as the copy engine wants it. Slabs are handed over in parts: all
+// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all
 // that belong to 64 rows where there is room for it twice; or one by one, reusing the room.
 #pragma once
 #include "device/barrier.cuh"
@@ -12,45 +12,45 @@
 
 namespace fusible {
 
-constexpr int kSlabBytes = 64 * 128, kConsumers = 2;
+constexpr int kSubtileBytes = 64 * 128, kConsumers = 2;
 
 // The bias and scales that one tile needs, in shared memory.
 template <int kTileM, int kTileN>
-struct AffineStage {
+struct EpilogueStage {
   float bias[kTileN];
   float scale[kTileM], bias_scale[kTileM];  // of the product and of the bias, for each row
 };
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
-DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// Byte offset of 16-byte chunk `chunk` of row `row` in a subtile.
+DEVICE int in_subtile(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's deposits of kRows rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a
-// time. That is all of it where there is room for two or a whole warp finishes it, or else a slab, so that the next is
-// deposited while it is stored.
+// A consumer's output stages, kRows rows x kTileN values of Out each: kBytes of room, and what of an output stage is
+// handed over at a time. That is all of it where there is room for two or a whole warp finishes it, or else a subtile,
+// so that the next is written while it is stored.
 template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
-struct DepositLayout {
-  static constexpr int kRows = kRowsValue, kSlabBytes = kRows * 128;
-  static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
+struct SmemOutLayout {
+  static constexpr int kRows = kRowsValue, kSubtileBytes = kRows * 128;
+  static constexpr int kSubtiles = kTileN * static_cast<int>(sizeof(Out)) / 128, kSubtileColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
-  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSlabs * kSlabBytes);
-  static constexpr int kParts = kWhole ? 1 : kSlabs, kSlabsPerPart = kSlabs / kParts,
-                       kPartBytes = kSlabsPerPart * kSlabBytes;
+  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSubtiles * kSubtileBytes);
+  static constexpr int kParts = kWhole ? 1 : kSubtiles, kSubtilesPerPart = kSubtiles / kParts,
+                       kPartBytes = kSubtilesPerPart * kSubtileBytes;
   static constexpr int kSlots = kBytes / kPartBytes;
 };
 
 // One part of the accumulator to shared memory, or (kAdd, fp32) its sum with what stands there; see wgmma.cuh for which
 // thread holds what.
 template <class Layout, class Out, bool kAdd = false, int kSize>
-DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
+DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
   const uint32_t base = ptx::smem_address(to);
   if constexpr (sizeof(Out) == 2) {
     const int row = warp * 16 + lane % 16;
 #pragma unroll
-    for (int slab = 0; slab < Layout::kSlabsPerPart; ++slab)
+    for (int subtile = 0; subtile < Layout::kSubtilesPerPart; ++subtile)
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two octets, upper and lower rows of each
-        const float* x = acc + ((part * Layout::kSlabsPerPart + slab) * 4 + quad) * 8;
-        ptx::store_matrix_x4(base + slab * kSlabBytes + in_slab(row, quad * 2 + lane / 16),
+        const float* x = acc + ((part * Layout::kSubtilesPerPart + subtile) * 4 + quad) * 8;
+        ptx::store_matrix_x4(base + subtile * kSubtileBytes + in_subtile(row, quad * 2 + lane / 16),
                              {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
                               ptx::pack<Out>(x[6], x[7])});
       }
@@ -68,7 +68,7 @@ DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, 
         const int chunk = (octet + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
-          const uint32_t at = base + in_slab(row + lower * 8, chunk) + lane % 2 * 8;
+          const uint32_t at = base + in_subtile(row + lower * 8, chunk) + lane % 2 * 8;
           const float2 old = kAdd ? ptx::load_shared(at) : float2{};
           const float x = odd ? odd_row[lower * 2] : even_row[lower * 2],
                       y = odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1];
@@ -80,7 +80,7 @@ DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, 
 
 // acc = scale * acc + bias_scale * bias, for the 64 rows of the tile that begin at `first`.
 template <int kTileM, int kTileN>
-DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
+DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
   const int row = first + warp * 16 + lane / 4;
   const float scale[2] = {stage.scale[row], stage.scale[row + 8]},
               of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
@@ -98,7 +98,7 @@ DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN 
 
 // Fills a stage for one tile; by one warp.
 template <int kTileM, int kTileN>
-DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source, const Tile& tile, int lane) {
+DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& source, const Tile& tile, int lane) {
   for (int i = lane; i < kTileN; i += 32) {
     int column = tile.column * kTileN + i;
     bool exists = column < source.columns;
@@ -125,8 +125,8 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
   }
 }
 
-// One part of a deposit, as the thread that stores it sees it. The output map has three dimensions for rows
-// (tensor_map.h); rows that do not exist are out of bounds there, and the copy engine drops them.
+// One part of an output stage, as the thread that stores it sees it. The output map has three dimensions for rows
+// (tensor_map.h); rows that do not exist are out of bounds there, and TMA drops them.
 struct Destination {
   const CUtensorMap* map;
   uint64_t policy;  // for the L2 cache
@@ -140,19 +140,20 @@ template <class Layout>
 DEVICE void load_part(const Destination& d, uint8_t* to, int part, uint64_t* barrier) {
   barrier_arrive_expecting(barrier, Layout::kPartBytes);
 #pragma unroll
-  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
-    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
-    tma::load(d.map, barrier, to + i * kSlabBytes, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+  for (int i = 0; i < Layout::kSubtilesPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSubtilesPerPart + i) * Layout::kSubtileColumns;
+    tma::load(d.map, barrier, to + i * kSubtileBytes, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
 }
 template <class Layout>
 DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
 #pragma unroll
-  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
-    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
+  for (int i = 0; i < Layout::kSubtilesPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSubtilesPerPart + i) * Layout::kSubtileColumns;
     if (d.accumulate)
-      tma::add(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
-    else tma::store(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+      tma::add(d.map, from + i * Layout::kSubtileBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+    else
+      tma::store(d.map, from + i * Layout::kSubtileBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
   tma::commit();
 }

@@ -11,7 +11,7 @@
 
 namespace fusible {
 
-DEVICE int slab_offset(int row, int octet) { return octet / 8 * kSlabBytes + in_slab(row, octet % 8); }
+DEVICE int subtile_offset(int row, int octet) { return octet / 8 * kSubtileBytes + in_subtile(row, octet % 8); }
 
 // Where the gate of the hidden columns `column` to `column + 7` begins in a row; their up is `up_distance` further.
 // Where blocks are narrower than eight, the sixteen columns of both are neighbours.
@@ -76,25 +76,25 @@ class RowScales {
 // The number of a group's block of 64 rows that begins at `row`: no other group's, as each may leave a rest.
 DEVICE int64_t block_of_rows(int group, int group_start, int row) { return group_start / 64 + group + row / 64; }
 
-// Which 64 rows a deposit holds.
-struct DepositedRows {
+// Which 64 rows an output stage holds.
+struct SmemOutRows {
   int token, rows;  // the first one's place in the buffer, and how many exist
 };
 
-// Calls body(tile, first row in the group, deposited rows, their deposit, a function that waits for it) for every
-// deposit of a consumer, and gives its room back.
+// Calls body(tile, first row in the group, rows, their output stage, a function that waits for it) for every
+// output stage of a consumer, and gives its room back.
 template <class K, class Body>
-DEVICE void each_deposit(typename K::Storage& s, const typename K::Params& p, int consumer, Body body) {
-  static_assert(K::Layout::kRows == 64, "a deposit is as many rows as RowScales keeps");
+DEVICE void each_smem_out(typename K::Storage& s, const typename K::Params& p, int consumer, Body body) {
+  static_assert(K::Layout::kRows == 64, "an output stage is as many rows as RowScales keeps");
   TileReader tiles(s.tasks);
-  Ring<K::Layout::kSlots> slot;
+  PipelineState<K::Layout::kSlots> slot;
   for (Tile tile; tiles.next(tile);) {
     for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {
       const int first = K::first_row(consumer, block);
-      const DepositedRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};
-      body(tile, tile.row + first, rows, s.deposits[consumer] + slot.stage * K::Layout::kPartBytes,
-           [&]() INLINE { barrier_wait(&s.deposited[consumer][slot.stage], slot.phase); });
-      barrier_arrive(&s.collected[consumer][slot.stage]);
+      const SmemOutRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};
+      body(tile, tile.row + first, rows, s.smem_out[consumer] + slot.stage * K::Layout::kPartBytes,
+           [&]() INLINE { barrier_wait(&s.out_full[consumer][slot.stage], slot.phase); });
+      barrier_arrive(&s.out_empty[consumer][slot.stage]);
       slot.advance();
     }
   }

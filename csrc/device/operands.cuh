@@ -62,7 +62,7 @@ struct WeightRows : KMajor {
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.place.near, tile.place.far);
+    issue(stage + i * kRows * 128, k, tile.column * kTileN + i * kRows, tile.coordinate.near, tile.coordinate.far);
   }
 };
 // B [2, F, K] of each group: as many rows of either half, gate and up.
@@ -72,7 +72,7 @@ struct GateUpRows : KMajor {
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kRows * 128, k, tile.column * kRows, i, tile.place.near, tile.place.far);
+    issue(stage + i * kRows * 128, k, tile.column * kRows, i, tile.coordinate.near, tile.coordinate.far);
   }
 };
 // B [K, 2, F] of each group: as many columns of either half, in chunks of 64.
@@ -83,8 +83,8 @@ struct GateUpColumns : MnMajor {
   static_assert(kTileN % 128 == 0, "a half of a tile is made of whole chunks");
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * 64, i / kOfHalf, k, tile.place.near,
-          tile.place.far);
+    issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * 64, i / kOfHalf, k, tile.coordinate.near,
+          tile.coordinate.far);
   }
 };
 // B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
@@ -95,7 +95,7 @@ struct WeightColumns : MnMajor {
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
     issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * 64, k + i % kParts * kDepth,
-          tile.place.near, tile.place.far);
+          tile.coordinate.near, tile.coordinate.far);
   }
 };
 

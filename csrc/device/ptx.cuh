@@ -39,7 +39,7 @@ DEVICE void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Ordinary shared-memory stores of this thread become visible to the copy engine and the tensor cores.
+// Ordinary shared-memory stores of this thread become visible to TMA and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Brings the line of an address to the first-level cache.

@@ -7,7 +7,7 @@
 // A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share
 // B; an odd last row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is
 // always such a pair: both blocks then have the same number of rows, which pays where groups are so small that most
-// tiles are cut off at a group's end. Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its
+// tiles are cut off at a group's end. Tiles of 256 rows share a group's blocks of 64 rows evenly, swap_ab ones its
 // blocks of 16. Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks
 // running at one time share few rows of A and few columns of B in the L2 cache.
 //
@@ -123,7 +123,7 @@ class TileScheduler {
     tile.group = group_;
     tile.tokens_start = table_.start[group_];
     tile.tokens = table_.tokens[group_];
-    tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
+    tile.coordinate = shape_.coordinates ? shape_.coordinates[group_] : GroupCoordinate{group_, 0};
     place(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }
@@ -167,10 +167,10 @@ class TileScheduler {
     tile.idle = tile.rows == 0 || tile.column >= shape_.columns;
   }
 
-  // The rows of a group's tile number `index` of `tiles`. High and flipped tiles differ by at most one block: a low
+  // The rows of a group's tile number `index` of `tiles`. High and swap_ab tiles differ by at most one block: a low
   // rest would fetch as many columns of B as a high tile for little work.
   DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
-    if constexpr (kVariant.flipped || (kTileM > 128 && kClusterM == 1)) {
+    if constexpr (kVariant.swap_ab || (kTileM > 128 && kClusterM == 1)) {
       const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;
       tile.row = (index * least + min(index, higher)) * kBlock;
       tile.rows = min(rows - tile.row, static_cast<int>(least + (index < higher)) * kBlock);

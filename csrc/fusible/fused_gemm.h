@@ -29,7 +29,7 @@ struct LinearActivationBackward {
   DType dbias_type;
 };
 
-// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each slab's share of them; with
+// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each subtile's share of them; with
 // dbias, whose rows have `bias_columns` (0: none), the sums over blocks of 64 rows.
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns);
 

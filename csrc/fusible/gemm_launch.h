@@ -6,7 +6,7 @@
 namespace fusible {
 
 // The same call, with matrices that lie at equal distances stated as one tensor.
-GroupedGemm settled(const GroupedGemm& wanted);
+GroupedGemm as_strided(const GroupedGemm& wanted);
 
 // Throws fusible::Error where no kernel runs on the device, or takes so many groups.
 void check_device(const GemmProblem& problem, int device);

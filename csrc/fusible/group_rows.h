@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "fusible/clearing.h"
 #include "fusible/gemm_config.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 

@@ -16,7 +16,7 @@ namespace fusible {
 namespace {
 
 // The same matrices as one tensor, if they lie at equal distances.
-MatrixView settled(MatrixView m) {
+MatrixView as_strided(MatrixView m) {
   const auto at = m.addresses;
   if (at.empty()) return m;
   const int64_t step = at.size() > 1 ? static_cast<int64_t>(at[1] - at[0]) : 16;
@@ -28,15 +28,15 @@ MatrixView settled(MatrixView m) {
 }
 
 // Of matrices that lie anywhere.
-std::vector<Place> places_of(const MatrixView& m) {
-  std::vector<Place> places;
-  places.reserve(m.addresses.size());
+std::vector<GroupCoordinate> coordinates_of(const MatrixView& m) {
+  std::vector<GroupCoordinate> coordinates;
+  coordinates.reserve(m.addresses.size());
   for (const uintptr_t address : m.addresses) {
     const uintptr_t distance = (address - reinterpret_cast<uintptr_t>(m.data)) / kNearBytes;
-    places.push_back(
+    coordinates.push_back(
         {static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
   }
-  return places;
+  return coordinates;
 }
 
 void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
@@ -62,7 +62,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
                                        : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
-    params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
+    params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
     params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
   }
   params.shape = {.sizes = call.sizes,
@@ -70,19 +70,19 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
                   .narrow_end = (p.n - 1) % tile.tile_n < tile.tile_n * 2 / 3,
-                  .skip_empty = call.accumulate && !call.affine.bias.data,
+                  .skip_empty = call.accumulate && !call.epilogue.bias.data,
                   .may_halve = config.may_halve,
                   .counter = workspace.counter,
-                  .places = workspace.places};
-  params.affine = {.bias = call.affine.bias.data,
-                   .biases = workspace.biases,
-                   .bias_type = call.affine.bias.type,
-                   .columns = static_cast<int>(p.n),
-                   .bias_pitch = call.affine.bias.pitch,
-                   .row_scale = call.affine.row_scale,
-                   .bias_scale = call.affine.bias_scale,
-                   .alphas = call.affine.alphas,
-                   .alpha = call.affine.alpha};
+                  .coordinates = workspace.coordinates};
+  params.epilogue = {.bias = call.epilogue.bias.data,
+                     .biases = workspace.biases,
+                     .bias_type = call.epilogue.bias.type,
+                     .columns = static_cast<int>(p.n),
+                     .bias_pitch = call.epilogue.bias.pitch,
+                     .row_scale = call.epilogue.row_scale,
+                     .bias_scale = call.epilogue.bias_scale,
+                     .alphas = call.epilogue.alphas,
+                     .alpha = call.epilogue.alpha};
   params.accumulate = call.accumulate;
   params.fetch_all = bytes_alone_decide(p);
   return params;
@@ -101,7 +101,7 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
 }
 
 // Nothing to compute: the weight gradients of empty groups are zero.
-void clear_output(const GroupedGemm& call, cudaStream_t stream) {
+void zero_output(const GroupedGemm& call, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const size_t element = bytes_of(p.output);
   for (int64_t group = 0; group < p.groups; ++group) {
@@ -123,21 +123,21 @@ Tail tail_of(const GroupedGemm& call) {
 // The workspace of this launch, filled; null for what it does not need.
 Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
-  const std::vector<Place> places = places_of(p.layout == Layout::kTN ? call.out : call.b);
-  const auto biases = call.affine.bias.addresses;
-  FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ",
-                p);
+  const std::vector<GroupCoordinate> coordinates = coordinates_of(p.layout == Layout::kTN ? call.out : call.b);
+  const auto biases = call.epilogue.bias.addresses;
+  FUSIBLE_CHECK(call.workspace || (coordinates.empty() && biases.empty()),
+                "matrices at any addresses need a workspace. ", p);
   Workspace workspace = call.workspace ? lay_out(call.workspace, p.groups) : Workspace{};
   if (!config.on_demand) workspace.counter = nullptr;
-  if (places.empty()) workspace.places = nullptr;
+  if (coordinates.empty()) workspace.coordinates = nullptr;
   if (biases.empty()) workspace.biases = nullptr;
-  if (workspace.places || workspace.biases)
-    FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
-  if (call.cleared) return workspace;
-  Clearing clearing;
-  if (workspace.counter) clearing.counters = {workspace.counter};
-  if (call.zero_tail) clearing.tails = {tail_of(call)};
-  clear(clearing, current_device(), stream);
+  if (workspace.coordinates || workspace.biases)
+    FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
+  if (call.zeroed) return workspace;
+  Zeroing zeroing;
+  if (workspace.counter) zeroing.counters = {workspace.counter};
+  if (call.zero_tail) zeroing.tails = {tail_of(call)};
+  zero(zeroing, current_device(), stream);
   return workspace;
 }
 
@@ -149,7 +149,7 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
                           .pitch = call.out.pitch,
                           .group_stride = call.out.group_stride,
                           .columns = p.n,
-                          .places = p.layout == Layout::kTN ? params.shape.places : nullptr,
+                          .coordinates = p.layout == Layout::kTN ? params.shape.coordinates : nullptr,
                           .sizes = call.sizes,
                           .tokens = p.tokens,
                           .fixed_rows = p.layout == Layout::kTN ? p.m : 0,
@@ -162,19 +162,19 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
 
 int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 
-void clear_before(GroupedGemm& call, Clearing& clearing) {
+void zero_before(GroupedGemm& call, Zeroing& zeroing) {
   unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
-  if (counter && std::ranges::count(clearing.counters, counter))
+  if (counter && std::ranges::count(zeroing.counters, counter))
     return;  // of a call before, which leaves it as it is then
-  if (counter) clearing.counters.push_back(counter);
-  if (call.zero_tail) clearing.tails.push_back(tail_of(call));
-  call.cleared = true;
+  if (counter) zeroing.counters.push_back(counter);
+  if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
+  call.zeroed = true;
 }
 
-GroupedGemm settled(const GroupedGemm& wanted) {
+GroupedGemm as_strided(const GroupedGemm& wanted) {
   GroupedGemm call = wanted;
-  call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
-  if (!wanted.affine.bias.addresses.empty()) call.affine.bias.pitch = call.affine.bias.group_stride;
+  call.b = as_strided(call.b), call.out = as_strided(call.out), call.epilogue.bias = as_strided(call.epilogue.bias);
+  if (!wanted.epilogue.bias.addresses.empty()) call.epilogue.bias.pitch = call.epilogue.bias.group_stride;
   return call;
 }
 
@@ -196,7 +196,7 @@ void check(const GroupedGemm& call, int device) {
                 "operands must be both bf16 or both fp16. ", p);
   FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output,
                 "output must be fp32 or of the operands' type. ", p);
-  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale),
+  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.epilogue.row_scale || call.epilogue.bias_scale),
                 "a weight gradient has no rows to scale. ", p);
   FUSIBLE_CHECK(call.sizes.sizes && call.sizes.groups == p.groups, "the sizes of the groups are not given. ", p);
   FUSIBLE_CHECK(!call.zero_tail || p.layout != Layout::kTN, "only rows of groups have a tail. ", p);
@@ -228,15 +228,15 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
 }
 
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
-  const GroupedGemm call = settled(wanted);
+  const GroupedGemm call = as_strided(wanted);
   check(call, device);
   const GemmProblem& p = call.problem;
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   const DeviceGuard guard(device);
   if (p.tokens == 0) {
-    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1),
+    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.epilogue.bias.data || call.betas || call.beta != 1),
                   "no tokens: bias and beta need them. ", p);
-    if (p.layout == Layout::kTN && !call.accumulate) clear_output(call, stream);
+    if (p.layout == Layout::kTN && !call.accumulate) zero_output(call, stream);
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);

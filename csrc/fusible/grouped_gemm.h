@@ -3,14 +3,14 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "fusible/clearing.h"
 #include "fusible/tensor_map.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 
 // out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias);
 // where `alphas` [E] is null, `alpha` holds for every group. kTN takes alpha and bias alone.
-struct Affine {
+struct EpilogueArguments {
   MatrixView bias{};  // [E, n], `pitch` from one to the next, or wherever `addresses` say
   const float* row_scale = nullptr;
   const float* bias_scale = nullptr;
@@ -25,7 +25,7 @@ struct GroupedGemm {
   GemmProblem problem;
   MatrixView a, b, out;
   SplitSizes sizes;  // of problem.groups groups
-  Affine affine;
+  EpilogueArguments epilogue;
   bool accumulate = false;       // out = beta * out + ... rather than out = ...
   const float* betas = nullptr;  // [E], on the device; null: `beta` for all groups
   float beta = 1;
@@ -33,12 +33,12 @@ struct GroupedGemm {
       nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
   int variant = -1;        // a tile variant instead of the cost model's
   bool zero_tail = false;  // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
-  bool cleared = false;    // somebody has done so, and cleared the workspace's counter: see clear_before
+  bool zeroed = false;     // somebody has done so, and zeroed the workspace's counter: see zero_before
 };
 
-// Notes what the call must find cleared, and lets it rely on that, so that calls which are made one after the other
+// Notes what the call must find zeroed, and lets it rely on that, so that calls which are made one after the other
 // share one kernel for it. Nothing before the call may write the rows of `out`.
-void clear_before(GroupedGemm& call, Clearing& clearing);
+void zero_before(GroupedGemm& call, Zeroing& zeroing);
 
 // Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not
 // touched, unless they shall be zeroed; an empty group's weight gradient is zero (or beta times what it was when

@@ -9,8 +9,8 @@
 #include <variant>
 #include <vector>
 
-#include "fusible/clearing.h"
 #include "fusible/error.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 
@@ -27,7 +27,7 @@ struct Patch {
 inline constexpr int64_t kRowBlock =
     128;  // so that whatever stands behind many rows is aligned as what stands behind few
 
-// A call on a stream of a device: there is clear_before(call, clearing) and launch(call, device, stream).
+// A call on a stream of a device: there is zero_before(call, zeroing) and launch(call, device, stream).
 template <class Call>
 struct OnStream {
   Call call;
@@ -43,14 +43,14 @@ class Launches {
     launches_.push_back([function, arguments] { apply(function, *arguments, std::index_sequence_for<Args...>()); });
   }
 
-  // One kernel clears what all such calls must find cleared.
+  // One kernel zeroes what all such calls must find zeroed.
   template <class Call, class... Args>
   void add(OnStream<Call> (*make)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
     const auto arguments = keep(patches, {args...});
     const auto made = std::make_shared<OnStream<Call>>();
     prepare_.push_back([=](Launches& launches) {
       *made = apply(make, *arguments, std::index_sequence_for<Args...>());
-      clear_before(made->call, launches.clearing_);
+      zero_before(made->call, launches.zeroing_);
       launches.device_ = made->device, launches.stream_ = made->stream;
     });
     launches_.push_back([made] { launch(made->call, made->device, made->stream); });
@@ -65,9 +65,9 @@ class Launches {
       *target = source == Patch::kStream   ? stream
                 : source == Patch::kNumber ? offset + factor * rows
                                            : addresses[source] + offset + factor * padded;
-    clearing_.counters.clear(), clearing_.tails.clear();
+    zeroing_.counters.clear(), zeroing_.tails.clear();
     for (const auto& prepare : prepare_) prepare(*this);
-    clear(clearing_, device_, stream_);
+    zero(zeroing_, device_, stream_);
     for (const auto& launch : launches_) launch();
   }
 
@@ -110,7 +110,7 @@ class Launches {
   std::vector<std::function<void()>> launches_;
   std::vector<Target> patches_;
   int64_t sources_ = 0;
-  Clearing clearing_;
+  Zeroing zeroing_;
   int device_ = 0;
   cudaStream_t stream_ = nullptr;
 };

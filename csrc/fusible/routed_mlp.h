@@ -25,8 +25,8 @@ struct RoutedTokens {
   int slots;      // k, of one token
   const void* x;  // [tokens, features], `pitch` elements apart
   int64_t pitch;
-  const void* ids;  // [tokens, slots], int32 or (wide) int64
-  bool wide;
+  const void* ids;  // [tokens, slots], int32 or int64
+  bool int64_ids;
   RowScale weights;  // [tokens, slots]
   void* out;         // [tokens, features], dense
   void* workspace;   // routed_workspace_bytes(...), aligned to 256 bytes

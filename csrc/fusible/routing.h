@@ -13,8 +13,8 @@ namespace fusible {
 
 // Finds the row of each slot. Ids below 0 or from `groups` on are of no expert: their rows come last.
 struct Route {
-  const void* ids;  // [slots], int32 or (wide) int64
-  bool wide;
+  const void* ids;  // [slots], int32 or int64
+  bool int64_ids;
   int64_t slots;  // T k
   int groups;
   RowScale weights;  // [slots], of no concern here but for `scales`

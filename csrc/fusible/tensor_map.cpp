@@ -55,7 +55,7 @@ struct Bytes {
         group(m.group_stride * bytes_of(m.type)) {}
 };
 
-uint32_t slab_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
+uint32_t subtile_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
 
 using Extent = uint64_t;
 constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
@@ -122,23 +122,23 @@ CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, i
   const Bytes bytes(out);
   return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type,
                    {Extent(n), Extent(tokens), Extent(tokens) + 1, 1}, {bytes.pitch, bytes.pitch, kNearBytes},
-                   {slab_columns(out.type), uint32_t(box), 1, 1});
+                   {subtile_columns(out.type), uint32_t(box), 1, 1});
 }
 
 CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half) {
   const Bytes bytes(out);
-  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type,
-                   {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
-                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, 64, 1});
+  return encode<4>(
+      bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
+      {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {subtile_columns(out.type), 1, 64, 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {
-  return matrices_map(out, groups, m, n, {slab_columns(out.type), 64, 1, 1});
+  return matrices_map(out, groups, m, n, {subtile_columns(out.type), 64, 1, 1});
 }
 
 CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows) {
   const uintptr_t base = reinterpret_cast<uintptr_t>(any);
-  const uint32_t columns = slab_columns(type), rows = static_cast<uint32_t>(box_rows);
+  const uint32_t columns = subtile_columns(type), rows = static_cast<uint32_t>(box_rows);
   if (dimensions == 2) return encode<2>(base, type, {columns, rows}, {128}, {columns, rows});
   return encode<4>(base, type, {columns, rows, 1, 1}, {128, kNearBytes, kNearBytes}, {columns, rows, 1, 1});
 }

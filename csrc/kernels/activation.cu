@@ -87,11 +87,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         for (int i = 0; i < kVector; ++i) {
           const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
           const Point p = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha);
-          const float plain = p.value * in.up, scaled = grad[i] * scale;
-          sum = fmaf(grad[i], plain, sum);
+          const float activated = p.value * in.up, scaled = grad[i] * scale;
+          sum = fmaf(grad[i], activated, sum);
           gate[i] = in.gate_passes ? scaled * in.up * p.slope : 0.f;
           up[i] = in.up_passes ? scaled * p.value : 0.f;
-          grad[i] = plain * scale;
+          grad[i] = activated * scale;
         }
         store(dpre + at, gate);
         if constexpr (gated) store(dpre + at + block, up);

@@ -31,28 +31,28 @@ KernelEntry entry_of() {
           static_cast<int>(sizeof(typename K::Storage))};
 }
 
-template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
+template <Layout kLayout, class T, class Out, bool kScaleBias, TileVariant kVariant>
 KernelEntry entry_of_variant() {
-  using Both = Operands<kLayout, kVariant>;
-  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kAffine && !fits_affine(kVariant)))
+  using Pair = Operands<kLayout, kVariant>;
+  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kScaleBias && !fits_scale_bias(kVariant)))
     return {};
-  else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
+  else return entry_of<GroupedGemmKernel<T, typename Pair::A, typename Pair::B, Out, kScaleBias, kVariant>>();
 }
 
-template <Layout kLayout, class T, class Out, bool kAffine, size_t... kVariants>
+template <Layout kLayout, class T, class Out, bool kScaleBias, size_t... kVariants>
 KernelEntry entry_of_variant(int variant, std::index_sequence<kVariants...>) {
-  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kAffine, kTileVariants[kVariants]>()...};
+  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kScaleBias, kTileVariants[kVariants]>()...};
   return entries[variant];
 }
 
 template <Layout kLayout, DType kOperand>
-KernelEntry kernel_entry(bool wide_output, bool affine, int variant) {
+KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<kTileVariantCount> kAll;
-  if (affine)
-    return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll)
+  if (scale_bias)
+    return fp32_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll)
                        : entry_of_variant<kLayout, T, T, true>(variant, kAll);
-  return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll)
+  return fp32_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll)
                      : entry_of_variant<kLayout, T, T, false>(variant, kAll);
 }
 

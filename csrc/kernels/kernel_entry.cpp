@@ -5,7 +5,7 @@ namespace fusible {
 KernelEntry find_kernel(const GemmProblem& p, int variant) {
   return dispatch<Layout::kNT, Layout::kNN, Layout::kTN>(p.layout, [&](auto layout) {
     return dispatch_dtype_of_16_bits(p.operand, [&](auto operand) {
-      return kernel_entry<decltype(layout)::value, decltype(operand)::value>(p.output == DType::kFloat32, p.affine,
+      return kernel_entry<decltype(layout)::value, decltype(operand)::value>(p.output == DType::kFloat32, p.scale_bias,
                                                                              variant);
     });
   });

@@ -10,26 +10,26 @@ namespace fusible {
 // Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one
 // tensor these are the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and
 // in 16 GB (fusible/tensor_map.h).
-struct Place {
+struct GroupCoordinate {
   int near, far;
 };
 
 struct TaskShape {
   SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
   int tokens;
-  int fixed_rows;       // output rows of a group, where they are not its tokens
-  int columns;          // column tiles
-  bool narrow_end;      // of the last one, at most two thirds exist
-  bool skip_empty;      // groups without tokens have no tasks although their output has rows (accumulation)
-  bool may_halve;       // tiles, where that fills the GPU (weight gradients)
-  unsigned* counter;    // zero at launch; null for a static schedule
-  const Place* places;  // of each group; null where the matrices are one tensor
+  int fixed_rows;     // output rows of a group, where they are not its tokens
+  int columns;        // column tiles
+  bool narrow_end;    // of the last one, at most two thirds exist
+  bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
+  bool may_halve;     // tiles, where that fills the GPU (weight gradients)
+  unsigned* counter;  // zero at launch; null for a static schedule
+  const GroupCoordinate* coordinates;  // of each group; null where the matrices are one tensor
 };
 
 // Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones
 // (scales) or zeros (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are
 // found through `biases`.
-struct AffineSource {
+struct EpilogueParams {
   const void* bias;           // [groups, bias_pitch]
   const void* const* biases;  // [groups]; null where they are one tensor
   DType bias_type;
@@ -44,7 +44,7 @@ struct AffineSource {
 struct GemmParams {
   CUtensorMap a, b, out;
   TaskShape shape;
-  AffineSource affine;
+  EpilogueParams epilogue;
   int k_blocks;     // where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
   bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
@@ -58,7 +58,7 @@ struct KernelEntry {
 
 // One instantiation for each layout and operand type stands in a source of its own (kernels/nt_bf16.cu, ...).
 template <Layout kLayout, DType kOperand>
-KernelEntry kernel_entry(bool wide_output, bool affine, int variant);
+KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant);
 
 KernelEntry find_kernel(const GemmProblem& problem, int variant);
 

@@ -29,7 +29,7 @@ Stretches stretches_of(int64_t slots) {
 }
 
 __device__ int bucket_of(const Route& c, int64_t slot) {
-  const int64_t id = read_index(c.ids, c.wide, slot);
+  const int64_t id = read_index(c.ids, c.int64_ids, slot);
   return id < 0 || id >= c.groups ? c.groups : static_cast<int>(id);
 }
 

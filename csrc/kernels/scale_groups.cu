@@ -20,8 +20,9 @@ struct Rows {
 __device__ Rows rows_of(const ScaleGroups& c, int group, int64_t element) {
   if (c.fixed_rows) {
     const int64_t offset =
-        c.places ? (static_cast<int64_t>(c.places[group].far) << kNearBits | c.places[group].near) * kNearBytes
-                 : group * c.group_stride * element;
+        c.coordinates
+            ? (static_cast<int64_t>(c.coordinates[group].far) << kNearBits | c.coordinates[group].near) * kNearBytes
+            : group * c.group_stride * element;
     return {static_cast<char*>(c.out) + offset, c.fixed_rows};
   }
   const int64_t start = rows_before(c.sizes, group, c.tokens);

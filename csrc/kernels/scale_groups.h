@@ -13,7 +13,7 @@ struct ScaleGroups {
   void* out;
   DType type;
   int64_t pitch, group_stride, columns;  // in elements
-  const Place* places;                   // of each group's matrix; null where they are one tensor
+  const GroupCoordinate* coordinates;    // of each group's matrix; null where they are one tensor
   SplitSizes sizes;
   int64_t tokens;
   int64_t fixed_rows;  // 0: the tokens of the group

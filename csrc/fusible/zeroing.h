@@ -1,5 +1,5 @@
-// What kernels must find cleared: counters of tasks, and the tails of token buffers, the rows past the last group. One
-// kernel clears all of it. Group sizes are read on the device, so it can be captured in a graph.
+// What kernels must find zeroed: counters of tasks, and the tails of token buffers, the rows past the last group. One
+// kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -21,12 +21,12 @@ struct Tail {
   SplitSizes sizes;
 };
 
-struct Clearing {
+struct Zeroing {
   std::vector<unsigned*> counters;
   std::vector<Tail> tails;
 };
 
 // Throws fusible::Error if a launch fails. Of nothing, nothing is launched.
-void clear(const Clearing& what, int device, cudaStream_t stream);
+void zero(const Zeroing& what, int device, cudaStream_t stream);
 
 }  // namespace fusible

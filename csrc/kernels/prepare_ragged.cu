@@ -5,7 +5,7 @@
 #include "device/element.cuh"
 #include "device/groups.cuh"
 #include "device/map_update.cuh"
-#include "kernels/shaped.h"
+#include "kernels/ragged.h"
 
 namespace fusible {
 namespace {
@@ -47,7 +47,7 @@ __device__ bool reachable(const void* data, int64_t start, int64_t pitch, int el
 }
 
 // By thread g; `end` is where the outputs of this and all groups before it end.
-__device__ ShapedGroup find_group(const ShapedParams& p, const ShapedSource& s, int g, int64_t& end) {
+__device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, int g, int64_t& end) {
   const bool exists = g < p.shape.sizes.groups;
   const auto sized = [&](const PackedMatrices& m) {
     return find(exists ? dim_of(m.rows, g) : 0, exists ? dim_of(m.columns, g) : 0, m.elements);
@@ -57,13 +57,13 @@ __device__ ShapedGroup find_group(const ShapedParams& p, const ShapedSource& s, 
   const Packed out = find(a_transposed ? a.columns : a.rows, b_transposed ? b.rows : b.columns, s.out_elements);
   end = min(out.start + out.rows * out.columns, s.out_elements);
   const int64_t depth = min(a_transposed ? a.rows : a.columns, b_transposed ? b.columns : b.rows);
-  ShapedGroup group{.a = a.start, .b = b.start, .out = out.start};
+  RaggedGroup group{.a = a.start, .b = b.start, .out = out.start};
   group.m = static_cast<int>(out.fits ? out.rows : 0), group.n = static_cast<int>(out.fits ? out.columns : 0);
   group.k = static_cast<int>(a.fits && b.fits ? depth : 0);
   group.a_pitch = static_cast<int>(a.columns), group.b_pitch = static_cast<int>(b.columns);
-  if (!group.k || !reachable(p.a_data, a.start, a.columns, 2)) group.plain |= kPlainA;
-  if (!group.k || !reachable(p.b_data, b.start, b.columns, 2)) group.plain |= kPlainB;
-  if (!reachable(p.out_data, out.start, out.columns, s.wide_output ? 4 : 2)) group.plain |= kPlainOut;
+  if (!group.k || !reachable(p.a_data, a.start, a.columns, 2)) group.no_tma |= kNoTmaA;
+  if (!group.k || !reachable(p.b_data, b.start, b.columns, 2)) group.no_tma |= kNoTmaB;
+  if (!reachable(p.out_data, out.start, out.columns, s.fp32_output ? 4 : 2)) group.no_tma |= kNoTmaOut;
   const int64_t rows = (group.m + s.tile_m - 1) / s.tile_m, columns = (group.n + int64_t{s.tile_n} - 1) / s.tile_n;
   group.tasks_end = static_cast<int>(scan_block(s.skip_empty && !group.k ? 0 : rows * columns));
   return group;
@@ -91,20 +91,20 @@ __device__ void write_map(CUtensorMap* to, CUtensorMap* shared, const CUtensorMa
   __syncwarp();
 }
 
-__device__ void write_maps(const ShapedParams& p, const ShapedSource& s, const ShapedGroup& g, CUtensorMap* to,
+__device__ void write_maps(const RaggedParams& p, const RaggedSource& s, const RaggedGroup& g, CUtensorMap* to,
                            CUtensorMap* shared) {
   const bool a_transposed = s.layout == Layout::kTN, b_transposed = s.layout == Layout::kNT;
   if (!g.m || !g.n) return;
-  if (!(g.plain & kPlainA))
+  if (!(g.no_tma & kNoTmaA))
     write_map(to, shared, p.a, {p.a_data, g.a, 2, a_transposed ? g.m : g.k, a_transposed ? g.k : g.m, g.a_pitch});
-  if (!(g.plain & kPlainB))
+  if (!(g.no_tma & kNoTmaB))
     write_map(to + 1, shared, p.b, {p.b_data, g.b, 2, b_transposed ? g.k : g.n, b_transposed ? g.n : g.k, g.b_pitch});
-  if (!(g.plain & kPlainOut))
-    write_map(to + 2, shared, p.out, {p.out_data, g.out, s.wide_output ? 4 : 2, g.n, g.m, g.n});
+  if (!(g.no_tma & kNoTmaOut))
+    write_map(to + 2, shared, p.out, {p.out_data, g.out, s.fp32_output ? 4 : 2, g.n, g.m, g.n});
 }
 
 // By 32 threads: number `i`, one value each.
-__device__ void copy_edges(const ShapedParams& p, int i) {
+__device__ void copy_edges(const RaggedParams& p, int i) {
   const bool a = i < 16;
   const int64_t elements = a ? p.a_elements : p.b_elements;
   if (elements == 0) return;
@@ -122,14 +122,14 @@ __device__ void zero(void* data, int64_t from, int64_t to) {
 
 // Every block adds up all groups, and writes those of its warps.
 __global__ void __launch_bounds__(kThreads)
-    prepare_shapes_kernel(const __grid_constant__ ShapedParams p, const __grid_constant__ ShapedSource s,
-                          ShapedGroup* groups) {
+    prepare_ragged_kernel(const __grid_constant__ RaggedParams p, const __grid_constant__ RaggedSource s,
+                          RaggedGroup* groups) {
   __shared__ __align__(128) CUtensorMap maps[kWarps];
-  __shared__ ShapedGroup mine[kWarps];
+  __shared__ RaggedGroup mine[kWarps];
   __shared__ long long last;
   const int g = threadIdx.x, first = blockIdx.x * kWarps, warp = g / 32;
   int64_t end;
-  const ShapedGroup group = find_group(p, s, g, end);
+  const RaggedGroup group = find_group(p, s, g, end);
   if (g >= first && g < min(first + kWarps, p.shape.sizes.groups)) groups[g] = mine[g - first] = group;
   if (g == p.shape.sizes.groups - 1) last = end;
   if (g == 0 && first == 0) *p.shape.counter = 0;
@@ -137,14 +137,14 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   if (first + warp < p.shape.sizes.groups) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
   if (!s.zero_tail) return;
-  if (s.wide_output) zero<uint32_t>(p.out_data, last, s.out_elements);
+  if (s.fp32_output) zero<uint32_t>(p.out_data, last, s.out_elements);
   else zero<uint16_t>(p.out_data, last, s.out_elements);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    scale_shapes_kernel(const ShapedGroup* groups, void* data, const float* betas, float all) {
-  const ShapedGroup& group = groups[blockIdx.y];
+    scale_ragged_kernel(const RaggedGroup* groups, void* data, const float* betas, float all) {
+  const RaggedGroup& group = groups[blockIdx.y];
   const float beta = betas ? betas[blockIdx.y] : all;
   if (beta == 1.f) return;
   T* const out = static_cast<T*>(data) + group.out;
@@ -158,33 +158,33 @@ static_assert(sizeof(CUtensorMap) == kMapBytes);
 
 }  // namespace
 
-int64_t bytes_of_shaped_workspace(int64_t groups) {
-  return 2 * kMapBytes + groups * (3 * kMapBytes + static_cast<int64_t>(sizeof(ShapedGroup)));
+int64_t bytes_of_ragged_workspace(int64_t groups) {
+  return 2 * kMapBytes + groups * (3 * kMapBytes + static_cast<int64_t>(sizeof(RaggedGroup)));
 }
 
-ShapedWorkspace lay_out_shaped(void* memory, int64_t groups) {
+RaggedWorkspace lay_out_ragged(void* memory, int64_t groups) {
   char* bytes = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + kMapBytes - 1) / kMapBytes * kMapBytes);
   const auto maps = reinterpret_cast<CUtensorMap*>(bytes + kMapBytes);
   return {.counter = reinterpret_cast<unsigned*>(bytes),
           .edges = reinterpret_cast<uint4*>(bytes + 16),
           .maps = maps,
-          .groups = reinterpret_cast<ShapedGroup*>(maps + 3 * groups)};
+          .groups = reinterpret_cast<RaggedGroup*>(maps + 3 * groups)};
 }
 
-cudaError_t prepare_shapes(const ShapedParams& p, const ShapedSource& s, int multiprocessors, cudaStream_t stream) {
+cudaError_t prepare_ragged(const RaggedParams& p, const RaggedSource& s, int multiprocessors, cudaStream_t stream) {
   const int of_groups = (p.shape.sizes.groups + kWarps - 1) / kWarps,
             blocks = s.zero_tail ? std::max(of_groups, multiprocessors) : of_groups;
-  prepare_shapes_kernel<<<blocks, kThreads, 0, stream>>>(p, s, const_cast<ShapedGroup*>(p.groups));
+  prepare_ragged_kernel<<<blocks, kThreads, 0, stream>>>(p, s, const_cast<RaggedGroup*>(p.groups));
   return cudaGetLastError();
 }
 
-cudaError_t scale_shapes(const ShapedParams& p, DType type, const float* betas, float beta, int multiprocessors,
+cudaError_t scale_ragged(const RaggedParams& p, DType type, const float* betas, float beta, int multiprocessors,
                          cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(std::max(1, 8 * multiprocessors / p.shape.sizes.groups)),
                   static_cast<unsigned>(p.shape.sizes.groups));
   dispatch_dtype(type, [&](auto constant) {
     using T = Element<decltype(constant)::value>;
-    scale_shapes_kernel<T><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
+    scale_ragged_kernel<T><<<grid, kThreads, 0, stream>>>(p.groups, p.out_data, betas, beta);
   });
   return cudaGetLastError();
 }

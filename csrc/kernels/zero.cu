@@ -4,16 +4,16 @@
 #include <algorithm>
 
 #include "device/groups.cuh"
-#include "fusible/clearing.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 namespace {
 
 constexpr int kThreads = 256;
 
-// What one launch clears.
+// What one launch zeroes.
 struct Piece {
   static constexpr int kCounters = 16, kTails = 4;
   unsigned* counters[kCounters];
@@ -34,7 +34,7 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(r.data) | r.row_bytes | r.pitch_bytes) % bytes == 0;
 }
 
-__global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__ Piece p) {
+__global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
   if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
@@ -55,7 +55,7 @@ int take(const std::vector<T>& all, size_t first, Room& room) {
 
 }  // namespace
 
-void clear(const Clearing& what, int device, cudaStream_t stream) {
+void zero(const Zeroing& what, int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   for (size_t i = 0; i * Piece::kCounters < what.counters.size() || i * Piece::kTails < what.tails.size(); ++i) {
     Piece piece;
@@ -65,8 +65,8 @@ void clear(const Clearing& what, int device, cudaStream_t stream) {
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    clear_kernel<<<blocks, kThreads, 0, stream>>>(piece);
-    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "clearing ", piece.counter_count, " counters and ", piece.tail_count,
+    zero_kernel<<<blocks, kThreads, 0, stream>>>(piece);
+    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "zeroing ", piece.counter_count, " counters and ", piece.tail_count,
                        " tails");
   }
 }

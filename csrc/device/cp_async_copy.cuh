@@ -1,13 +1,13 @@
-// Operands that the copy engine cannot reach, fetched by ordinary loads into the layout that it would have made of them
+// Operands that TMA cannot reach, fetched by ordinary loads into the layout that it would have made of them
 // (operands.cuh).
 #pragma once
-#include "device/shaped_groups.cuh"
+#include "device/ragged_groups.cuh"
 
 namespace fusible {
 
 // 64 values of a line that runs along the contiguous dimension are 128 bytes of shared memory. K-major: a line is a row
 // of the operand; MN-major: a value of k, in blocks of 64 columns.
-struct PlainMatrix {
+struct NoTmaMatrix {
   const uint16_t *begin, *end;  // of the tensor, outside of which nothing is read
   // The 16 aligned bytes in which it begins, and those in which it ends, with zeros for what is not of it.
   const uint4* edges;
@@ -17,7 +17,7 @@ struct PlainMatrix {
 };
 
 // 16 aligned bytes of which at least two are of the tensor.
-DEVICE uint4 load_aligned(const PlainMatrix& m, const uint16_t* from) {
+DEVICE uint4 load_aligned(const NoTmaMatrix& m, const uint16_t* from) {
   const auto* at = reinterpret_cast<const uint4*>(from);
   return __ldg(from < m.begin ? m.edges : from + 8 > m.end ? m.edges + 1 : at);
 }
@@ -47,7 +47,7 @@ DEVICE uint4 shuffle(const uint4& x, int lane) {
 // (more would spill): each lane the 16 aligned bytes in which its octet of a line begins, which the lane before needs
 // too where lines are not aligned; and of one of the lines those in which it ends.
 template <int kThreads>
-DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
+DEVICE void copy_shifted(const NoTmaMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
   constexpr int kAtOnce = 4, kLines = kThreads / 8;
   static_assert(64 % (kLines * kAtOnce) == 0 && kAtOnce <= 8, "lines of one block at a time");
   const int chunk = thread % 8, lane = thread % 32, step = kLines * m.pitch;
@@ -80,7 +80,7 @@ DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, 
     for (int u = 0; u < kAtOnce; ++u) {
       const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + static_cast<int64_t>(u) * step) & 15);
       const uint4 next = shuffle(octets[u], (lane + 1) % 32), at_end = shuffle(end, lane / 8 * 8 + u);
-      *reinterpret_cast<uint4*>(to + in_slab(base + u * kLines, chunk)) =
+      *reinterpret_cast<uint4*>(to + in_subtile(base + u * kLines, chunk)) =
           shifted(octets[u], chunk == 7 ? at_end : next, shift, left);
     }
   }
@@ -88,9 +88,9 @@ DEVICE void copy_plain(const PlainMatrix& m, uint8_t* to, int lines, int first, 
 
 // The same where all lines begin at multiples of four bytes: a warp a line, two values a lane, straight to shared
 // memory. Complete when the thread has waited for its copies.
-DEVICE bool has_pairs(const PlainMatrix& m) { return reinterpret_cast<uintptr_t>(m.data) % 4 == 0 && m.pitch % 2 == 0; }
+DEVICE bool has_pairs(const NoTmaMatrix& m) { return reinterpret_cast<uintptr_t>(m.data) % 4 == 0 && m.pitch % 2 == 0; }
 template <int kThreads>
-DEVICE void copy_pairs(const PlainMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
+DEVICE void cp_async_pairs(const NoTmaMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
   const int lane = thread % 32;
 #pragma unroll 1
   for (int base = thread / 32 * 8; base < lines; base += kThreads / 32 * 8) {
@@ -100,7 +100,7 @@ DEVICE void copy_pairs(const PlainMatrix& m, uint8_t* to, int lines, int first, 
     const uint16_t* from = m.data + static_cast<int64_t>(down) * m.pitch + across;
 #pragma unroll
     for (int u = 0; u < 8; ++u, from += m.pitch)
-      ptx::copy_async_pair(to + in_slab(base + u, lane / 4) + lane % 4 * 4, from, u < exist ? bytes : 0);
+      ptx::copy_async_pair(to + in_subtile(base + u, lane / 4) + lane % 4 * 4, from, u < exist ? bytes : 0);
   }
 }
 

@@ -1,6 +1,6 @@
 // What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales'
-// gradient, which are the slabs of columns of a row; and sums by column over blocks of 64 rows, which are those of the
-// pre-activation's bias.
+// gradient, which are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of
+// the pre-activation's bias.
 #include <cuda_runtime.h>
 
 #include "device/groups.cuh"
@@ -14,17 +14,18 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kColumns = 128;  // of a block; a lane adds up four columns
 
 __global__ void __launch_bounds__(kThreads)
-    sum_shares_kernel(const float* shares, int count, int64_t tokens, const SplitSizes sizes, void* out, DType type) {
+    sum_dscale_partials_kernel(const float* dscale_partials, int count, int64_t tokens, const SplitSizes sizes,
+                               void* out, DType type) {
   const int64_t rows = rows_before(sizes, sizes.groups, tokens);
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (token >= tokens) return;
   float sum = 0.f;
-  for (int i = 0; token < rows && i < count; ++i) sum += shares[i * tokens + token];
+  for (int i = 0; token < rows && i < count; ++i) sum += dscale_partials[i * tokens + token];
   write_number(out, type, token, sum);
 }
 
 // The warps take a group's blocks by turns, and are added up in their order.
-__global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums call) {
+__global__ void __launch_bounds__(kThreads) sum_dbias_partials_kernel(const DbiasPartials call) {
   __shared__ float4 sums[kWarps][32];
   const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             column = blockIdx.y * kColumns + lane * 4;
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums ca
   const int64_t first = block_of_rows(group, start, 0);
   float4 sum{};
   if (column < call.columns) {
-    const float* from = call.sums + first * call.columns + column;
+    const float* from = call.dbias_partials + first * call.columns + column;
 #pragma unroll 8
     for (int i = warp; i < blocks; i += kWarps) {
       const float4 x = *reinterpret_cast<const float4*>(from + static_cast<int64_t>(i) * call.columns);
@@ -51,16 +52,17 @@ __global__ void __launch_bounds__(kThreads) sum_blocks_kernel(const BlockSums ca
 
 }  // namespace
 
-void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type,
-                cudaStream_t stream) {
+void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens, const SplitSizes& sizes, void* out,
+                         DType type, cudaStream_t stream) {
   const int64_t blocks = (tokens + kThreads - 1) / kThreads;
-  sum_shares_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(shares, count, tokens, sizes, out, type);
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sum of ", count, " shares for ", tokens, " tokens");
+  sum_dscale_partials_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(dscale_partials, count, tokens,
+                                                                                     sizes, out, type);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sum of ", count, " dscale_partials for ", tokens, " tokens");
 }
 
-void sum_blocks(const BlockSums& call, cudaStream_t stream) {
+void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream) {
   const dim3 grid(call.sizes.groups, static_cast<unsigned>(blocks_of(call.columns, kColumns)));
-  sum_blocks_kernel<<<grid, kThreads, 0, stream>>>(call);
+  sum_dbias_partials_kernel<<<grid, kThreads, 0, stream>>>(call);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of blocks of ", call.tokens, " rows of ", call.columns, " columns, ",
                      call.sizes.groups, " groups");
 }
