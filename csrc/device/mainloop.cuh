@@ -13,8 +13,8 @@ namespace fusible {
 
 template <int kTileM, int kTileN, int kStages>
 struct Stages {
-  uint8_t a[kStages][kTileM * kTileK * 2];
-  uint8_t b[kStages][kTileN * kTileK * 2];
+  uint8_t a[kStages][kTileM * kSwizzleBytes];
+  uint8_t b[kStages][kTileN * kSwizzleBytes];
 };
 
 struct Unicast {  // a copy for this block alone
@@ -37,7 +37,7 @@ struct Multicast {  // a copy for both blocks
 // At least one: an empty group's weight gradient is the product of one block of zeros.
 template <class K>
 DEVICE int k_blocks_of(const Tile& tile, const typename K::Params& p) {
-  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + kTileK - 1) / kTileK);
+  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + K::kTileK - 1) / K::kTileK);
   else return p.k_blocks;
 }
 
@@ -51,8 +51,8 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
-    const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / 64 : K::B::kPieces;
-    const uint32_t bytes = rows * (K::A::kRows * kTileK * 2) + pieces * (K::kTileN / K::B::kPieces * kTileK * 2);
+    const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / K::B::kChunkColumns : K::B::kPieces;
+    const uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
@@ -62,22 +62,23 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
-        for (int i = rank; i < rows; i += 2) K::A::copy(Multicast{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = rank; i < rows; i += 2) K::A::copy(Multicast{&p.a, full}, a, i, block * K::kTileK, tile);
       } else if (rows == K::kTileM / K::A::kRows) {  // apart, because a loop of a known number of rounds is unrolled
 #pragma unroll
-        for (int i = 0; i < K::kTileM / K::A::kRows; ++i) K::A::copy(Unicast{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = 0; i < K::kTileM / K::A::kRows; ++i)
+          K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < rows; ++i) K::A::copy(Unicast{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = 0; i < rows; ++i) K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
       }
       if (share_b) {
-        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Multicast{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Multicast{&p.b, full}, b, i, block * K::kTileK, tile);
       } else if (pieces == K::B::kPieces) {
 #pragma unroll
-        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < pieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = 0; i < pieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       state.advance();
@@ -126,12 +127,12 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
       barrier_wait(&s.full[state.stage], state.phase);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kTileK / 16; ++step) multiply_step(0, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(0, step, step != 0);
       wgmma_commit();
       meanwhile();
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kTileK / 16; ++step) multiply_step(1, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(1, step, step != 0);
       wgmma_commit();
       wgmma_wait<0>();
       release<K>(s, state.stage, lane);
@@ -143,7 +144,7 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
     barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileK / 16; ++step)
+    for (int step = 0; step < K::kStepsK; ++step)
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) multiply_step(i, step, (block | step) != 0);
     wgmma_commit();
@@ -163,13 +164,14 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
   };
   // Of a ragged depth no further than the group's tokens reach; at least one step: an empty group gives zeros.
   if constexpr (A::kRaggedDepth) {
-    const int rest = tile.tokens - before * kTileK;
-    if (rest > 48) last(std::integral_constant<int, 4>());
-    else if (rest > 32) last(std::integral_constant<int, 3>());
-    else if (rest > 16) last(std::integral_constant<int, 2>());
+    static_assert(K::kStepsK == 4);
+    const int rest = tile.tokens - before * K::kTileK;
+    if (rest > 3 * A::kStepK) last(std::integral_constant<int, 4>());
+    else if (rest > 2 * A::kStepK) last(std::integral_constant<int, 3>());
+    else if (rest > A::kStepK) last(std::integral_constant<int, 2>());
     else last(std::integral_constant<int, 1>());
   } else {
-    last(std::integral_constant<int, kTileK / 16>());
+    last(std::integral_constant<int, K::kStepsK>());
   }
   if constexpr (K::kSpareRegisters && !K::kScaleBias) ahead();
   if constexpr (kBlocks == 2) wgmma_wait<1>();

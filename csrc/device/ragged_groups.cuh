@@ -78,15 +78,18 @@ class RaggedScheduler {
 // depth (mainloop.cuh).
 
 // A [m, k].
-struct RaggedRows : TokenRows<> {
+template <class T>
+struct RaggedRows : TokenRows<T> {
   static constexpr bool kRaggedDepth = true;
 };
 // A [k, m].
-struct RaggedColumns : MnMajor {
+template <class T>
+struct RaggedColumns : MnMajor<T> {
   static constexpr bool kRaggedDepth = true;
+  static constexpr int kRows = MnMajor<T>::kChunkColumns;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.row + i * 64, k);
+    issue(stage + i * kBlockBytes, tile.row + i * kRows, k);
   }
 };
 // B are WeightRows and WeightColumns at place (0, 0).

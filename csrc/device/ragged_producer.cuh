@@ -39,7 +39,7 @@ struct RaggedGroups {
     for (share(tile); tile.group >= 0; tile = following) {
       const int no_tma = s.groups.no_tma[tile.group] & (kNoTmaA | kNoTmaB), rows = (tile.rows + 63) / 64;
       const uint32_t bytes =
-          (no_tma & kNoTmaA ? 0 : rows * kBlockBytes) + (no_tma & kNoTmaB ? 0 : K::kTileN * kTileK * 2);
+          (no_tma & kNoTmaA ? 0 : rows * kBlockBytes) + (no_tma & kNoTmaB ? 0 : K::kTileN * kSwizzleBytes);
       const CUtensorMap* maps = maps_of(p, tile.group);
       const int blocks = k_blocks_of<K>(tile, p);
       for (int block = 0; block < blocks; ++block) {
@@ -51,11 +51,11 @@ struct RaggedGroups {
           barrier_arrive_expecting(full, bytes);
           if (!(no_tma & kNoTmaA)) {
             for (int i = 0; i < rows; ++i)
-              K::A::copy(Unicast{maps, full}, s.stages.a[state.stage], i, block * kTileK, tile);
+              K::A::copy(Unicast{maps, full}, s.stages.a[state.stage], i, block * K::kTileK, tile);
           }
           if (!(no_tma & kNoTmaB)) {
             for (int i = 0; i < K::B::kPieces; ++i)
-              K::B::copy(Unicast{maps + 1, full}, s.stages.b[state.stage], i, block * kTileK, tile);
+              K::B::copy(Unicast{maps + 1, full}, s.stages.b[state.stage], i, block * K::kTileK, tile);
           }
           if (!no_tma) barrier_arrive(full, kProducers - 1);  // for all the others
           if (block == 0) tiles.request();
@@ -123,8 +123,8 @@ struct RaggedGroups {
             : no_tma_matrix<typename K::B>(p.b_data, p.b_elements, p.edges + 2, g.b, g.b_pitch, g.n, g.k);
       uint8_t* const to = a ? s.stages.a[stage] : s.stages.b[stage];
       const int lines = a ? (tile.rows + 63) / 64 * 64 : K::kTileN, first = a ? tile.row : tile.column * K::kTileN;
-      if (has_pairs(matrix)) cp_async_pairs<kProducers>(matrix, to, lines, first, block * kTileK, thread);
-      else copy_shifted<kProducers>(matrix, to, lines, first, block * kTileK, thread);
+      if (has_pairs(matrix)) cp_async_pairs<kProducers>(matrix, to, lines, first, block * K::kTileK, thread);
+      else copy_shifted<kProducers>(matrix, to, lines, first, block * K::kTileK, thread);
     }
     ptx::copy_async_commit();
     ptx::copy_async_wait<0>();

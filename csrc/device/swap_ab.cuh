@@ -32,7 +32,7 @@ DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, 
     barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileK / 16; ++step)
+    for (int step = 0; step < K::kStepsK; ++step)
 #pragma unroll
       for (int i = 0; i < kWeightBlocks<K>; ++i)
         wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(

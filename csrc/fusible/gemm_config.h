@@ -10,6 +10,10 @@ namespace fusible {
 // How many blocks of a size n needs.
 constexpr int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
+// Values of the depth in a stage: those of 128 bytes.
+constexpr int tile_k(int64_t element_bytes) { return static_cast<int>(128 / element_bytes); }
+constexpr int tile_k(DType type) { return tile_k(bytes_of(type)); }
+
 // Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
 enum class Layout : int {
   kNT = 0,  // out[T, n] = a[T, k] b[E, n, k]^T

@@ -63,7 +63,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
                                        : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
-    params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
+    params.k_blocks = static_cast<int>(blocks_of(p.k, tile_k(p.operand)));
   }
   params.shape = {.sizes = call.sizes,
                   .tokens = static_cast<int>(p.tokens),

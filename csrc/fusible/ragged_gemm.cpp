@@ -28,7 +28,7 @@ RaggedParams make_params(const RaggedGemm& call) {
   const bool depth_first = call.layout == Layout::kNT;
   RaggedParams p{};
   p.a = model_map(workspace.maps, call.operand, 2, 64);
-  p.b = model_map(workspace.maps, call.operand, 4, depth_first ? kTile.tile_n / 2 : 64);
+  p.b = model_map(workspace.maps, call.operand, 4, depth_first ? kTile.tile_n / 2 : tile_k(call.operand));
   p.out = model_map(workspace.maps, call.output, 4, 64);
   p.shape = {.sizes = {nullptr, static_cast<int>(call.groups), false}, .counter = workspace.counter};
   p.epilogue = {.bias = call.epilogue.bias.data,

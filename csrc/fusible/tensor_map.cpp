@@ -56,6 +56,7 @@ struct Bytes {
 };
 
 uint32_t subtile_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
+uint32_t depth(DType type) { return static_cast<uint32_t>(tile_k(type)); }
 
 using Extent = uint64_t;
 constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
@@ -75,7 +76,7 @@ CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int6
 
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box) {
   const Bytes bytes(a);
-  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {64, uint32_t(box)});
+  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {depth(a.type), uint32_t(box)});
 }
 
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns) {
@@ -84,17 +85,18 @@ CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t column
   constexpr Extent kBig = 1ull << 30;
   const Bytes bytes(a);
   return encode<4>(bytes.base, a.type, {Extent(columns), kBig, kBig + 1, Extent(tokens) + 1},
-                   {bytes.pitch, (1ull << 34) - bytes.pitch, bytes.pitch}, {64, 64, 1, 1});
+                   {bytes.pitch, (1ull << 34) - bytes.pitch, bytes.pitch},
+                   {subtile_columns(a.type), depth(a.type), 1, 1});
 }
 
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n) {
-  return matrices_map(b, groups, n, k, {64, uint32_t(tile_n / 2), 1, 1});
+  return matrices_map(b, groups, n, k, {depth(b.type), uint32_t(tile_n / 2), 1, 1});
 }
 
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n) {
   const Bytes bytes(b);
   const Extent half_bytes = bytes.pitch * Extent(half);
-  const std::array<uint32_t, 5> box = {64, uint32_t(tile_n / 2), 1, 1, 1};
+  const std::array<uint32_t, 5> box = {depth(b.type), uint32_t(tile_n / 2), 1, 1, 1};
   if (b.addresses.empty())
     return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, Extent(groups), 1},
                      {bytes.pitch, half_bytes, bytes.group, kNearBytes}, box);
@@ -105,7 +107,7 @@ CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, 
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k) {
   const Bytes bytes(b);
   const Extent half_bytes = Extent(half) * bytes_of(b.type);
-  const std::array<uint32_t, 5> box = {64, 1, 64, 1, 1};
+  const std::array<uint32_t, 5> box = {subtile_columns(b.type), 1, depth(b.type), 1, 1};
   if (b.addresses.empty())
     return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), Extent(groups), 1},
                      {half_bytes, bytes.pitch, bytes.group, kNearBytes}, box);
@@ -114,7 +116,7 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 }
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
-  return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
+  return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n == 192 ? 2 : 1), 1, 1});
 }
 
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box) {

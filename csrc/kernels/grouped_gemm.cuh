@@ -4,51 +4,21 @@
 // (mainloop.cuh), one warp fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two
 // warpgroups multiply, each every second block of 64 rows of the tile, or half of its columns (swap_ab.cuh).
 #pragma once
+#include "device/epilogue_store.cuh"
+#include "device/policies.cuh"
 #include "device/swap_ab.cuh"
+#include "device/token_groups.cuh"
 
 namespace fusible {
 
-// An epilogue says who finishes a consumer's output stage, and how: one thread that copies it to where it belongs (this
-// one), or kFinishers whole warps, which need registers for it (epilogue_activation.cuh). Three for each consumer are
-// two beside the producer, and a warpgroup.
-struct StoreEpilogue {
-  using Params = GemmParams;
-  static constexpr int kFinishers = 0, kRegisters = 72;
-  struct Scratch {};  // of shared memory
-  template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
-    if (K::kFetchesOld && p.accumulate) K::finish_sums(s, p, consumer);
-    else K::finish(s, p, consumer);
-  }
-};
-
-// Groups say where tiles come from, and who fills the stages and fetches bias and factors. These are rows of a token
-// buffer, or its depth; RaggedGroups (device/ragged_producer.cuh) have shapes of their own.
-struct TokenGroups {
-  template <TileVariant kVariant, bool kRaggedRows>
-  using Scheduler = TileScheduler<kVariant, kRaggedRows>;
-  using Table = GroupTable;
-  static constexpr int kProducers = 1;  // arrivals at a stage
-  template <class K>
-  DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
-    K::Scheduler::fill(s.groups, p.shape, lane);
-  }
-  template <class K>
-  DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
-    if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
-  }
-  template <class K>
-  DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
-    if constexpr (K::kScaleBias) K::fetch_epilogue_stage(s, p);
-  }
-};
-
-template <class T_, class A_, class B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
-          class Epilogue = StoreEpilogue, class Groups = TokenGroups>
+template <OperandA A_, OperandB B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
+          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups = TokenGroups>
 struct GroupedGemmKernel {
-  using T = T_;
   using A = A_;
   using B = B_;
+  using T = typename A::Element;
+  static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
+  static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
   using Params = typename Epilogue::Params;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
@@ -200,92 +170,8 @@ struct GroupedGemmKernel {
     end_tile_before();
   }
 
-  // One thread for each consumer. A part's room is given back once it has been read: while the next part is being
-  // copied, if there is room for two.
-  DEVICE static void finish(Storage& s, const Params& p, int consumer) {
-    constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
-    TileReader tiles(s.tasks);
-    PipelineState<Layout::kSlots> slot, read;
-    Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
-    const auto give_back = [&] {
-      barrier_arrive(&s.out_empty[consumer][read.stage]);
-      read.advance();
-    };
-    for (Tile tile; tiles.next(tile);) {
-      const int parts = row_blocks(tile, consumer) * Layout::kParts;
-      const int end = tile.row + tile.rows;
-      to.column = smem_out_column(tile, consumer) * kSmemOutColumns;
-      for (int part = 0; part < parts; ++part) {
-        const int row = tile.row + first_row(consumer, part / Layout::kParts);
-        to.map_row[0] = kRaggedDepth ? row : p.shape.tokens - end + row;
-        to.map_row[1] = kRaggedDepth ? tile.coordinate.near : tile.tokens_start + end;
-        to.map_row[2] = kRaggedDepth ? tile.coordinate.far : 0;
-        barrier_wait(&s.out_full[consumer][slot.stage], slot.phase);
-        store_part<Layout>(to, s.smem_out[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
-        slot.advance();
-        tma::wait_read<kBehind>();
-        if (part >= kBehind) give_back();
-      }
-      if (kBehind && parts > 0) {
-        tma::wait_read<0>();
-        give_back();
-      }
-    }
-    tma::wait_all();
-  }
-
-  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first
-  // parts.
-  DEVICE static void finish_sums(Storage& s, const Params& p, int consumer) {
-    TileReader tiles(s.tasks);
-    PipelineState<Layout::kSlots> slot;
-    Destination to{.map = &p.out, .policy = tma::policy_evict_first()};
-    const auto place = [&](const Tile& tile, int part) {
-      to.map_row[0] = tile.row + first_row(consumer, part / Layout::kParts);
-    };
-    for (Tile tile; tiles.next(tile);) {
-      const int parts = row_blocks(tile, consumer) *
-                        Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
-      to.column = tile.column * kTileN;
-      to.map_row[1] = tile.coordinate.near, to.map_row[2] = tile.coordinate.far;
-      for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
-        place(tile, part);
-        load_part<Layout>(to, s.smem_out[consumer] + part * Layout::kPartBytes, part % Layout::kParts,
-                          &s.out_empty[consumer][part]);
-      }
-      for (int part = 0; part < parts; ++part) {
-        place(tile, part);
-        to.accumulate = part >= Layout::kSlots && !p.fetch_all;
-        barrier_wait(&s.out_full[consumer][slot.stage], slot.phase);
-        store_part<Layout>(to, s.smem_out[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
-        slot.advance();
-        tma::wait_read<1>();
-        if (part == 0 || part - 1 + Layout::kSlots >= parts) continue;
-        const int read = (part - 1) % Layout::kSlots, next = part - 1 + Layout::kSlots;
-        place(tile, next);
-        if (p.fetch_all)
-          load_part<Layout>(to, s.smem_out[consumer] + read * Layout::kPartBytes, next % Layout::kParts,
-                            &s.out_empty[consumer][read]);
-        else barrier_arrive(&s.out_empty[consumer][read]);
-      }
-      tma::wait_read<0>();
-    }
-    tma::wait_all();
-  }
-
-  // One warp: bias and scales of every tile, while the consumers multiply it.
-  DEVICE static void fetch_epilogue_stage(Storage& s, const Params& p) {
-    const int lane = threadIdx.x % 32;
-    TileReader tiles(s.tasks);
-    uint32_t phase = 0;
-    for (Tile tile; tiles.next(tile); phase ^= 1) {
-      barrier_wait(&s.epilogue.empty, phase ^ 1);
-      fill(s.epilogue.stage, p.epilogue, tile, lane);
-      barrier_arrive(&s.epilogue.full);
-    }
-  }
-
   DEVICE static void run(uint8_t* shared, const Params& p) {
+    static_assert(EpilogueOf<Epilogue, GroupedGemmKernel> && GroupsOf<Groups, GroupedGemmKernel>);
     auto& s = *reinterpret_cast<Storage*>(shared);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = kCluster > 1 ? ptx::cluster_rank() : 0;
     if (threadIdx.x == 0) {

@@ -7,22 +7,22 @@
 
 namespace fusible {
 
-template <Layout kLayout, TileVariant kVariant>
+template <Layout kLayout, class T, TileVariant kVariant>
 struct Operands;
-template <TileVariant kVariant>
-struct Operands<Layout::kNT, kVariant> {
-  using A = TokenRows<kVariant.token_box()>;
-  using B = WeightRows<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kNT, T, kVariant> {
+  using A = TokenRows<T, kVariant.token_box()>;
+  using B = WeightRows<T, kVariant.tile_n>;
 };
-template <TileVariant kVariant>
-struct Operands<Layout::kNN, kVariant> {
-  using A = TokenRows<kVariant.token_box()>;
-  using B = WeightColumns<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kNN, T, kVariant> {
+  using A = TokenRows<T, kVariant.token_box()>;
+  using B = WeightColumns<T, kVariant.tile_n>;
 };
-template <TileVariant kVariant>
-struct Operands<Layout::kTN, kVariant> {
-  using A = TokenColumns;
-  using B = TokenColumnsB<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kTN, T, kVariant> {
+  using A = TokenColumns<T>;
+  using B = TokenColumnsB<T, kVariant.tile_n>;
 };
 
 template <class K>
@@ -33,10 +33,10 @@ KernelEntry entry_of() {
 
 template <Layout kLayout, class T, class Out, bool kScaleBias, TileVariant kVariant>
 KernelEntry entry_of_variant() {
-  using Pair = Operands<kLayout, kVariant>;
+  using Pair = Operands<kLayout, T, kVariant>;
   if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kScaleBias && !fits_scale_bias(kVariant)))
     return {};
-  else return entry_of<GroupedGemmKernel<T, typename Pair::A, typename Pair::B, Out, kScaleBias, kVariant>>();
+  else return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, Out, kScaleBias, kVariant>>();
 }
 
 template <Layout kLayout, class T, class Out, bool kScaleBias, size_t... kVariants>

@@ -11,14 +11,14 @@
 namespace fusible {
 
 // Weights whose rows, or columns, come from both halves.
-template <Layout kLayout, int kTileN>
-using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<kTileN>, GateUpColumns<kTileN>>;
+template <Layout kLayout, class T, int kTileN>
+using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<T, kTileN>, GateUpColumns<T, kTileN>>;
 
 template <Layout kLayout, class T, bool kHalves, bool kScaleBias, TileVariant kVariant>
 KernelEntry activation_entry_of() {
-  using Pair = Operands<kLayout, kVariant>;
-  using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Pair::B>;
-  return entry_of<GroupedGemmKernel<T, typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>>>();
+  using Pair = Operands<kLayout, T, kVariant>;
+  using B = std::conditional_t<kHalves, GateUp<kLayout, T, kVariant.tile_n>, typename Pair::B>;
+  return entry_of<GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>>>();
 }
 template <Layout kLayout, class T, bool kHalves, bool kScaleBias, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
@@ -43,9 +43,9 @@ KernelEntry activation_entry(bool halves, bool scale_bias, int variant) {
 
 template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
-  using Pair = Operands<kLayout, kVariant>;
+  using Pair = Operands<kLayout, T, kVariant>;
   return entry_of<
-      GroupedGemmKernel<T, typename Pair::A, typename Pair::B, T, false, kVariant, ActivationBackwardEpilogue>>();
+      GroupedGemmKernel<typename Pair::A, typename Pair::B, T, false, kVariant, ActivationBackwardEpilogue>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {

@@ -9,8 +9,8 @@ namespace fusible {
 template <class T, class A, class B>
 KernelEntry ragged_entry_of(bool fp32_output) {
   constexpr TileVariant kVariant = kTileVariants[kRaggedVariant];
-  return fp32_output ? entry_of<GroupedGemmKernel<T, A, B, float, true, kVariant, RaggedEpilogue, RaggedGroups>>()
-                     : entry_of<GroupedGemmKernel<T, A, B, T, true, kVariant, RaggedEpilogue, RaggedGroups>>();
+  return fp32_output ? entry_of<GroupedGemmKernel<A, B, float, true, kVariant, RaggedEpilogue, RaggedGroups>>()
+                     : entry_of<GroupedGemmKernel<A, B, T, true, kVariant, RaggedEpilogue, RaggedGroups>>();
 }
 
 template <DType kOperand>
@@ -18,9 +18,9 @@ KernelEntry ragged_entry(Layout layout, bool fp32_output) {
   using T = Element<kOperand>;
   constexpr int kTileN = kTileVariants[kRaggedVariant].tile_n;
   switch (layout) {
-    case Layout::kNT: return ragged_entry_of<T, RaggedRows, WeightRows<kTileN>>(fp32_output);
-    case Layout::kNN: return ragged_entry_of<T, RaggedRows, WeightColumns<kTileN>>(fp32_output);
-    default: return ragged_entry_of<T, RaggedColumns, WeightColumns<kTileN>>(fp32_output);
+    case Layout::kNT: return ragged_entry_of<T, RaggedRows<T>, WeightRows<T, kTileN>>(fp32_output);
+    case Layout::kNN: return ragged_entry_of<T, RaggedRows<T>, WeightColumns<T, kTileN>>(fp32_output);
+    default: return ragged_entry_of<T, RaggedColumns<T>, WeightColumns<T, kTileN>>(fp32_output);
   }
 }
 
