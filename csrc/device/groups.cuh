@@ -42,8 +42,9 @@ struct GroupRows {
 // groups, becomes that before the next 32. By one warp.
 template <class Int>
 DEVICE GroupRows<Int> rows_of_lane(const SplitSizes& s, int group, Int rows, Int& before, int lane) {
-  const auto saturating = [&](Int a, Int b) { return min(a, rows - b) + b; };  // so that no sum can overflow
-  const Int size = scan(clamped_size(s, group, rows), lane, saturating), end = before + min(size, rows - before);
+  // Sums of 32 bits saturate, so that they cannot overflow; of 64 bits, those of 32 clamped sizes cannot anyway.
+  const auto add = [&](Int a, Int b) { return sizeof(Int) == 8 ? a + b : min(a, rows - b) + b; };
+  const Int size = scan(clamped_size(s, group, rows), lane, add), end = before + min(size, rows - before);
   Int start = __shfl_up_sync(~0u, end, 1);
   if (lane == 0) start = before;
   before = __shfl_sync(~0u, end, 31);
