@@ -18,7 +18,7 @@ import fusible
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
-WITHOUT_CODE = {"docs/design.md", "docs/experiments.md", "docs/kernels.md", "docs/measured.md"}
+WITHOUT_CODE = {f"docs/{name}.md" for name in ("design", "experiments", "glossary", "kernels", "measured")}
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 
