@@ -21,6 +21,7 @@ test: $(VENV)/installed ## the tests that need no GPU; with one: make test ARGS=
 lint: $(VENV)/installed ## style, format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
 
 types: $(VENV)/installed ## types, strictly
 	$(BIN)/mypy

@@ -45,8 +45,7 @@ def grouped_gemm(
     out_pitch: int,
     out_group: int,
     sizes: int,
-    starts: int,
-    wide: bool,
+    int64_sizes: bool,
     accumulate: bool,
     bias: int = 0,
     bias_type: int = 0,
@@ -64,7 +63,7 @@ def grouped_gemm(
     bias_addresses: list[int] = ...,
     zero_tail: bool = False,
 ) -> None: ...
-def shaped_gemm(
+def ragged_gemm(
     layout: int,
     operand: int,
     output: int,
@@ -86,7 +85,7 @@ def shaped_gemm(
     beta: float,
     workspace: int,
 ) -> None: ...
-def shaped_workspace_bytes(groups: int) -> int: ...
+def ragged_workspace_bytes(groups: int) -> int: ...
 def workspace_bytes(groups: int) -> int: ...
 def grouped_gemm_config(
     layout: int,
@@ -98,7 +97,7 @@ def grouped_gemm_config(
     m: int,
     n: int,
     k: int,
-    affine: bool = False,
+    scale_bias: bool = False,
 ) -> str: ...
 def activate(
     curve: int,
@@ -159,7 +158,7 @@ def linear_activation(
     b_group: int,
     b_addresses: list[int],
     sizes: int,
-    wide: bool,
+    int64_sizes: bool,
     bias: int,
     bias_type: int,
     bias_pitch: int,
@@ -194,7 +193,7 @@ def linear_activation_backward(
     b_group: int,
     b_addresses: list[int],
     sizes: int,
-    wide: bool,
+    int64_sizes: bool,
     scales: int,
     scales_type: int,
     pre: int,
@@ -216,7 +215,7 @@ def linear_activation_config(
     tokens: int,
     n: int,
     k: int,
-    affine: bool = False,
+    scale_bias: bool = False,
 ) -> str: ...
 def backward_workspace_bytes(groups: int, tokens: int, columns: int, dscales: bool, bias_columns: int) -> int: ...
 def zero_tail(
@@ -228,7 +227,7 @@ def zero_tail(
     pitch_bytes: int,
     sizes: int,
     groups: int,
-    wide: bool,
+    int64_sizes: bool,
 ) -> None: ...
 def column_sums_workspace(tokens: int, columns: int, groups: int) -> int: ...
 def column_sums(
@@ -241,7 +240,7 @@ def column_sums(
     pitch: int,
     sizes: int,
     groups: int,
-    wide: bool,
+    int64_sizes: bool,
     scale: int,
     out: int,
     out_type: int,
@@ -257,7 +256,7 @@ def row_dots(
     pitch: int,
     sizes: int,
     groups: int,
-    wide: bool,
+    int64_sizes: bool,
     vectors: int,
     vectors_type: int,
     out: int,
@@ -267,7 +266,7 @@ def route(
     device: int,
     stream: int,
     ids: int,
-    wide: bool,
+    int64_ids: bool,
     slots: int,
     groups: int,
     weights: int,
@@ -344,7 +343,7 @@ class RoutedMlp:
         x: int,
         pitch: int,
         ids: int,
-        wide: bool,
+        int64_ids: bool,
         weights: int,
         weights_type: int,
         out: int,

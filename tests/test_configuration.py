@@ -19,9 +19,9 @@ BF16 = torch.bfloat16
     ("groups", "rows", "n", "k", "tile"),
     [
         (128, 16, 256, 64, "128 x 192, cluster 1 x 1"),  # hardly any rows
-        (128, 16, 256, 4096, "192 x 256, cluster 2 x 1, 3 stages, flipped"),  # deep
-        (128, 512, 2048, 64, "192 x 256, cluster 2 x 1, 3 stages, flipped"),  # short groups
-        (2, 512, 256, 64, "128 x 256, cluster 2 x 1, 3 stages, flipped"),  # no work for many rounds
+        (128, 16, 256, 4096, "192 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # deep
+        (128, 512, 2048, 64, "192 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # short groups
+        (2, 512, 256, 64, "128 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # no work for many rounds
         (32, 1024, 2880, 2880, "256 x 192, cluster 1 x 1"),  # 192 divides the columns
         (8, 2048, 2048, 64, "128 x 256, cluster 2 x 1, 3 stages, 4 blocks"),  # long groups
     ],
@@ -33,13 +33,13 @@ def test_tiles_of_rows(emulation: harness.Emulation, groups: int, rows: int, n: 
     assert chosen.startswith(f"tile {tile}")
 
 
-def test_flipped_tiles_give_16_bits_and_the_lower_ones_take_bias(emulation: harness.Emulation) -> None:
+def test_swap_ab_tiles_give_16_bits_and_the_lower_ones_take_bias(emulation: harness.Emulation) -> None:
     bf16, fp32, shape = TYPE_CODES[BF16], TYPE_CODES[torch.float32], (0, 64, 64 * 512, 0, 2048, 64)
 
     assert "192 x 256" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape)
-    assert "128 x 256, cluster 2 x 1, 3 stages, flipped" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape, True)
-    assert "flipped" not in emulation.grouped_gemm_config(NT, bf16, fp32, *shape)
-    assert "flipped" not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 64, 64 * 512, 2048, 2048, 0)
+    assert "128 x 256, cluster 2 x 1, 3 stages, swap_ab" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape, True)
+    assert "swap_ab" not in emulation.grouped_gemm_config(NT, bf16, fp32, *shape)
+    assert "swap_ab" not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 64, 64 * 512, 2048, 2048, 0)
 
 
 def test_tiles_of_weight_gradients_may_be_halved(emulation: harness.Emulation) -> None:
@@ -50,13 +50,13 @@ def test_tiles_of_weight_gradients_may_be_halved(emulation: harness.Emulation) -
     assert few not in emulation.grouped_gemm_config(NT, bf16, bf16, 0, 1, 512, 0, 2880, 2880)
 
 
-@pytest.mark.parametrize(("block", "flipped"), [(384, True), (1, True), (64, True), (128, False)])
-def test_blocks_of_gate_and_up_must_fit_into_a_flipped_tile(
-    emulation: harness.Emulation, block: int, flipped: bool
+@pytest.mark.parametrize(("block", "swap_ab"), [(384, True), (1, True), (64, True), (128, False)])
+def test_blocks_of_gate_and_up_must_fit_into_a_swap_ab_tile(
+    emulation: harness.Emulation, block: int, swap_ab: bool
 ) -> None:
     chosen = emulation.linear_activation_config(False, True, block, TYPE_CODES[BF16], 0, 4, 2048, 768, 64)
 
-    assert ("flipped" in chosen) == flipped
+    assert ("swap_ab" in chosen) == swap_ab
 
 
 def test_explain_names_kernels_and_configurations(emulation: harness.Emulation) -> None:
@@ -72,7 +72,7 @@ def test_explain_names_kernels_and_configurations(emulation: harness.Emulation) 
     first, second = step.configurations
 
     assert first.startswith("hopper (activation in the epilogue), NT 40 x 256 x 64: tile 128 x 256, ")
-    assert "flipped" in first
+    assert "swap_ab" in first
     assert second == (
         "hopper, NT 40 x 64 x 128: tile 128 x 192, cluster 1 x 1, 4 stages, "
         f"{MULTIPROCESSORS} blocks, tasks in a fixed order"

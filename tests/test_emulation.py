@@ -6,10 +6,11 @@ barrier that is never reached is a failure, and so is a bulk copy outside of eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,12 +93,32 @@ def test_bias_and_factors(gpu: Gpu, layout: Layout, variant: int) -> None:
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("groups", ["sizes", "starts", "offsets"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_where_the_groups_are(gpu: Gpu, layout: Layout, groups: str, index: torch.dtype) -> None:
-    check(gpu, layout, groups=groups, index=index)
+def test_sizes_of_either_type(gpu: Gpu, layout: Layout, index: torch.dtype) -> None:
+    check(gpu, layout, index=index)
     many = tuple(g * 7 % 5 for g in range(70))
-    check(gpu, layout, many, k=72, n=136, groups=groups, index=index, tail=11)
+    check(gpu, layout, many, k=72, n=136, index=index, tail=11)
+
+
+def test_beta_of_more_groups_than_a_block_has_threads(gpu: Gpu) -> None:
+    """The rows before a group are summed by a block of 256 threads."""
+    check(gpu, Layout.NT, tuple(g % 3 for g in range(300)), k=8, n=8, tail=5, accumulate=True, beta=0.5)
+
+
+def test_tails_of_more_calls_than_one_clearing_takes(gpu: Gpu) -> None:
+    """Calls that are made again together have their tails cleared before the first of them, four by one launch."""
+    launches, sizes = gpu.emulation.Launches(), range(11)
+    kept = SimpleNamespace(grouped_gemm=lambda *arguments: launches.grouped_gemm([], *arguments))
+    a, b = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((12, 8), (1, 8, 8)))
+    outs = [torch.full((12, 8), math.nan, dtype=torch.bfloat16) for _ in sizes]
+    of_groups = [torch.tensor([size]) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "compiled", lambda: kept)
+        for out, size in zip(outs, of_groups, strict=True):
+            hopper.launch(Layout.NT, a, b, out, size, dynamic=False, fresh=True)
+    launches.run([], 0, 0)
+    for out, size in zip(outs, sizes, strict=True):
+        assert torch.equal(out, torch.where(torch.arange(12).unsqueeze(1) < size, 8.0, 0.0).expand(12, 8).bfloat16())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

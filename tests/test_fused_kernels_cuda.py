@@ -219,7 +219,7 @@ def check_backward(case: Case, **wants: Any) -> None:
 
 
 def fits(spec: ActivationSpec, variant: int) -> bool:
-    """Whether a tile takes blocks of so many columns: a consumer of flipped ones (6) deposits 128."""
+    """Whether a tile takes blocks of so many columns: a consumer of swap_ab ones (6) stores 128."""
     return spec.block != 128 or variant != 6
 
 

@@ -54,7 +54,6 @@ class Case:
     beta: float | str = 1.0  # with accumulate; "groups": one for each, 0 and 1 among them
     separate: bool = False  # weights, their gradients and biases anywhere in memory
     index: torch.dtype = torch.int32
-    groups: str = "sizes"  # or "starts" (with gaps), "offsets"
     pitch: int = 0  # elements between a row's end and the next
     variant: int = -1
     dynamic: bool = True  # tasks on demand, or a static schedule
@@ -66,9 +65,8 @@ class Problem:
     def __init__(self, case: Case) -> None:
         self.case = case
         generator = torch.Generator("cuda").manual_seed(len(case.sizes) * 1000 + case.n)
-        gap = 5 if case.groups == "starts" else 0
-        self.starts = [sum(case.sizes[:g]) + gap * (g + 1) for g in range(len(case.sizes))]
-        self.tokens = sum(case.sizes) + case.tail + gap * (len(case.sizes) + 1)
+        self.starts = [sum(case.sizes[:g]) for g in range(len(case.sizes))]
+        self.tokens = sum(case.sizes) + case.tail
         self.member = torch.full((self.tokens,), -1, dtype=torch.long)
         for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
             self.member[start : start + size] = g
@@ -115,9 +113,7 @@ class Problem:
         self.given_b = anywhere(self.b) if case.separate and case.layout is not Layout.TN else self.b
         self.given_out = anywhere(self.out) if case.separate and case.layout is Layout.TN else self.out
         self.given_bias = anywhere(self.bias) if case.separate and self.bias is not None else self.bias
-        self.sizes = torch.tensor(case.sizes, dtype=case.index, device="cuda") if case.groups != "offsets" else None
-        first = {"sizes": None, "starts": self.starts, "offsets": [*self.starts, sum(case.sizes)]}[case.groups]
-        self.first = None if first is None else torch.tensor(first, dtype=case.index, device="cuda")
+        self.sizes = torch.tensor(case.sizes, dtype=case.index, device="cuda")
 
     def _betas(self, generator: torch.Generator) -> torch.Tensor:
         betas = torch.rand(len(self.case.sizes), generator=generator, device="cuda") * 2 - 1
@@ -141,7 +137,6 @@ class Problem:
             self.given_b,
             self.given_out,
             self.sizes,
-            starts=self.first,
             bias=self.given_bias,
             row_scale=self.row_scale,
             bias_scale=self.bias_scale,
@@ -308,8 +303,7 @@ def test_many_groups(layout: Layout, variant: int) -> None:
     for experts, most in [(3, 400), (8, 700), (65, 200), (128, 3), (128, 260), (512, 2), (512, 140)]:
         sizes = tuple(torch.randint(0, most, (experts,)).tolist())
         check(Case(layout, sizes, k=72, n=136, tail=11, index=torch.int64, variant=variant))
-        check(Case(layout, sizes, k=72, n=136, groups="offsets", variant=variant))
-        check(Case(layout, sizes, k=72, n=136, groups="starts", index=torch.int64, variant=variant))
+        check(Case(layout, sizes, k=72, n=136, variant=variant))
     everything = tuple(900 if g == 40 else 0 for g in range(64))
     check(Case(layout, everything, variant=variant))
 
@@ -522,8 +516,8 @@ def test_beta(layout: Layout, beta: float | str) -> None:
             accumulate=True,
         )
         check(case)
-        check(case, pitch=24, index=torch.int64, groups="starts")
-        check(case, groups="offsets", n=776)
+        check(case, pitch=24, index=torch.int64)
+        check(case, n=776)
     check(Case(layout, tuple(g % 5 for g in range(512)), beta=beta, accumulate=True, separate=True))
 
 

@@ -297,7 +297,7 @@ WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True, 72),
     "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
 }
-OF_NO_REPLAY = {"route_workspace_bytes", "shaped_workspace_bytes"}  # for kernels that ops do not launch, or not kept
+OF_NO_REPLAY = {"route_workspace_bytes", "ragged_workspace_bytes"}  # for kernels that ops do not launch, or not kept
 OF_NO_ROWS = {"workspace_bytes"}
 
 

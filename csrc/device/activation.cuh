@@ -1,8 +1,9 @@
-// The curves of activations and their slopes, for the kernels that pass over rows and for the epilogues of the grouped GEMM.
+// The curves of activations and their slopes, for the kernels that pass over rows and for the epilogues of the grouped
+// GEMM.
 #pragma once
 #include <type_traits>
 
-#include "device/ptx.cuh"
+#include "device/element.cuh"
 #include "fusible/activation.h"
 
 namespace fusible {
@@ -67,8 +68,8 @@ DEVICE void with_kind(const Activation& a, Body body) {
   }
 }
 
-// Gate and up at one column as the curve and the product see them, and whether their gradients pass the limits. Written so that
-// NaN stays NaN, which fminf and fmaxf would drop.
+// Gate and up at one column as the curve and the product see them, and whether their gradients pass the limits. Written
+// so that NaN stays NaN, which fminf and fmaxf would drop.
 struct Inputs {
   float gate, up;
   bool gate_passes, up_passes;
@@ -79,22 +80,6 @@ DEVICE Inputs inputs(const Activation& a, float gate, float up) {
   const bool gate_over = gate > a.limit, up_over = fabsf(up) > a.limit;
   const float clamped = up_over ? copysignf(a.limit, up) : up;
   return {gate_over ? a.limit : gate, clamped + a.linear_offset, !gate_over, !up_over};
-}
-
-// A number of any of the types, as a row's scale is stored.
-DEVICE float read_number(const void* data, DType type, int64_t i) {
-  switch (type) {
-    case DType::kFloat32: return static_cast<const float*>(data)[i];
-    case DType::kFloat16: return __half2float(static_cast<const __half*>(data)[i]);
-    default: return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
-  }
-}
-DEVICE void write_number(void* data, DType type, int64_t i, float x) {
-  switch (type) {
-    case DType::kFloat32: static_cast<float*>(data)[i] = x; break;
-    case DType::kFloat16: static_cast<__half*>(data)[i] = __float2half(x); break;
-    default: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(x);
-  }
 }
 
 }  // namespace fusible

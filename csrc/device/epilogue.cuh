@@ -1,69 +1,77 @@
-// What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared memory
-// (`deposit`); a thread of the producer's warpgroup stores them from there (`store_part`) while the consumer multiplies the next tile.
+// What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared
+// memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
+// consumer multiplies the next tile.
 //
-// The unit is a slab of 64 rows x 128 bytes, swizzled as the copy engine wants it. Slabs are handed over in parts: all that belong to 64 rows
-// where there is room for it twice; or one by one, reusing the room.
+// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all
+// that belong to 64 rows where there is room for it twice; or one by one, reusing the room.
 #pragma once
 #include "device/barrier.cuh"
+#include "device/element.cuh"
 #include "device/tile_scheduler.cuh"
 #include "device/tma.cuh"
 
 namespace fusible {
 
-constexpr int kSlabBytes = 64 * 128, kConsumers = 2;
+constexpr int kSubtileBytes = 64 * 128, kConsumers = 2;
 
 // The bias and scales that one tile needs, in shared memory.
 template <int kTileM, int kTileN>
-struct AffineStage {
+struct EpilogueStage {
   float bias[kTileN];
   float scale[kTileM], bias_scale[kTileM];  // of the product and of the bias, for each row
 };
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a slab.
-DEVICE int in_slab(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// Byte offset of 16-byte chunk `chunk` of row `row` in a subtile.
+DEVICE int in_subtile(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's deposits of kRows rows x kTileN values of Out: kBytes of room, and what of a deposit is handed over at a time. That is all of it
-// where there is room for two or a whole warp finishes it, or else a slab, so that the next is deposited while it is stored.
+// A consumer's output stages, kRows rows x kTileN values of Out each: kBytes of room, and what of an output stage is
+// handed over at a time. That is all of it where there is room for two or a whole warp finishes it, or else a subtile,
+// so that the next is written while it is stored.
 template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
-struct DepositLayout {
-  static constexpr int kRows = kRowsValue, kSlabBytes = kRows * 128;
-  static constexpr int kSlabs = kTileN * static_cast<int>(sizeof(Out)) / 128, kSlabColumns = 128 / sizeof(Out);
+struct SmemOutLayout {
+  static constexpr int kRows = kRowsValue, kSubtileBytes = kRows * 128;
+  static constexpr int kSubtiles = kTileN * static_cast<int>(sizeof(Out)) / 128, kSubtileColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
-  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSlabs * kSlabBytes);
-  static constexpr int kParts = kWhole ? 1 : kSlabs, kSlabsPerPart = kSlabs / kParts, kPartBytes = kSlabsPerPart * kSlabBytes;
+  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSubtiles * kSubtileBytes);
+  static constexpr int kParts = kWhole ? 1 : kSubtiles, kSubtilesPerPart = kSubtiles / kParts,
+                       kPartBytes = kSubtilesPerPart * kSubtileBytes;
   static constexpr int kSlots = kBytes / kPartBytes;
 };
 
-// One part of the accumulator to shared memory, or (kAdd, fp32) its sum with what stands there; see wgmma.cuh for which thread holds what.
+// One part of the accumulator to shared memory, or (kAdd, fp32) its sum with what stands there; see wgmma.cuh for which
+// thread holds what.
 template <class Layout, class Out, bool kAdd = false, int kSize>
-DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
+DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
   const uint32_t base = ptx::smem_address(to);
   if constexpr (sizeof(Out) == 2) {
     const int row = warp * 16 + lane % 16;
 #pragma unroll
-    for (int slab = 0; slab < Layout::kSlabsPerPart; ++slab)
+    for (int subtile = 0; subtile < Layout::kSubtilesPerPart; ++subtile)
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two octets, upper and lower rows of each
-        const float* x = acc + ((part * Layout::kSlabsPerPart + slab) * 4 + quad) * 8;
-        ptx::store_matrix_x4(base + slab * kSlabBytes + in_slab(row, quad * 2 + lane / 16),
-                             {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]), ptx::pack<Out>(x[6], x[7])});
+        const float* x = acc + ((part * Layout::kSubtilesPerPart + subtile) * 4 + quad) * 8;
+        ptx::store_matrix_x4(base + subtile * kSubtileBytes + in_subtile(row, quad * 2 + lane / 16),
+                             {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
+                              ptx::pack<Out>(x[6], x[7])});
       }
   } else {
-    // 32 columns: four octets. Odd rows write the octets 0 and 2, 1 and 3 in the other order, so that the four rows that a half
-    // warp writes at a time lie in different banks.
+    // 32 columns: four octets. Odd rows write the octets 0 and 2, 1 and 3 in the other order, so that the four rows
+    // that a half warp writes at a time lie in different banks.
     const int row = warp * 16 + lane / 4;
     const bool odd = row & 1;
 #pragma unroll
     for (int octet = 0; octet < 2; ++octet)
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
-        const float *even_row = acc + (part * 4 + octet + turn * 2) * 4, *odd_row = acc + (part * 4 + octet + (1 - turn) * 2) * 4;
+        const float *even_row = acc + (part * 4 + octet + turn * 2) * 4,
+                    *odd_row = acc + (part * 4 + octet + (1 - turn) * 2) * 4;
         const int chunk = (octet + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
-          const uint32_t at = base + in_slab(row + lower * 8, chunk) + lane % 2 * 8;
+          const uint32_t at = base + in_subtile(row + lower * 8, chunk) + lane % 2 * 8;
           const float2 old = kAdd ? ptx::load_shared(at) : float2{};
-          const float x = odd ? odd_row[lower * 2] : even_row[lower * 2], y = odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1];
+          const float x = odd ? odd_row[lower * 2] : even_row[lower * 2],
+                      y = odd ? odd_row[lower * 2 + 1] : even_row[lower * 2 + 1];
           ptx::store_shared(at, kAdd ? old.x + x : x, kAdd ? old.y + y : y);
         }
       }
@@ -72,9 +80,10 @@ DEVICE void deposit(const float (&acc)[kSize], uint8_t* to, int part, int warp, 
 
 // acc = scale * acc + bias_scale * bias, for the 64 rows of the tile that begin at `first`.
 template <int kTileM, int kTileN>
-DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
+DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
   const int row = first + warp * 16 + lane / 4;
-  const float scale[2] = {stage.scale[row], stage.scale[row + 8]}, of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
+  const float scale[2] = {stage.scale[row], stage.scale[row + 8]},
+              of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
 #pragma unroll
   for (int octet = 0; octet < kTileN / 8; ++octet) {
     const float2 bias = *reinterpret_cast<const float2*>(&stage.bias[octet * 8 + lane % 4 * 2]);
@@ -89,7 +98,7 @@ DEVICE void apply(const AffineStage<kTileM, kTileN>& stage, float (&acc)[kTileN 
 
 // Fills a stage for one tile; by one warp.
 template <int kTileM, int kTileN>
-DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source, const Tile& tile, int lane) {
+DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& source, const Tile& tile, int lane) {
   for (int i = lane; i < kTileN; i += 32) {
     int column = tile.column * kTileN + i;
     bool exists = column < source.columns;
@@ -102,9 +111,7 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
     if ((source.bias || source.biases) && exists) {
       const void* biases = source.biases ? source.biases[tile.group] : source.bias;
       const int64_t at = source.biases ? column : tile.group * source.bias_pitch + column;
-      bias = source.bias_type == static_cast<int>(DType::kFloat32)   ? static_cast<const float*>(biases)[at]
-             : source.bias_type == static_cast<int>(DType::kFloat16) ? __half2float(static_cast<const __half*>(biases)[at])
-                                                                     : __bfloat162float(static_cast<const __nv_bfloat16*>(biases)[at]);
+      bias = read_number(biases, source.bias_type, at);
     }
     stage.bias[i] = bias;
   }
@@ -118,8 +125,8 @@ DEVICE void fill(AffineStage<kTileM, kTileN>& stage, const AffineSource& source,
   }
 }
 
-// One part of a deposit, as the thread that stores it sees it. The output map has three dimensions for rows (tensor_map.h); rows
-// that do not exist are out of bounds there, and the copy engine drops them.
+// One part of an output stage, as the thread that stores it sees it. The output map has three dimensions for rows
+// (tensor_map.h); rows that do not exist are out of bounds there, and TMA drops them.
 struct Destination {
   const CUtensorMap* map;
   uint64_t policy;  // for the L2 cache
@@ -127,24 +134,26 @@ struct Destination {
   int map_row[3];   // coordinates of the first row in the map
   bool accumulate;  // add to what is there
 };
-// What stands at a part's place, to shared memory; completes on `barrier`. Only where the map is one of matrices: bytes before a token
-// buffer may not be there to be read.
+// What stands at a part's place, to shared memory; completes on `barrier`. Only where the map is one of matrices: bytes
+// before a token buffer may not be there to be read.
 template <class Layout>
 DEVICE void load_part(const Destination& d, uint8_t* to, int part, uint64_t* barrier) {
   barrier_arrive_expecting(barrier, Layout::kPartBytes);
 #pragma unroll
-  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
-    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
-    tma::load(d.map, barrier, to + i * kSlabBytes, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+  for (int i = 0; i < Layout::kSubtilesPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSubtilesPerPart + i) * Layout::kSubtileColumns;
+    tma::load(d.map, barrier, to + i * kSubtileBytes, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
 }
 template <class Layout>
 DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
 #pragma unroll
-  for (int i = 0; i < Layout::kSlabsPerPart; ++i) {
-    const int column = d.column + (part * Layout::kSlabsPerPart + i) * Layout::kSlabColumns;
-    if (d.accumulate) tma::add(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
-    else tma::store(d.map, from + i * Layout::kSlabBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+  for (int i = 0; i < Layout::kSubtilesPerPart; ++i) {
+    const int column = d.column + (part * Layout::kSubtilesPerPart + i) * Layout::kSubtileColumns;
+    if (d.accumulate)
+      tma::add(d.map, from + i * Layout::kSubtileBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
+    else
+      tma::store(d.map, from + i * Layout::kSubtileBytes, d.policy, column, d.map_row[0], d.map_row[1], d.map_row[2]);
   }
   tma::commit();
 }

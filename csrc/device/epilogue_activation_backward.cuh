@@ -4,12 +4,13 @@
 
 namespace fusible {
 
-// The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each slab's share of
-// <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if wanted. Where nothing is gated, up is
-// one, and neither loaded nor stored.
+// The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each subtile's
+// share of <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if
+// wanted. Where nothing is gated, up is one, and neither loaded nor stored.
 //
-// A warp has a slab of a consumer. A step is four rows of it, an octet of each lane; or eight rows, two octets, which hide each other's
-// latencies, where there are registers for them. Every lane stages its octets of pre in shared memory, a step ahead of their use.
+// A warp has a subtile of a consumer. A step is four rows of it, an octet of each lane; or eight rows, two octets,
+// which hide each other's latencies, where there are registers for them. Every lane stages its octets of pre in shared
+// memory, a step ahead of their use.
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
   static constexpr int kFinishers = 3, kRegisters = 104;
@@ -22,31 +23,34 @@ struct ActivationBackwardEpilogue {
 
   template <class K>
   DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
-    static_assert(K::Layout::kSlabs == kFinishers && K::Layout::kSlots == 1, "a warp for each slab of a tile");
+    static_assert(K::Layout::kSubtiles == kFinishers && K::Layout::kSlots == 1, "a warp for each subtile of a tile");
     Staged& staged = s.scratch.staged[consumer * kFinishers + warp];
     const int lane = threadIdx.x % 32;
-    each_deposit<K>(s, p, consumer, [&](const Tile& tile, int row, const DepositedRows& rows, uint8_t* slabs, auto wait) INLINE {
-      const RowScales scales(p.scales, rows.token, rows.rows, lane);
-      const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
-      const int slab = tile.column * kFinishers + warp;  // in the row
-      const uint8_t* grads = slabs + warp * kSlabBytes;
-      with_kind(p.activation, [&](auto kind) INLINE {
-        using T = typename K::T;
-        if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8) differentiate<T, true>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
-        else differentiate<T, false>(kind, p, rows, slab, block, scales, grads, staged, lane, wait);
-      });
-    });
+    each_smem_out<K>(s, p, consumer,
+                     [&](const Tile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
+                       const RowScales scales(p.scales, rows.token, rows.rows, lane);
+                       const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+                       const int subtile = tile.column * kFinishers + warp;  // in the row
+                       const uint8_t* grads = subtiles + warp * kSubtileBytes;
+                       with_kind(p.activation, [&](auto kind) INLINE {
+                         using T = typename K::T;
+                         if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8)
+                           differentiate<T, true>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
+                         else differentiate<T, false>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
+                       });
+                     });
   }
 
  private:
-  // One slab. kPlain: gate and up are there, each in octets of its own.
-  template <class T, bool kPlain, class Kind, class Wait>
-  DEVICE static void differentiate(Kind kind, const Params& p, const DepositedRows& rows, int slab, int64_t block, const RowScales& scales, const uint8_t* grads,
-                                   Staged& staged, int lane, Wait wait) {
-    constexpr int kTogether = kPlain ? 2 : 1, kStepRows = 4 * kTogether;
-    const bool gated = kPlain || p.activation.gated, narrow = !kPlain && gated && p.block < 8;
-    const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = slab * 64 + lane % 8 * 8;
-    const int distance = gated ? up_distance(p.block) : 0, gate_at = gated ? gate_column(column, p.block) : column;
+  // One subtile. kWholeVectors: gate and up are there, each in octets of its own.
+  template <class T, bool kWholeVectors, class Kind, class Wait>
+  DEVICE static void differentiate(Kind kind, const Params& p, const SmemOutRows& rows, int subtile, int64_t block,
+                                   const RowScales& scales, const uint8_t* grads, Staged& staged, int lane, Wait wait) {
+    constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether;
+    const bool gated = kWholeVectors || p.activation.gated, narrow = !kWholeVectors && gated && p.block < 8;
+    const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = subtile * 64 + lane % 8 * 8;
+    const int distance = gated ? up_distance(p.block) : 0,
+              gate_at = gated ? gate_vector_column(column, p.block) : column;
     const bool exists = column < p.columns;
     const int first_token = rows.token + row_of_lane;
     const size_t quad = static_cast<size_t>(4) * width, hidden_quad = static_cast<size_t>(4) * p.columns;
@@ -75,13 +79,15 @@ struct ActivationBackwardEpilogue {
       ptx::copy_async_wait<0>();
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        grad[i] = *reinterpret_cast<const uint4*>(grads + (row - of_eight) * 128 + in_slab(of_eight + i * 4 + row_of_lane, lane % 8));
+        grad[i] = *reinterpret_cast<const uint4*>(grads + (row - of_eight) * 128 +
+                                                  in_subtile(of_eight + i * 4 + row_of_lane, lane % 8));
         gate[i] = staged.gate[i][lane], up[i] = gated ? staged.up[i][lane] : ones<T>();
         if (narrow) separate(gate[i], up[i], p.block);
       }
       load(row + kStepRows);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
+      for (int i = 0; i < kTogether; ++i)
+        share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, dpre += quad, hidden += hidden_quad) {
         if (narrow) join(gate[i], up[i], p.block);
@@ -91,23 +97,26 @@ struct ActivationBackwardEpilogue {
           if (p.hidden) *reinterpret_cast<uint4*>(hidden) = grad[i];
         }
       }
-      if (p.sums) {
+      if (p.dbias_partials) {
         constexpr int kLast = kTogether - 1;
-        const float4 more = sums_of_rows<T>(valid(row, 0), gate[0], up[0], kTogether == 2 && valid(row, 1), gate[kLast], up[kLast], lane);
+        const float4 more = sums_of_rows<T>(valid(row, 0), gate[0], up[0], kTogether == 2 && valid(row, 1), gate[kLast],
+                                            up[kLast], lane);
         sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
       }
-      if (p.shares) {
-        float* to = p.shares + static_cast<size_t>(slab) * p.shape.tokens + rows.token;
-        store_shares(exists ? share[0] : 0.f, exists ? share[kTogether - 1] : 0.f, to, row, kTogether == 2 ? rows.rows : min(rows.rows, row + 4), lane);
+      if (p.dscale_partials) {
+        float* to = p.dscale_partials + static_cast<size_t>(subtile) * p.shape.tokens + rows.token;
+        store_dscale_partials(exists ? share[0] : 0.f, exists ? share[kTogether - 1] : 0.f, to, row,
+                              kTogether == 2 ? rows.rows : min(rows.rows, row + 4), lane);
       }
     }
     ptx::copy_async_wait<0>();
     const bool of_up = lane & 16;
-    if (p.sums && exists && (gated || !of_up)) *reinterpret_cast<float4*>(p.sums + block * width + gate_at + of_up * distance + (lane & 8) / 2) = sums;
+    if (p.dbias_partials && exists && (gated || !of_up))
+      *reinterpret_cast<float4*>(p.dbias_partials + block * width + gate_at + of_up * distance + (lane & 8) / 2) = sums;
   }
 
   // Of the rows `row` + lane / 8 and four further, summed over the eight lanes of a row.
-  DEVICE static void store_shares(float first, float second, float* to, int row, int rows, int lane) {
+  DEVICE static void store_dscale_partials(float first, float second, float* to, int row, int rows, int lane) {
     const bool of_second = lane & 4;
     float share = (of_second ? second : first) + __shfl_xor_sync(~0u, of_second ? first : second, 4);
     share += __shfl_xor_sync(~0u, share, 2);
@@ -115,11 +124,12 @@ struct ActivationBackwardEpilogue {
     const int at = row + of_second * 4 + lane / 8;
     if (lane % 4 == 0 && at < rows) to[at] = share;
   }
-  // A lane's sixteen columns of two rows, if they are valid, summed with those of the lanes that have the same columns in other rows. A lane
-  // gets four columns: the lower half of the warp those of the gate, and of a half the second quarter the last four.
+  // A lane's sixteen columns of two rows, if they are valid, summed with those of the lanes that have the same columns
+  // in other rows. A lane gets four columns: the lower half of the warp those of the gate, and of a half the second
+  // quarter the last four.
   template <class T>
-  DEVICE static float4 sums_of_rows(bool first_valid, const uint4& first_gate, const uint4& first_up, bool second_valid, const uint4& second_gate,
-                                    const uint4& second_up, int lane) {
+  DEVICE static float4 sums_of_rows(bool first_valid, const uint4& first_gate, const uint4& first_up, bool second_valid,
+                                    const uint4& second_gate, const uint4& second_up, int lane) {
     const bool of_up = lane & 16, of_end = lane & 8;
     float gate[8] = {}, up[8] = {};
     if (first_valid) add<T>(first_gate, gate), add<T>(first_up, up);
@@ -128,12 +138,13 @@ struct ActivationBackwardEpilogue {
 #pragma unroll
     for (int i = 0; i < 8; ++i) half[i] = (of_up ? up[i] : gate[i]) + __shfl_xor_sync(~0u, of_up ? gate[i] : up[i], 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) quarter[i] = (of_end ? half[4 + i] : half[i]) + __shfl_xor_sync(~0u, of_end ? half[i] : half[4 + i], 8);
+    for (int i = 0; i < 4; ++i)
+      quarter[i] = (of_end ? half[4 + i] : half[i]) + __shfl_xor_sync(~0u, of_end ? half[i] : half[4 + i], 8);
     return {quarter[0], quarter[1], quarter[2], quarter[3]};
   }
 
-  // Gate and up give way to their gradients, the gradient of the hidden columns to what these are themselves. Returns their part of
-  // <gradient, activation>.
+  // Gate and up give way to their gradients, the gradient of the hidden columns to what these are themselves. Returns
+  // their part of <gradient, activation>.
   template <class T, class Kind>
   DEVICE static float octet(Kind kind, const Activation& a, uint4& gates, uint4& ups, uint4& grads, float scale) {
     float gate[8], up[8], grad[8], share = 0.f;
@@ -143,11 +154,11 @@ struct ActivationBackwardEpilogue {
     for (int i = 0; i < 8; ++i) {
       const Inputs in = inputs<kind.kLimited>(a, gate[i], up[i]);
       const Point point = evaluate<kind.kCurve, true>(in.gate, a.alpha);
-      const float scaled = grad[i] * scale, plain = point.value * in.up;
-      share += grad[i] * plain;
+      const float scaled = grad[i] * scale, activated = point.value * in.up;
+      share += grad[i] * activated;
       dgate[i] = in.gate_passes ? scaled * in.up * point.slope : 0.f;
       dup[i] = in.up_passes ? scaled * point.value : 0.f;
-      hidden[i] = plain * scale;
+      hidden[i] = activated * scale;
     }
     gates = pack<T>(dgate), ups = pack<T>(dup), grads = pack<T>(hidden);
     return share;

@@ -1,8 +1,8 @@
 // The loop over the depth: one thread fetches stages of A and B, two warpgroups multiply them.
 //
-// The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what they share
-// and sends it to both. A stage is given back when the product that read it is done; meanwhile the other consumer keeps the
-// tensor cores busy.
+// The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what
+// they share and sends it to both. A stage is given back when the product that read it is done; meanwhile the other
+// consumer keeps the tensor cores busy.
 #pragma once
 #include "device/barrier.cuh"
 #include "device/epilogue.cuh"
@@ -13,11 +13,11 @@ namespace fusible {
 
 template <int kTileM, int kTileN, int kStages>
 struct Stages {
-  uint8_t a[kStages][kTileM * kTileK * 2];
-  uint8_t b[kStages][kTileN * kTileK * 2];
+  uint8_t a[kStages][kTileM * kSwizzleBytes];
+  uint8_t b[kStages][kTileN * kSwizzleBytes];
 };
 
-struct Own {  // a copy for this block alone
+struct Unicast {  // a copy for this block alone
   const CUtensorMap* map;
   uint64_t* full;
   template <class... Coordinates>
@@ -25,7 +25,7 @@ struct Own {  // a copy for this block alone
     tma::load(map, full, to, c...);
   }
 };
-struct Both {  // a copy for both blocks
+struct Multicast {  // a copy for both blocks
   const CUtensorMap* map;
   uint64_t* full;
   template <class... Coordinates>
@@ -37,55 +37,57 @@ struct Both {  // a copy for both blocks
 // At least one: an empty group's weight gradient is the product of one block of zeros.
 template <class K>
 DEVICE int k_blocks_of(const Tile& tile, const typename K::Params& p) {
-  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + kTileK - 1) / kTileK);
+  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + K::kTileK - 1) / K::kTileK);
   else return p.k_blocks;
 }
 
 template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
   typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank);
-  Ring<K::kStages> ring;
-  constexpr bool kAhead = K::kSpareRegisters;  // finding a tile takes a while: before the last stage is free, not when the tile is due
+  PipelineState<K::kStages> state;
+  // Finding a tile takes a while: before the last stage is free, not when the tile is due.
+  constexpr bool kAhead = K::kSpareRegisters;
   Tile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
-    const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / 64 : K::B::kPieces;
-    const uint32_t bytes = rows * (K::A::kRows * kTileK * 2) + pieces * (K::kTileN / K::B::kPieces * kTileK * 2);
+    const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / K::B::kChunkColumns : K::B::kPieces;
+    const uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
-      barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
-      uint64_t* full = &s.full[ring.stage];
-      uint8_t *a = s.stages.a[ring.stage], *b = s.stages.b[ring.stage];
+      barrier_wait(&s.empty[state.stage], state.phase ^ 1);
+      uint64_t* full = &s.full[state.stage];
+      uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
-        for (int i = rank; i < rows; i += 2) K::A::copy(Both{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = rank; i < rows; i += 2) K::A::copy(Multicast{&p.a, full}, a, i, block * K::kTileK, tile);
       } else if (rows == K::kTileM / K::A::kRows) {  // apart, because a loop of a known number of rounds is unrolled
 #pragma unroll
-        for (int i = 0; i < K::kTileM / K::A::kRows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = 0; i < K::kTileM / K::A::kRows; ++i)
+          K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < rows; ++i) K::A::copy(Own{&p.a, full}, a, i, block * kTileK, tile);
+        for (int i = 0; i < rows; ++i) K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
       }
       if (share_b) {
-        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Both{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Multicast{&p.b, full}, b, i, block * K::kTileK, tile);
       } else if (pieces == K::B::kPieces) {
 #pragma unroll
-        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < pieces; ++i) K::B::copy(Own{&p.b, full}, b, i, block * kTileK, tile);
+        for (int i = 0; i < pieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
-      ring.advance();
+      state.advance();
     }
     if (!kAhead || blocks == 1) more = tiles.next(following);
   }
   for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
-    barrier_wait(&s.empty[ring.stage], ring.phase ^ 1);
-    ring.advance();
+    barrier_wait(&s.empty[state.stage], state.phase ^ 1);
+    state.advance();
   }
 }
 
@@ -97,57 +99,60 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
   }
 }
 
-// acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2, ... of the tile.
+// acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2,
+// ... of the tile.
 //
-// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its registers: the next
-// tile's first product goes to the first block alone, and `meanwhile` takes the second one's away. So the tensor cores always have a
-// product to go on with. `ahead` is called once, while the last products are under way if there are registers for it. `done(i)` is called when block i is complete; for two
-// blocks, of the first alone.
+// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its
+// registers: the next tile's first product goes to the first block alone, and `meanwhile` takes the second one's away.
+// So the tensor cores always have a product to go on with. `ahead` is called once, while the last products are under
+// way if there are registers for it. `done(i)` is called when block i is complete; for two blocks, of the first alone.
 // Of the tile's columns, the first kColumns are multiplied.
 template <class K, int kBlocks, int kColumns = K::kTileN, class Meanwhile, class Ahead, class Done>
-DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s, Ring<K::kStages>& ring, const Tile& tile,
-                     const typename K::Params& p, int consumer, int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
+DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s,
+                     PipelineState<K::kStages>& state, const Tile& tile, const typename K::Params& p, int consumer,
+                     int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;
   const auto multiply_step = [&](int i, int step, bool accumulate) {
     wgmma<typename K::T, A::kTranspose, B::kTranspose>(
-        reinterpret_cast<float (&)[kColumns / 2]>(acc[i]), A::descriptor(s.stages.a[ring.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
-        B::descriptor(s.stages.b[ring.stage]) + step * (B::kStep / 16), accumulate);
+        reinterpret_cast<float (&)[kColumns / 2]>(acc[i]),
+        A::descriptor(s.stages.a[state.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        B::descriptor(s.stages.b[state.stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;
   int block = 0;
   if (kBlocks == 1 || before == 0) meanwhile();
   if constexpr (kBlocks == 2) {
     if (before > 0) {
-      barrier_wait(&s.full[ring.stage], ring.phase);
+      barrier_wait(&s.full[state.stage], state.phase);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kTileK / 16; ++step) multiply_step(0, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(0, step, step != 0);
       wgmma_commit();
       meanwhile();
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kTileK / 16; ++step) multiply_step(1, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(1, step, step != 0);
       wgmma_commit();
       wgmma_wait<0>();
-      release<K>(s, ring.stage, lane);
-      ring.advance();
+      release<K>(s, state.stage, lane);
+      state.advance();
       block = 1;
     }
   }
   for (; block < before; ++block) {
-    barrier_wait(&s.full[ring.stage], ring.phase);
+    barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTileK / 16; ++step)
+    for (int step = 0; step < K::kStepsK; ++step)
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) multiply_step(i, step, (block | step) != 0);
     wgmma_commit();
     wgmma_wait<0>();
-    release<K>(s, ring.stage, lane);
-    ring.advance();
+    release<K>(s, state.stage, lane);
+    state.advance();
   }
-  barrier_wait(&s.full[ring.stage], ring.phase);
+  barrier_wait(&s.full[state.stage], state.phase);
   const auto last = [&](auto steps) {
     wgmma_fence();
 #pragma unroll
@@ -157,34 +162,36 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
       wgmma_commit();
     }
   };
-  if constexpr (A::kRaggedDepth) {  // no further than the group's tokens reach; at least one step: an empty group gives zeros
-    const int rest = tile.tokens - before * kTileK;
-    if (rest > 48) last(std::integral_constant<int, 4>());
-    else if (rest > 32) last(std::integral_constant<int, 3>());
-    else if (rest > 16) last(std::integral_constant<int, 2>());
+  // Of a ragged depth no further than the group's tokens reach; at least one step: an empty group gives zeros.
+  if constexpr (A::kRaggedDepth) {
+    static_assert(K::kStepsK == 4);
+    const int rest = tile.tokens - before * K::kTileK;
+    if (rest > 3 * A::kStepK) last(std::integral_constant<int, 4>());
+    else if (rest > 2 * A::kStepK) last(std::integral_constant<int, 3>());
+    else if (rest > A::kStepK) last(std::integral_constant<int, 2>());
     else last(std::integral_constant<int, 1>());
   } else {
-    last(std::integral_constant<int, kTileK / 16>());
+    last(std::integral_constant<int, K::kStepsK>());
   }
-  if constexpr (K::kSpareRegisters && !K::kAffine) ahead();
+  if constexpr (K::kSpareRegisters && !K::kScaleBias) ahead();
   if constexpr (kBlocks == 2) wgmma_wait<1>();
   else wgmma_wait<0>();
   if constexpr (kBlocks == 2) {
     done(std::integral_constant<int, 0>());
     wgmma_wait<0>();
   }
-  release<K>(s, ring.stage, lane);
-  ring.advance();
+  release<K>(s, state.stage, lane);
+  state.advance();
   if constexpr (kBlocks == 1) done(std::integral_constant<int, 0>());
-  if constexpr (!K::kSpareRegisters || K::kAffine) ahead();
+  if constexpr (!K::kSpareRegisters || K::kScaleBias) ahead();
 }
 // The same for a consumer whose rows do not exist (a loop of its own: a branch around wgmma makes ptxas serialise it).
 template <class K>
-DEVICE void skip(typename K::Storage& s, Ring<K::kStages>& ring, int blocks, int lane) {
+DEVICE void skip(typename K::Storage& s, PipelineState<K::kStages>& state, int blocks, int lane) {
   for (int block = 0; block < blocks; ++block) {
-    barrier_wait(&s.full[ring.stage], ring.phase);
-    release<K>(s, ring.stage, lane);
-    ring.advance();
+    barrier_wait(&s.full[state.stage], state.phase);
+    release<K>(s, state.stage, lane);
+    state.advance();
   }
 }
 

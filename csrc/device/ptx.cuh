@@ -21,36 +21,45 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// True in one lane of a whole warp, always the same. The compiler knows this instruction: bulk copies that it guards need no loop over
-// lanes whose operands might differ, which takes three times as long.
+// True in one lane of a whole warp, always the same. The compiler knows this instruction: bulk copies that it guards
+// need no loop over lanes whose operands might differ, which takes three times as long.
 DEVICE bool elect_one() {
   uint32_t elected;
-  asm volatile("{\n .reg .pred elected;\n elect.sync _|elected, 0xFFFFFFFF;\n selp.u32 %0, 1, 0, elected;\n}" : "=r"(elected));
+  asm volatile("{\n .reg .pred elected;\n elect.sync _|elected, 0xFFFFFFFF;\n selp.u32 %0, 1, 0, elected;\n}"
+               : "=r"(elected));
   return elected;
 }
 
 template <int kRegisters>
-DEVICE void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+DEVICE void registers_decrease() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 template <int kRegisters>
-DEVICE void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+DEVICE void registers_increase() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 
-// Ordinary shared-memory stores of this thread become visible to the copy engine and the tensor cores.
+// Ordinary shared-memory stores of this thread become visible to TMA and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
 
-// 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread that issued them.
+// 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread
+// that issued them.
 DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
 // The first `bytes` of 4, and zeros for the others.
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes)
+               : "memory");
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
-DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+DEVICE void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Two floats, rounded to T, the first in the low half.
 template <class T>
@@ -78,12 +87,14 @@ DEVICE float2 unpack<__half>(uint32_t pair) {
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
                : "memory");
 }
 // The same, each matrix transposed: lane l gives the address of column l % 8 of matrix l / 8.
 DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&m)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
                : "memory");
 }
 DEVICE void store_shared(uint32_t address, float x, float y) {

@@ -1,9 +1,10 @@
 // Which task comes next, and the tiles that tasks become, on their way to every role of a block.
 //
-// Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a cluster asks for
-// a task when it is ready for it, which evens out tasks of different sizes. The first block's producer then asks, a tile ahead, and
-// sends the number to the other block's producer. Each producer finds its tile (tile_scheduler.cuh), which takes several hundred cycles,
-// and leaves it in the shared memory of its block, where the other roles read it.
+// Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a
+// cluster asks for a task when it is ready for it, which evens out tasks of different sizes. The first block's producer
+// then asks, a tile ahead, and sends the number to the other block's producer. Each producer finds its tile
+// (tile_scheduler.cuh), which takes several hundred cycles, and leaves it in the shared memory of its block, where the
+// other roles read it.
 #pragma once
 #include "device/barrier.cuh"
 #include "kernels/kernel_entry.h"
@@ -13,12 +14,13 @@ namespace fusible {
 constexpr int kQueueDepth = 4;
 
 struct Tile {
-  int group, tokens_start, tokens;  // the group, its first token in the buffer, its number of tokens; -1 after the last tile
-  Place place;                      // of the group's matrix
-  int row, rows;                    // the tile's first output row, counted within the group, and how many of its rows exist
-  int column;                       // index of the column tile
-  bool share_a;                     // both blocks of the cluster have these rows, and each its own column
-  bool idle;                        // nothing to compute here: this block only helps the other one to its half of A
+  int group;                   // -1 after the last tile
+  int tokens_start, tokens;    // the group's first token in the buffer, and its number of tokens
+  GroupCoordinate coordinate;  // of the group's matrix
+  int row, rows;               // the tile's first output row, counted within the group, and how many of its rows exist
+  int column;                  // index of the column tile
+  bool share_a;                // both blocks of the cluster have these rows, and each its own column
+  bool idle;                   // nothing to compute here: this block only helps the other one to its half of A
 };
 
 struct TaskQueue {
@@ -44,7 +46,11 @@ template <int kCluster>
 class TaskSource {
  public:
   DEVICE TaskSource(TaskQueue& queue, unsigned* counter, int rank)
-      : queue_(queue), counter_(rank == 0 ? counter : nullptr), dynamic_(counter), sends_(kCluster > 1 && counter), task_(blockIdx.x / kCluster) {
+      : queue_(queue),
+        counter_(rank == 0 ? counter : nullptr),
+        dynamic_(counter),
+        sends_(kCluster > 1 && counter),
+        task_(blockIdx.x / kCluster) {
     if (counter_) next_ = atomicAdd(counter_, 1u);
   }
 
@@ -56,12 +62,12 @@ class TaskSource {
     if (counter_) {
       requested_ = next_ + gridDim.x / kCluster;
       if (sends_) {
-        barrier_wait(&queue_.number_taken[ring_.stage], ring_.phase ^ 1);
-        barrier_send(&queue_.numbers[ring_.stage], requested_, &queue_.number_sent[ring_.stage], 1);
+        barrier_wait(&queue_.number_taken[state_.stage], state_.phase ^ 1);
+        barrier_send(&queue_.numbers[state_.stage], requested_, &queue_.number_sent[state_.stage], 1);
       }
       next_ = atomicAdd(counter_, 1u);  // needed a tile later: its latency is hidden
     } else {
-      barrier_arrive_expecting(&queue_.number_sent[ring_.stage], sizeof(int));
+      barrier_arrive_expecting(&queue_.number_sent[state_.stage], sizeof(int));
     }
   }
   DEVICE void advance() {
@@ -72,11 +78,11 @@ class TaskSource {
     if (counter_) {
       task_ = requested_;
     } else {
-      barrier_wait(&queue_.number_sent[ring_.stage], ring_.phase);
-      task_ = queue_.numbers[ring_.stage];
-      barrier_arrive_remote(&queue_.number_taken[ring_.stage], 0);
+      barrier_wait(&queue_.number_sent[state_.stage], state_.phase);
+      task_ = queue_.numbers[state_.stage];
+      barrier_arrive_remote(&queue_.number_taken[state_.stage], 0);
     }
-    ring_.advance();
+    state_.advance();
   }
 
   DEVICE void publish(const Tile& tile) {
@@ -92,7 +98,7 @@ class TaskSource {
   bool dynamic_, sends_;
   int task_, requested_ = 0;
   unsigned next_ = 0;
-  Ring<kQueueDepth> ring_, tiles_;
+  PipelineState<kQueueDepth> state_, tiles_;
 };
 
 // Any other role's end: the tiles in turn. For each thread of it alone.
@@ -102,16 +108,16 @@ class TileReader {
 
   // False when all tiles are done.
   DEVICE bool next(Tile& tile) {
-    barrier_wait(&queue_.tile_ready[ring_.stage], ring_.phase);
-    tile = queue_.tiles[ring_.stage];
-    barrier_arrive(&queue_.tile_taken[ring_.stage]);
-    ring_.advance();
+    barrier_wait(&queue_.tile_ready[state_.stage], state_.phase);
+    tile = queue_.tiles[state_.stage];
+    barrier_arrive(&queue_.tile_taken[state_.stage]);
+    state_.advance();
     return tile.group >= 0;
   }
 
  private:
   TaskQueue& queue_;
-  Ring<kQueueDepth> ring_;
+  PipelineState<kQueueDepth> state_;
 };
 
 }  // namespace fusible

@@ -1,28 +1,23 @@
 // Which output tile a block computes next. The only code that knows how groups become tiles.
 //
-// The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the fixed number
-// of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks, numbered group after group
-// (task_queue.cuh).
+// The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the
+// fixed number of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks,
+// numbered group after group (task_queue.cuh).
 //
-// A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share B; an odd last
-// row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is always such a pair: both
-// blocks then have the same number of rows, which pays where groups are so small that most tiles are cut off at a group's end.
-// Tiles of 256 rows share a group's blocks of 64 rows evenly, flipped ones its blocks of 16.
-// Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks running at one time
-// share few rows of A and few columns of B in the L2 cache.
+// A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share
+// B; an odd last row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is
+// always such a pair: both blocks then have the same number of rows, which pays where groups are so small that most
+// tiles are cut off at a group's end. Tiles of 256 rows share a group's blocks of 64 rows evenly, swap_ab ones its
+// blocks of 16. Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks
+// running at one time share few rows of A and few columns of B in the L2 cache.
 //
-// Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU idle: if half the height
-// makes that up, their tiles have half of it.
+// Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU
+// idle: if half the height makes that up, their tiles have half of it.
 #pragma once
+#include "device/groups.cuh"
 #include "device/task_queue.cuh"
 
 namespace fusible {
-
-constexpr int kMaxGroups = 512;
-
-DEVICE long long read_index(const GroupSource& source, const void* array, int i) {
-  return source.wide ? static_cast<const long long*>(array)[i] : static_cast<const int*>(array)[i];
-}
 
 // The groups as the producer reads them, in shared memory.
 struct GroupTable {
@@ -31,51 +26,27 @@ struct GroupTable {
   bool halved;                // whether tiles have half their height
 };
 
-DEVICE int clamp(long long x, int low, int high) { return static_cast<int>(x < low ? low : x > high ? high : x); }
-DEVICE int scan(int x, int lane) {  // inclusive prefix sum over the warp
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int other = __shfl_up_sync(~0u, x, offset);
-    if (lane >= offset) x += other;
-  }
-  return x;
-}
-
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
 template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
-  static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n, kCluster = kVariant.cluster();
+  static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n,
+                       kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
   static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
 
  public:
-  // By one warp, once. Starts and sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
-  DEVICE static void fill(GroupTable& table, const GroupSource& source, const TaskShape& shape, int lane) {
-    for (const void* array : {source.sizes, source.starts})  // all at once: the rounds below wait for one another
-      for (int i = lane * 128; array && i < shape.groups * (source.wide ? 8 : 4); i += 32 * 128) ptx::prefetch(static_cast<const char*>(array) + i);
+  // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
+  DEVICE static void fill(GroupTable& table, const TaskShape& shape, int lane) {
+    const SplitSizes& sizes = shape.sizes;
+    // All at once: the rounds below wait for one another.
+    for (int i = lane * 128; i < sizes.groups * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
+      ptx::prefetch(static_cast<const char*>(sizes.sizes) + i);
     int tokens_before = 0, tasks_before = 0, longest = 0;
     float total = 0.f;
-    for (int base = 0; base < shape.groups; base += 32) {
+    for (int base = 0; base < sizes.groups; base += 32) {
       const int group = base + lane;
-      const bool exists = group < shape.groups;
-      int start = 0, size = 0;
-      if (exists && source.starts) {
-        const long long first = read_index(source, source.starts, group);
-        start = clamp(first, 0, shape.tokens);
-        const long long wanted = source.sizes ? read_index(source, source.sizes, group) : read_index(source, source.starts, group + 1) - first;
-        size = clamp(wanted, 0, shape.tokens - start);
-      } else if (!source.starts) {
-        if (exists) size = clamp(read_index(source, source.sizes, group), 0, shape.tokens);
-        for (int offset = 1; offset < 32; offset *= 2) {  // a scan that saturates, so that it cannot overflow
-          const int other = __shfl_up_sync(~0u, size, offset);
-          if (lane >= offset) size = min(size, shape.tokens - other) + other;
-        }
-        const int end = tokens_before + min(size, shape.tokens - tokens_before);
-        start = __shfl_up_sync(~0u, end, 1);
-        if (lane == 0) start = tokens_before;
-        size = end - start;
-        tokens_before = __shfl_sync(~0u, end, 31);
-      }
-      if (exists) table.start[group] = start, table.tokens[group] = size;
+      const auto [start, size] = rows_of_lane(sizes, group, shape.tokens, tokens_before, lane);
+      if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
       if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);
     }
@@ -86,9 +57,9 @@ class TileScheduler {
       }
       const bool halved = halving_pays(total / static_cast<float>(max(1, longest)), shape);
       if (lane == 0) table.halved = halved;
-      for (int base = 0; base < shape.groups; base += 32) {
+      for (int base = 0; base < sizes.groups; base += 32) {
         const int group = base + lane;
-        number(table, shape, group, group < shape.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
+        number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
       }
     }
   }
@@ -115,14 +86,15 @@ class TileScheduler {
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
-  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved, int& tasks_before, int lane) {
-    const bool exists = group < shape.groups;
+  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved,
+                            int& tasks_before, int lane) {
+    const bool exists = group < shape.sizes.groups;
     const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
     if (exists) table.tasks_end[group] = end;
   }
-  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55 to 0.68 were
-  // measured); a tenth of a round of short ones finds room beside the others.
+  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
+  // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
   DEVICE static bool halving_pays(float groups, const TaskShape& shape) {
     if (!shape.may_halve) return false;
     const auto rounds = [&](bool halved) {
@@ -145,20 +117,21 @@ class TileScheduler {
     const int task = tasks_.task();
     if (group_ < 0 || task >= table_.tasks_end[group_]) {
       group_ = next_group(task);
-      if (group_ >= shape_.groups) return false;
+      if (group_ >= shape_.sizes.groups) return false;
       first_task_ = group_ > 0 ? table_.tasks_end[group_ - 1] : 0;
     }
     tile.group = group_;
     tile.tokens_start = table_.start[group_];
     tile.tokens = table_.tokens[group_];
-    tile.place = shape_.places ? shape_.places[group_] : Place{group_, 0};
+    tile.coordinate = shape_.coordinates ? shape_.coordinates[group_] : GroupCoordinate{group_, 0};
     place(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }
-  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most groups empty.
+  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most
+  // groups empty.
   DEVICE int next_group(int task) const {
     int before = group_, step = 1;  // `before` and all groups up to it end before the task
-    const auto ends_before = [&](int group) { return group < shape_.groups && table_.tasks_end[group] <= task; };
+    const auto ends_before = [&](int group) { return group < shape_.sizes.groups && table_.tasks_end[group] <= task; };
     for (; ends_before(before + step); step *= 2) before += step;
     for (; step > 1;) {
       step /= 2;
@@ -168,8 +141,10 @@ class TileScheduler {
   }
   // Row and column of a group's task number `local`.
   DEVICE void place(Tile& tile, unsigned local, int rows) const {
-    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM, columns = column_tasks(shape_);
-    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band), usual = (pairs + bands - 1) / bands;  // height of a band
+    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM,
+                   columns = column_tasks(shape_);
+    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band),
+                   usual = (pairs + bands - 1) / bands;  // height of a band
     const unsigned band = min(local / max(1u, usual * columns), bands - 1), within = local - band * usual * columns;
     const bool last = band == bands - 1;
     const unsigned height = last ? pairs - band * usual : usual;
@@ -192,10 +167,10 @@ class TileScheduler {
     tile.idle = tile.rows == 0 || tile.column >= shape_.columns;
   }
 
-  // The rows of a group's tile number `index` of `tiles`. High and flipped tiles differ by at most one block: a low rest would fetch as many
-  // columns of B as a high tile for little work.
+  // The rows of a group's tile number `index` of `tiles`. High and swap_ab tiles differ by at most one block: a low
+  // rest would fetch as many columns of B as a high tile for little work.
   DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
-    if constexpr (kVariant.flipped || (kTileM > 128 && kClusterM == 1)) {
+    if constexpr (kVariant.swap_ab || (kTileM > 128 && kClusterM == 1)) {
       const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;
       tile.row = (index * least + min(index, higher)) * kBlock;
       tile.rows = min(rows - tile.row, static_cast<int>(least + (index < higher)) * kBlock);

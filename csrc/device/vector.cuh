@@ -1,16 +1,31 @@
 // Neighbouring values that move at once, and their conversion to floats and back.
 #pragma once
+#include <initializer_list>
+
 #include "device/ptx.cuh"
 
 namespace fusible {
 
+// Whether rows can be moved in vectors of `count` elements, which are 16 bytes: all these numbers of elements are
+// multiples of it, and all these addresses of 16 bytes.
+inline bool vectors_fit(int64_t count, std::initializer_list<int64_t> elements,
+                        std::initializer_list<const void*> addresses) {
+  for (const int64_t number : elements)
+    if (number % count != 0) return false;
+  for (const void* address : addresses)
+    if (reinterpret_cast<uintptr_t>(address) % 16 != 0) return false;
+  return true;
+}
+
 template <class T, int kCount>
-struct alignas(sizeof(T) * kCount) Vector {
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
   T values[kCount];
 };
 
 template <class T, int kCount>
-DEVICE Vector<T, kCount> read_vector(const T* from) { return *reinterpret_cast<const Vector<T, kCount>*>(from); }
+DEVICE Vector<T, kCount> read_vector(const T* from) {
+  return *reinterpret_cast<const Vector<T, kCount>*>(from);
+}
 
 // Two to eight values of 16 bits are converted in pairs.
 template <class T, int kCount>
@@ -27,14 +42,17 @@ DEVICE void convert(float (&to)[kCount], const Vector<T, kCount>& from) {
   }
 }
 template <class T, int kCount>
-DEVICE void load(float (&to)[kCount], const T* from) { convert(to, read_vector<T, kCount>(from)); }
+DEVICE void load(float (&to)[kCount], const T* from) {
+  convert(to, read_vector<T, kCount>(from));
+}
 
 template <class T, int kCount>
 DEVICE void store(T* to, const float (&from)[kCount]) {
   Vector<T, kCount> v;
   if constexpr (sizeof(T) == 2 && kCount > 1) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
+    for (int i = 0; i < kCount; i += 2)
+      reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);

@@ -1,4 +1,5 @@
-// Warpgroup matrix products: accumulator[64 x N] (+)= A[64 x 16] B[16 x N], A and B in shared memory, fp32 accumulators.
+// Warpgroup matrix products: accumulator[64 x N] (+)= A[64 x 16] B[16 x N], A and B in shared memory, fp32
+// accumulators.
 #pragma once
 #include <type_traits>
 
@@ -9,12 +10,15 @@ namespace fusible {
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 // Shared-memory operand with 128-byte swizzle. Offsets in bytes; their meaning depends on the major (operands.cuh).
 DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, uint32_t stride_offset) {
-  return static_cast<uint64_t>((ptx::smem_address(pointer) & 0x3FFFF) >> 4) | static_cast<uint64_t>(leading_offset >> 4) << 16 |
-         static_cast<uint64_t>(stride_offset >> 4) << 32 | 1ull << 62;
+  return static_cast<uint64_t>((ptx::smem_address(pointer) & 0x3FFFF) >> 4) |
+         static_cast<uint64_t>(leading_offset >> 4) << 16 | static_cast<uint64_t>(stride_offset >> 4) << 32 |
+         1ull << 62;
 }
 
 #define ACC(i) "+f"(d[i])
@@ -35,11 +39,12 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
 #define REGISTERS112 REGISTERS96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define REGISTERS128 REGISTERS112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // The operands follow the accumulators: a, b, accumulate, transpose a, transpose b are numbers %n, %n+1, ...
-#define WGMMA(n, type, registers, a_, b_, accumulate_, transpose_a, transpose_b, ...)                                               \
-  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_ ", 0;\n"                                        \
-               " wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " a_ ", " b_                     \
-               ", accumulate, 1, 1, " transpose_a ", " transpose_b ";\n}"                                                          \
-               : __VA_ARGS__                                                                                                       \
+#define WGMMA(n, type, registers, a_, b_, accumulate_, transpose_a, transpose_b, ...)                           \
+  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_                              \
+               ", 0;\n"                                                                                         \
+               " wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" registers "}, " a_ ", " b_ \
+               ", accumulate, 1, 1, " transpose_a ", " transpose_b ";\n}"                                       \
+               : __VA_ARGS__                                                                                    \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposeA), "n"(kTransposeB))
 #define WGMMA_16(type) WGMMA(16, type, REGISTERS8, "%8", "%9", "%10", "%11", "%12", ACC8(0))
 #define WGMMA_32(type) WGMMA(32, type, REGISTERS16, "%16", "%17", "%18", "%19", "%20", ACC8(0), ACC8(8))
@@ -47,21 +52,26 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
 #define WGMMA_64(type) WGMMA(64, type, REGISTERS32, "%32", "%33", "%34", "%35", "%36", ACC32(0))
 #define WGMMA_80(type) WGMMA(80, type, REGISTERS40, "%40", "%41", "%42", "%43", "%44", ACC32(0), ACC8(32))
 #define WGMMA_96(type) WGMMA(96, type, REGISTERS48, "%48", "%49", "%50", "%51", "%52", ACC32(0), ACC8(32), ACC8(40))
-#define WGMMA_112(type) WGMMA(112, type, REGISTERS56, "%56", "%57", "%58", "%59", "%60", ACC32(0), ACC8(32), ACC8(40), ACC8(48))
+#define WGMMA_112(type) \
+  WGMMA(112, type, REGISTERS56, "%56", "%57", "%58", "%59", "%60", ACC32(0), ACC8(32), ACC8(40), ACC8(48))
 #define WGMMA_128(type) WGMMA(128, type, REGISTERS64, "%64", "%65", "%66", "%67", "%68", ACC32(0), ACC32(32))
 #define WGMMA_144(type) WGMMA(144, type, REGISTERS72, "%72", "%73", "%74", "%75", "%76", ACC32(0), ACC32(32), ACC8(64))
-#define WGMMA_160(type) WGMMA(160, type, REGISTERS80, "%80", "%81", "%82", "%83", "%84", ACC32(0), ACC32(32), ACC8(64), ACC8(72))
-#define WGMMA_176(type) WGMMA(176, type, REGISTERS88, "%88", "%89", "%90", "%91", "%92", ACC32(0), ACC32(32), ACC8(64), ACC8(72), ACC8(80))
-#define WGMMA_192(type) WGMMA(192, type, REGISTERS96, "%96", "%97", "%98", "%99", "%100", ACC32(0), ACC32(32), ACC32(64))
-#define WGMMA_256(type) WGMMA(256, type, REGISTERS128, "%128", "%129", "%130", "%131", "%132", ACC32(0), ACC32(32), ACC32(64), ACC32(96))
-#define WGMMA_OF_SIZE(n)                      \
-  if constexpr (kSize == n / 2) {             \
-    if constexpr (kBf16) WGMMA_##n("bf16");   \
-    else WGMMA_##n("f16");                    \
+#define WGMMA_160(type) \
+  WGMMA(160, type, REGISTERS80, "%80", "%81", "%82", "%83", "%84", ACC32(0), ACC32(32), ACC8(64), ACC8(72))
+#define WGMMA_176(type) \
+  WGMMA(176, type, REGISTERS88, "%88", "%89", "%90", "%91", "%92", ACC32(0), ACC32(32), ACC8(64), ACC8(72), ACC8(80))
+#define WGMMA_192(type) \
+  WGMMA(192, type, REGISTERS96, "%96", "%97", "%98", "%99", "%100", ACC32(0), ACC32(32), ACC32(64))
+#define WGMMA_256(type) \
+  WGMMA(256, type, REGISTERS128, "%128", "%129", "%130", "%131", "%132", ACC32(0), ACC32(32), ACC32(64), ACC32(96))
+#define WGMMA_OF_SIZE(n)                    \
+  if constexpr (kSize == n / 2) {           \
+    if constexpr (kBf16) WGMMA_##n("bf16"); \
+    else WGMMA_##n("f16");                  \
   }
 
-// Thread t = 32 w + l of the warpgroup holds, in d[4c .. 4c+3], row 16w + l/4 (first two) and 8 below it (last two) of columns
-// 8c + 2(l%4) and the next. kTranspose selects an MN-major operand.
+// Thread t = 32 w + l of the warpgroup holds, in d[4c .. 4c+3], row 16w + l/4 (first two) and 8 below it (last two) of
+// columns 8c + 2(l%4) and the next. kTranspose selects an MN-major operand.
 template <class T, int kTransposeA, int kTransposeB, int kSize>
 DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;

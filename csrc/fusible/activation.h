@@ -1,4 +1,5 @@
-// Activations of whole tensors, gated or not, times a scale for each row: what ops/activations.py describes, one pass over memory.
+// Activations of whole tensors, gated or not, times a scale for each row: what ops/activations.py describes, one pass
+// over memory.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -14,10 +15,10 @@ enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kReluSquared 
 struct Activation {
   Curve curve;
   bool gated;
-  float alpha;          // the slope inside silu
-  float limit;          // gate <= limit, |up| <= limit; infinity for none
+  float alpha;  // the slope inside silu
+  float limit;  // gate <= limit, |up| <= limit; infinity for none
   float linear_offset;
-  int64_t block;        // columns of gate before as many of up
+  int64_t block;  // columns of gate before as many of up
 };
 
 // A number for each row; null for ones.
@@ -28,14 +29,15 @@ struct RowScale {
 
 struct ActivationForward {
   Activation activation;
-  DType type;              // of pre and hidden, both contiguous
-  int64_t rows, columns;   // of hidden
-  const void* pre;         // [rows, columns], or [rows, 2 * columns] if gated
+  DType type;             // of pre and hidden, both contiguous
+  int64_t rows, columns;  // of hidden
+  const void* pre;        // [rows, columns], or [rows, 2 * columns] if gated
   RowScale scales;
   void* hidden;
 };
 
-// With a = activation(pre): dpre, dscales[t] = sum of dhidden * a over the row, hidden = a * scales; null for what is not wanted.
+// With a = activation(pre): dpre, dscales[t] = sum of dhidden * a over the row, hidden = a * scales; null for what is
+// not wanted.
 struct ActivationBackward {
   Activation activation;
   DType type;

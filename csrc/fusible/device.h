@@ -6,9 +6,9 @@ namespace fusible {
 
 struct DeviceProperties {
   std::string name;
-  int major = 0, minor = 0;          // compute capability
+  int major = 0, minor = 0;  // compute capability
   int multiprocessors = 0;
-  int shared_memory_per_block = 0;   // bytes, with the opt-in
+  int shared_memory_per_block = 0;  // bytes, with the opt-in
   int l2_bytes = 0;
 };
 

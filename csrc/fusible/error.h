@@ -24,17 +24,18 @@ template <class... Parts>
 }  // namespace fusible
 
 // FUSIBLE_CHECK(k % 8 == 0, "k must be a multiple of 8, got ", k);
-#define FUSIBLE_CHECK(condition, ...)                                                       \
-  do {                                                                                      \
-    if (!(condition)) ::fusible::fail(__FILE__, __LINE__, #condition, __VA_ARGS__);         \
+#define FUSIBLE_CHECK(condition, ...)                                               \
+  do {                                                                              \
+    if (!(condition)) ::fusible::fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
   } while (0)
 
 // FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(...), config): what the runtime says, then the caller's own words.
-#define FUSIBLE_CUDA_CHECK(call, ...)                                                                                        \
-  do {                                                                                                                       \
-    const cudaError_t status_ = (call);                                                                                      \
-    if (status_ != cudaSuccess) {                                                                                            \
-      (void)cudaGetLastError(); /* not sticky: the next call of this thread starts clean */                                  \
-      ::fusible::fail(__FILE__, __LINE__, #call, cudaGetErrorName(status_), ": ", cudaGetErrorString(status_), ". ", __VA_ARGS__); \
-    }                                                                                                                        \
+#define FUSIBLE_CUDA_CHECK(call, ...)                                                                                \
+  do {                                                                                                               \
+    const cudaError_t status_ = (call);                                                                              \
+    if (status_ != cudaSuccess) {                                                                                    \
+      (void)cudaGetLastError(); /* not sticky: the next call of this thread starts clean */                          \
+      ::fusible::fail(__FILE__, __LINE__, #call, cudaGetErrorName(status_), ": ", cudaGetErrorString(status_), ". ", \
+                      __VA_ARGS__);                                                                                  \
+    }                                                                                                                \
   } while (0)

@@ -12,13 +12,13 @@
 namespace fusible {
 namespace {
 
-constexpr int64_t kWidest = 768;       // columns that every tile divides, so that no tile's slabs reach further
+constexpr int64_t kWidest = 768;  // columns that every tile divides, so that no tile's subtiles reach further
 
 // In the workspace, after what every grouped GEMM keeps there.
-int64_t shares_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
-int64_t sums_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
-  const int64_t shares = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
-  return shares_offset(groups) + blocks_of(shares, 4) * 16;
+int64_t dscale_partials_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
+int64_t dbias_partials_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
+  const int64_t dscale_partials = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
+  return dscale_partials_offset(groups) + blocks_of(dscale_partials, 4) * 16;
 }
 
 template <int kCount>
@@ -29,32 +29,41 @@ bool built_for(const int (&variants)[kCount], int variant) {
 // Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
 bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
 
-// Whether what a consumer deposits holds the up of each of its gates. Blocks narrower than eight are told apart within sixteen columns.
+// Whether what a consumer stores to shared memory holds the up of each of its gates. Blocks narrower than eight are
+// told apart within sixteen columns.
 bool block_fits(const Activation& a, int64_t columns, int variant) {
   if (!a.gated || has_halves(a, columns)) return true;
-  return a.block == 1 || a.block == 2 || a.block == 4 || (a.block % 8 == 0 && kTileVariants[variant].deposit_columns() % (2 * a.block) == 0);
+  return a.block == 1 || a.block == 2 || a.block == 4 ||
+         (a.block % 8 == 0 && kTileVariants[variant].smem_out_columns() % (2 * a.block) == 0);
 }
 
 void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
-  FUSIBLE_CHECK(columns > 0 && columns % 8 == 0, "the hidden rows must have a multiple of 8 columns, got ", columns, ". ", p);
-  FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ", columns, ". ", p);
+  FUSIBLE_CHECK(columns > 0 && columns % 8 == 0, "the hidden rows must have a multiple of 8 columns, got ", columns,
+                ". ", p);
+  FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ",
+                columns, ". ", p);
 }
 
+// body(layout, operand) of a product whose rows are tokens.
+template <class Body>
+KernelEntry dispatch_product(const GemmProblem& p, const Body& body) {
+  return dispatch<Layout::kNT, Layout::kNN>(p.layout, [&](auto layout) {
+    return dispatch_dtype_of_16_bits(p.operand, [&](auto operand) { return body(layout, operand); });
+  });
+}
 KernelEntry forward_entry(const GemmProblem& p, bool halves, int variant) {
-  const bool bf16 = p.operand == DType::kBFloat16;
-  if (p.layout == Layout::kNT)
-    return bf16 ? activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.affine, variant) : activation_entry<Layout::kNT, DType::kFloat16>(halves, p.affine, variant);
-  return bf16 ? activation_entry<Layout::kNN, DType::kBFloat16>(halves, p.affine, variant) : activation_entry<Layout::kNN, DType::kFloat16>(halves, p.affine, variant);
+  return dispatch_product(p, [&](auto layout, auto operand) {
+    return activation_entry<decltype(layout)::value, decltype(operand)::value>(halves, p.scale_bias, variant);
+  });
 }
 KernelEntry backward_entry(const GemmProblem& p, int variant) {
-  const bool bf16 = p.operand == DType::kBFloat16;
-  if (p.layout == Layout::kNT)
-    return bf16 ? activation_backward_entry<Layout::kNT, DType::kBFloat16>(variant) : activation_backward_entry<Layout::kNT, DType::kFloat16>(variant);
-  return bf16 ? activation_backward_entry<Layout::kNN, DType::kBFloat16>(variant) : activation_backward_entry<Layout::kNN, DType::kFloat16>(variant);
+  return dispatch_product(p, [&](auto layout, auto operand) {
+    return activation_backward_entry<decltype(layout)::value, decltype(operand)::value>(variant);
+  });
 }
 
-ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a, const RowScale& scales, int64_t columns,
-                                   cudaStream_t stream) {
+ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,
+                                   const RowScale& scales, int64_t columns, cudaStream_t stream) {
   ActivationParams params{};
   static_cast<GemmParams&>(params) = prepare_params(gemm, config, stream);
   params.activation = a;
@@ -70,57 +79,64 @@ void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_
   const GemmProblem& p = call.gemm.problem;
   const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
   if (!call.dbias) return;
-  sum_blocks({.sums = sums,
-              .sizes = {call.gemm.groups.sizes, static_cast<int>(p.groups), call.gemm.groups.wide},
-              .tokens = static_cast<int>(p.tokens),
-              .columns = static_cast<int>(columns),
-              .out = call.dbias,
-              .type = call.dbias_type},
-             stream);
+  sum_dbias_partials({.dbias_partials = sums,
+                      .sizes = call.gemm.sizes,
+                      .tokens = static_cast<int>(p.tokens),
+                      .columns = static_cast<int>(columns),
+                      .out = call.dbias,
+                      .type = call.dbias_type},
+                     stream);
 }
 
 }  // namespace
 
-// As for a plain product: short groups have flipped tiles, and a pair of blocks reads the weights once.
+// As for a plain product: short groups have swap_ab tiles, and a pair of blocks reads the weights once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  constexpr int kShared = kActivationVariants[0], kFlipped = kActivationVariants[1];
-  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kFlipped) ? kFlipped : kShared;
-  FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ", p);
+  constexpr int kShared = kActivationVariants[0], kSwapAb = kActivationVariants[1];
+  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kSwapAb) ? kSwapAb : kShared;
+  FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ",
+                p);
   FUSIBLE_CHECK(block_fits(a, p.n / 2, variant), "blocks of ", a.block, " columns do not fit into a tile. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
-// Six warps finish a tile of 192 columns; a pair of blocks that share B asks least of the L2 cache, which the epilogue needs as well.
+// Six warps finish a tile of 192 columns; a pair of blocks that share B asks least of the L2 cache, which the epilogue
+// needs as well.
 GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
   if (variant < 0) variant = kBackwardVariants[0];
-  FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant, " is not built with the backward of an activation. ", p);
+  FUSIBLE_CHECK(built_for(kBackwardVariants, variant), "tile variant ", variant,
+                " is not built with the backward of an activation. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
-  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row: linear in the rows.
-  return sums_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) + groups * bias_columns * int64_t{sizeof(float)};
+  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row:
+  // linear in the rows.
+  return dbias_partials_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) +
+         groups * bias_columns * int64_t{sizeof(float)};
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
-  GroupedGemm gemm = settled(call.gemm);
+  GroupedGemm gemm = as_strided(call.gemm);
   const GemmProblem& p = gemm.problem;
   const bool keep_pre = gemm.out.data != nullptr;
   const int64_t columns = call.activation.gated ? p.n / 2 : p.n;
-  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand, "an activation needs a forward product into the operands' type. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand,
+                "an activation needs a forward product into the operands' type. ", p);
   if (!keep_pre) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, columns);
   if (p.tokens == 0) return;
   const DeviceGuard guard(device);
-  const GemmConfig config = choose_activation_config(p, call.activation, device_properties(device).multiprocessors, gemm.variant);
+  const GemmConfig config =
+      choose_activation_config(p, call.activation, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, columns, stream);
   const bool halves = has_halves(call.activation, columns);
   if (halves) {
     params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
                                        : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
     if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
-    params.affine.half = static_cast<int>(columns);
+    params.epilogue.half = static_cast<int>(columns);
   }
   params.keep_pre = keep_pre;
   params.hidden = call.hidden;
@@ -128,10 +144,12 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
 }
 
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream) {
-  GroupedGemm gemm = settled(call.gemm);
+  GroupedGemm gemm = as_strided(call.gemm);
   const GemmProblem& p = gemm.problem;
-  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.affine, "the backward of an activation needs the plain gradient of its rows. ", p);
-  FUSIBLE_CHECK(!(call.dscales || call.dbias) || gemm.workspace, "the gradients of scales and bias need a workspace. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.scale_bias,
+                "the backward of an activation needs the plain gradient of its rows. ", p);
+  FUSIBLE_CHECK(!(call.dscales || call.dbias) || gemm.workspace, "the gradients of scales and bias need a workspace. ",
+                p);
   gemm.out = {call.dpre, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, p.n);
@@ -143,12 +161,15 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   params.dpre = call.dpre;
   params.hidden = call.hidden;
   char* workspace = static_cast<char*>(gemm.workspace);
-  if (call.dscales) params.shares = reinterpret_cast<float*>(workspace + shares_offset(p.groups));
-  if (call.dbias) params.sums = reinterpret_cast<float*>(workspace + sums_offset(p.groups, p.tokens, p.n, call.dscales));
+  if (call.dscales) params.dscale_partials = reinterpret_cast<float*>(workspace + dscale_partials_offset(p.groups));
+  if (call.dbias)
+    params.dbias_partials =
+        reinterpret_cast<float*>(workspace + dbias_partials_offset(p.groups, p.tokens, p.n, call.dscales));
   launch(params, backward_entry(p, config.variant), config, p, device, stream);
-  const SplitSizes sizes{gemm.groups.sizes, static_cast<int>(p.groups), gemm.groups.wide};
-  if (call.dscales) sum_shares(params.shares, static_cast<int>(blocks_of(p.n, 64)), p.tokens, sizes, call.dscales, call.scales.type, stream);
-  add_up(call, params.sums, stream);
+  if (call.dscales)
+    sum_dscale_partials(params.dscale_partials, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes,
+                        call.dscales, call.scales.type, stream);
+  add_up(call, params.dbias_partials, stream);
 }
 
 }  // namespace fusible

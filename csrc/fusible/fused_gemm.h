@@ -8,8 +8,8 @@ namespace fusible {
 // Positions in kTileVariants of the tiles that these kernels are built for.
 inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
 
-// hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null. Rows of pre
-// and hidden are dense; n counts the columns of pre.
+// hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null.
+// Rows of pre and hidden are dense; n counts the columns of pre.
 struct LinearActivation {
   GroupedGemm gemm;
   Activation activation;
@@ -17,26 +17,29 @@ struct LinearActivation {
   void* hidden;
 };
 
-// With dhidden = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of hidden; rows are dense.
+// With dhidden = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
+// hidden; rows are dense.
 struct LinearActivationBackward {
   GroupedGemm gemm;
   Activation activation;
   RowScale scales;
   const void* pre;
   void *dpre, *dscales, *hidden;  // dscales in the type of the scales
-  void* dbias;                    // [groups, columns of pre]: the sums of dpre over the rows of each group; zero for an empty one
+  void* dbias;  // [groups, columns of pre]: the sums of dpre over the rows of each group; zero for an empty one
   DType dbias_type;
 };
 
-// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each slab's share of them; with dbias, whose rows have
-// `bias_columns` (0: none), the sums over blocks of 64 rows.
+// Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each subtile's share of them; with
+// dbias, whose rows have `bias_columns` (0: none), the sums over blocks of 64 rows.
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns);
 
 // The tile variant and what else is chosen for it.
-GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors, int variant = -1);
+GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors,
+                                    int variant = -1);
 GemmConfig choose_backward_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
-// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which become zero.
+// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which
+// become zero.
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream);
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream);
 

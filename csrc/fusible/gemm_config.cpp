@@ -8,12 +8,12 @@ namespace {
 
 // Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/experiments.md).
 enum Variant : int {
-  kTall = 1,         // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
-  kPadding = 2,      // where 192 divides the columns better than 256, weight gradients: most work per tile
-  kShared = 3,       // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
-  kDecode = 4,       // hardly any rows: most bytes in flight
-  kFlipped = 6,      // short groups, whose last tiles are cut to their tokens
-  kFlippedHigh = 7,  // the same, with fewest bytes and largest tasks
+  kTall = 1,     // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
+  kPadding = 2,  // where 192 divides the columns better than 256, weight gradients: most work per tile
+  kShared = 3,   // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
+  kDecode = 4,   // hardly any rows: most bytes in flight
+  kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
+  kSwapAbHigh = 7,  // the same, with fewest bytes and largest tasks
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -23,15 +23,16 @@ int64_t columns_of_medium_tiles(const GemmProblem& p) {
 }
 
 // The higher ones need work for many rounds, of which the last is hardly ever full.
-int choose_flipped(const GemmProblem& p, int multiprocessors) {
+int choose_swap_ab(const GemmProblem& p, int multiprocessors) {
   constexpr int kRounds = 10;
   const int64_t high_tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
-  return p.affine || high_tiles < kRounds * multiprocessors ? kFlipped : kFlippedHigh;
+  return p.scale_bias || high_tiles < kRounds * multiprocessors ? kSwapAb : kSwapAbHigh;
 }
 
 int choose_variant(const GemmProblem& p, int multiprocessors) {
-  const double wide = static_cast<double>(blocks_of(p.n, 256) * 256), medium = static_cast<double>(columns_of_medium_tiles(p));
-  const bool pads = medium * 1.03 < wide;
+  const double large = static_cast<double>(blocks_of(p.n, 256) * 256),
+               medium = static_cast<double>(columns_of_medium_tiles(p));
+  const bool pads = medium * 1.03 < large;
   const int64_t rows = p.tokens / p.groups;
   if (p.layout == Layout::kTN) {
     const double narrow = static_cast<double>(blocks_of(p.n, 128) * 128);
@@ -40,7 +41,7 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
   }
   if (rows <= 32 && p.k < 4096) return kDecode;
   if (pads && rows >= 384) return kPadding;
-  return short_groups(p) ? choose_flipped(p, multiprocessors) : kShared;
+  return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
 }
 
 const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }
@@ -50,29 +51,34 @@ const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type ==
 GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
   const bool chosen = variant < 0;
   if (chosen) variant = choose_variant(p, multiprocessors);
-  if (p.affine && !fits_affine(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
+  if (p.scale_bias && !fits_scale_bias(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
   const TileVariant& tile = kTileVariants[variant];
   const bool may_halve = chosen && p.layout == Layout::kTN && tile.tile_m > kLeastRows;
   // At most this many tiles, whatever the sizes: every group may leave a rest.
-  const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m) : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
+  const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m)
+                                               : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
   const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
-  // Where there are hardly any rows, clearing the counter costs more than it gives.
+  // Where there are hardly any rows, zeroing the counter costs more than it gives.
   const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
-  return {.variant = variant, .grid = static_cast<int>(clusters) * tile.cluster(), .on_demand = !hardly_any_rows, .may_halve = may_halve};
+  return {.variant = variant,
+          .grid = static_cast<int>(clusters) * tile.cluster(),
+          .on_demand = !hardly_any_rows,
+          .may_halve = may_halve};
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
   constexpr const char* kLayouts[] = {"NT", "NN", "TN"};
-  out << "grouped GEMM " << kLayouts[static_cast<int>(p.layout)] << " " << name(p.operand) << " -> " << name(p.output) << ", " << p.groups
-      << " groups, " << p.tokens << " tokens, ";
+  out << "grouped GEMM " << kLayouts[static_cast<int>(p.layout)] << " " << name(p.operand) << " -> " << name(p.output)
+      << ", " << p.groups << " groups, " << p.tokens << " tokens, ";
   if (p.layout == Layout::kTN) out << "m " << p.m << ", n " << p.n;
   else out << "n " << p.n << ", k " << p.k;
-  return out << (p.affine ? ", with bias or scales" : "");
+  return out << (p.scale_bias ? ", with bias or scales" : "");
 }
 std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   const TileVariant& tile = c.tile();
-  out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n << ", " << tile.stages << " stages, ";
-  if (tile.flipped) out << "flipped, ";
+  out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n
+      << ", " << tile.stages << " stages, ";
+  if (tile.swap_ab) out << "swap_ab, ";
   if (c.may_halve) out << "halved where long groups are few, ";
   return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }

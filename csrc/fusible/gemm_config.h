@@ -3,12 +3,16 @@
 #include <cstdint>
 #include <iosfwd>
 
+#include "fusible/dtype.h"
+
 namespace fusible {
 
 // How many blocks of a size n needs.
 constexpr int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+// Values of the depth in a stage: those of 128 bytes.
+constexpr int tile_k(int64_t element_bytes) { return static_cast<int>(128 / element_bytes); }
+constexpr int tile_k(DType type) { return tile_k(bytes_of(type)); }
 
 // Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
 enum class Layout : int {
@@ -17,40 +21,40 @@ enum class Layout : int {
   kTN = 2,  // out[E, m, n] = a[T, m]^T b[T, n] of each group
 };
 
-// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the other
-// (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained in
-// device/tile_scheduler.cuh; `flipped` in device/flipped.cuh.
+// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
+// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained
+// in device/tile_scheduler.cuh; `swap_ab` in device/swap_ab.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, band;
-  bool flipped = false;
+  bool swap_ab = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
-  constexpr bool large() const { return tile_m * tile_n > 128 * 256; }  // leaves few registers beside the accumulators, and little shared memory
-  constexpr int token_box() const { return flipped ? 32 : 64; }         // tokens that a copy moves
-  constexpr int cut() const { return flipped ? 16 : 64; }               // rows that tiles of a group do not share
-  // What a consumer deposits at a time, and the room for it.
-  constexpr int deposit_bytes() const { return tile_n == 192 || large() ? 24576 : 32768; }
-  constexpr int deposit_rows() const { return flipped && large() ? 32 : 64; }
-  constexpr int deposit_columns() const { return flipped ? tile_n / 2 : tile_n; }
+  constexpr bool large() const {
+    return tile_m * tile_n > 128 * 256;
+  }  // leaves few registers beside the accumulators, and little shared memory
+  constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
+  constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
+  // What a consumer stores to shared memory at a time, and the room for it.
+  constexpr int smem_out_bytes() const { return tile_n == 192 || large() ? 24576 : 32768; }
+  constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
+  constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
-    {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/shaped.h)
-    {256, 128, 1, 2, 3, 8},
-    {256, 192, 1, 1, 3, 4},
-    {128, 256, 2, 1, 3, 8},
-    {128, 192, 1, 1, 4, 8},
-    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true},
-    {192, 256, 2, 1, 3, 8, true},
+    {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
+    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
+    {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
 };
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators.
-constexpr bool fits_affine(const TileVariant& tile) { return !tile.large(); }
-// Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight gradients.
-constexpr bool is_built(Layout layout, const TileVariant& tile, bool wide_output) {
-  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1)) return false;  // as said there
-  if (tile.flipped && wide_output) return false;
+constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large(); }
+// Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
+// gradients.
+constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
+  if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
+    return false;  // as said there
+  if (tile.swap_ab && fp32_output) return false;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
@@ -58,19 +62,23 @@ inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 struct GemmProblem {
   Layout layout;
   DType operand, output;
-  bool affine;  // bias or scales
+  bool scale_bias;  // bias or scales
   int64_t groups, tokens;
   int64_t m;     // output rows of a group, kTN only
   int64_t n, k;  // output columns; depth (not kTN)
 };
 
 // Whether an fp32 weight gradient takes longer to get through memory than to multiply.
-constexpr bool bytes_decide(const GemmProblem& p) { return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768; }
+constexpr bool bytes_decide(const GemmProblem& p) {
+  return p.layout == Layout::kTN && p.output == DType::kFloat32 && p.tokens / p.groups < 768;
+}
 // So much longer that waiting for memory between two products costs nothing.
 constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p) && p.tokens / p.groups < 384; }
 
-// Whether what flipped tiles save at the ends of groups is more than they cost.
-constexpr bool short_groups(const GemmProblem& p) { return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024; }
+// Whether what swap_ab tiles save at the ends of groups is more than they cost.
+constexpr bool short_groups(const GemmProblem& p) {
+  return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024;
+}
 
 struct GemmConfig {
   int variant;     // index into kTileVariants
@@ -81,8 +89,8 @@ struct GemmConfig {
   const TileVariant& tile() const { return kTileVariants[variant]; }
 };
 
-// Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0 lets the
-// cost model choose.
+// Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0
+// lets the cost model choose.
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);

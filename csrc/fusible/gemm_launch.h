@@ -6,7 +6,10 @@
 namespace fusible {
 
 // The same call, with matrices that lie at equal distances stated as one tensor.
-GroupedGemm settled(const GroupedGemm& wanted);
+GroupedGemm as_strided(const GroupedGemm& wanted);
+
+// Throws fusible::Error where no kernel runs on the device, or takes so many groups.
+void check_device(const GemmProblem& problem, int device);
 
 // Throws fusible::Error where the kernels cannot do what is asked for.
 void check(const GroupedGemm& call, int device);
@@ -15,6 +18,7 @@ void check(const GroupedGemm& call, int device);
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 
 // `params` may be longer than GemmParams, with which they begin.
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream);
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
+            int device, cudaStream_t stream);
 
 }  // namespace fusible

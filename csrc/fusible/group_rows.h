@@ -1,12 +1,13 @@
-// Sums over the rows of each group, and products of rows with their group's vector: the gradients of biases and of their scales.
-// The group sizes are read on the device, so both can be captured in a graph. Both are bitwise the same from run to run.
+// Sums over the rows of each group, and products of rows with their group's vector: the gradients of biases and of
+// their scales. The group sizes are read on the device, so both can be captured in a graph. Both are bitwise the same
+// from run to run.
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
 #include "fusible/gemm_config.h"
-#include "fusible/clearing.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 

@@ -15,10 +15,8 @@
 namespace fusible {
 namespace {
 
-int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
-
 // The same matrices as one tensor, if they lie at equal distances.
-MatrixView settled(MatrixView m) {
+MatrixView as_strided(MatrixView m) {
   const auto at = m.addresses;
   if (at.empty()) return m;
   const int64_t step = at.size() > 1 ? static_cast<int64_t>(at[1] - at[0]) : 16;
@@ -30,24 +28,26 @@ MatrixView settled(MatrixView m) {
 }
 
 // Of matrices that lie anywhere.
-std::vector<Place> places_of(const MatrixView& m) {
-  std::vector<Place> places;
-  places.reserve(m.addresses.size());
+std::vector<GroupCoordinate> coordinates_of(const MatrixView& m) {
+  std::vector<GroupCoordinate> coordinates;
+  coordinates.reserve(m.addresses.size());
   for (const uintptr_t address : m.addresses) {
     const uintptr_t distance = (address - reinterpret_cast<uintptr_t>(m.data)) / kNearBytes;
-    places.push_back({static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
+    coordinates.push_back(
+        {static_cast<int>(distance & ((uintptr_t{1} << kNearBits) - 1)), static_cast<int>(distance >> kNearBits)});
   }
-  return places;
+  return coordinates;
 }
 
 void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
   const int64_t step = 16 / bytes_of(m.type);
-  FUSIBLE_CHECK(m.addresses.empty() || static_cast<int64_t>(m.addresses.size()) == p.groups, name, " has ", m.addresses.size(), " addresses. ", p);
+  FUSIBLE_CHECK(m.addresses.empty() || static_cast<int64_t>(m.addresses.size()) == p.groups, name, " has ",
+                m.addresses.size(), " addresses. ", p);
   uintptr_t bits = reinterpret_cast<uintptr_t>(m.data);
   for (const uintptr_t address : m.addresses) bits |= address;
   FUSIBLE_CHECK(bits % 16 == 0, name, " is not aligned to 16 bytes. ", p);
-  FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch, " and a group stride of ", m.group_stride,
-                " elements; both must be multiples of 16 bytes. ", p);
+  FUSIBLE_CHECK(m.pitch % step == 0 && m.group_stride % step == 0, name, " has a row pitch of ", m.pitch,
+                " and a group stride of ", m.group_stride, " elements; both must be multiples of 16 bytes. ", p);
 }
 
 GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
@@ -60,29 +60,29 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.out = weight_output_map(call.out, p.groups, p.m, p.n);
   } else {
     params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
-    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n) : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
-    params.out = token_output_map(call.out, p.tokens, p.n, tile.deposit_rows());
-    params.k_blocks = static_cast<int>(blocks_of(p.k, 64));
+    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
+                                       : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
+    params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
+    params.k_blocks = static_cast<int>(blocks_of(p.k, tile_k(p.operand)));
   }
-  params.source = {.sizes = call.groups.sizes, .starts = call.groups.starts, .wide = call.groups.wide};
-  params.shape = {.groups = static_cast<int>(p.groups),
+  params.shape = {.sizes = call.sizes,
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
                   .narrow_end = (p.n - 1) % tile.tile_n < tile.tile_n * 2 / 3,
-                  .skip_empty = call.accumulate && !call.affine.bias.data,
+                  .skip_empty = call.accumulate && !call.epilogue.bias.data,
                   .may_halve = config.may_halve,
                   .counter = workspace.counter,
-                  .places = workspace.places};
-  params.affine = {.bias = call.affine.bias.data,
-                   .biases = workspace.biases,
-                   .bias_type = static_cast<int>(call.affine.bias.type),
-                   .columns = static_cast<int>(p.n),
-                   .bias_pitch = call.affine.bias.pitch,
-                   .row_scale = call.affine.row_scale,
-                   .bias_scale = call.affine.bias_scale,
-                   .alphas = call.affine.alphas,
-                   .alpha = call.affine.alpha};
+                  .coordinates = workspace.coordinates};
+  params.epilogue = {.bias = call.epilogue.bias.data,
+                     .biases = workspace.biases,
+                     .bias_type = call.epilogue.bias.type,
+                     .columns = static_cast<int>(p.n),
+                     .bias_pitch = call.epilogue.bias.pitch,
+                     .row_scale = call.epilogue.row_scale,
+                     .bias_scale = call.epilogue.bias_scale,
+                     .alphas = call.epilogue.alphas,
+                     .alpha = call.epilogue.alpha};
   params.accumulate = call.accumulate;
   params.fetch_all = bytes_alone_decide(p);
   return params;
@@ -94,18 +94,22 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
   static std::set<std::pair<const void*, int>> done;
   const std::lock_guard lock(mutex);
   if (done.contains({kernel.function, device})) return;
-  FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes), problem, ": ", config);
+  FUSIBLE_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes), problem,
+      ": ", config);
   done.insert({kernel.function, device});
 }
 
 // Nothing to compute: the weight gradients of empty groups are zero.
-void clear_output(const GroupedGemm& call, cudaStream_t stream) {
+void zero_output(const GroupedGemm& call, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const size_t element = bytes_of(p.output);
   for (int64_t group = 0; group < p.groups; ++group) {
-    const uintptr_t out = call.out.addresses.empty() ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
-                                                     : call.out.addresses[group];
-    FUSIBLE_CUDA_CHECK(cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
+    const uintptr_t out = call.out.addresses.empty()
+                              ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
+                              : call.out.addresses[group];
+    FUSIBLE_CUDA_CHECK(
+        cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
   }
 }
 
@@ -113,25 +117,27 @@ void clear_output(const GroupedGemm& call, cudaStream_t stream) {
 Tail tail_of(const GroupedGemm& call) {
   const int64_t element = bytes_of(call.out.type);
   return {{const_cast<void*>(call.out.data), call.problem.tokens, call.problem.n * element, call.out.pitch * element},
-          {call.groups.sizes, static_cast<int>(call.problem.groups), call.groups.wide}};
+          call.sizes};
 }
 
 // The workspace of this launch, filled; null for what it does not need.
 Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
-  const std::vector<Place> places = places_of(p.layout == Layout::kTN ? call.out : call.b);
-  const auto biases = call.affine.bias.addresses;
-  FUSIBLE_CHECK(call.workspace || (places.empty() && biases.empty()), "matrices at any addresses need a workspace. ", p);
+  const std::vector<GroupCoordinate> coordinates = coordinates_of(p.layout == Layout::kTN ? call.out : call.b);
+  const auto biases = call.epilogue.bias.addresses;
+  FUSIBLE_CHECK(call.workspace || (coordinates.empty() && biases.empty()),
+                "matrices at any addresses need a workspace. ", p);
   Workspace workspace = call.workspace ? lay_out(call.workspace, p.groups) : Workspace{};
   if (!config.on_demand) workspace.counter = nullptr;
-  if (places.empty()) workspace.places = nullptr;
+  if (coordinates.empty()) workspace.coordinates = nullptr;
   if (biases.empty()) workspace.biases = nullptr;
-  if (workspace.places || workspace.biases) FUSIBLE_CUDA_CHECK(prepare(workspace, places, biases, stream), p, ": ", config);
-  if (call.cleared) return workspace;
-  Clearing clearing;
-  if (workspace.counter) clearing.counters = {workspace.counter};
-  if (call.zero_tail) clearing.tails = {tail_of(call)};
-  clear(clearing, current_device(), stream);
+  if (workspace.coordinates || workspace.biases)
+    FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
+  if (call.zeroed) return workspace;
+  Zeroing zeroing;
+  if (workspace.counter) zeroing.counters = {workspace.counter};
+  if (call.zero_tail) zeroing.tails = {tail_of(call)};
+  zero(zeroing, current_device(), stream);
   return workspace;
 }
 
@@ -143,10 +149,9 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
                           .pitch = call.out.pitch,
                           .group_stride = call.out.group_stride,
                           .columns = p.n,
-                          .places = p.layout == Layout::kTN ? params.shape.places : nullptr,
-                          .source = params.source,
-                          .groups = params.shape.groups,
-                          .tokens = params.shape.tokens,
+                          .coordinates = p.layout == Layout::kTN ? params.shape.coordinates : nullptr,
+                          .sizes = call.sizes,
+                          .tokens = p.tokens,
                           .fixed_rows = p.layout == Layout::kTN ? p.m : 0,
                           .betas = call.betas,
                           .beta = call.beta};
@@ -157,36 +162,44 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
 
 int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 
-void clear_before(GroupedGemm& call, Clearing& clearing) {
+void zero_before(GroupedGemm& call, Zeroing& zeroing) {
   unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
-  if (counter && std::ranges::count(clearing.counters, counter)) return;  // of a call before, which leaves it as it is then
-  if (counter) clearing.counters.push_back(counter);
-  if (call.zero_tail) clearing.tails.push_back(tail_of(call));
-  call.cleared = true;
+  if (counter && std::ranges::count(zeroing.counters, counter))
+    return;  // of a call before, which leaves it as it is then
+  if (counter) zeroing.counters.push_back(counter);
+  if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
+  call.zeroed = true;
 }
 
-GroupedGemm settled(const GroupedGemm& wanted) {
+GroupedGemm as_strided(const GroupedGemm& wanted) {
   GroupedGemm call = wanted;
-  call.b = settled(call.b), call.out = settled(call.out), call.affine.bias = settled(call.affine.bias);
-  if (!wanted.affine.bias.addresses.empty()) call.affine.bias.pitch = call.affine.bias.group_stride;
+  call.b = as_strided(call.b), call.out = as_strided(call.out), call.epilogue.bias = as_strided(call.epilogue.bias);
+  if (!wanted.epilogue.bias.addresses.empty()) call.epilogue.bias.pitch = call.epilogue.bias.group_stride;
   return call;
+}
+
+void check_device(const GemmProblem& p, int device) {
+  const DeviceProperties& properties = device_properties(device);
+  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name,
+                ") has capability ", properties.major, ".", properties.minor, "; these kernels are for 9.0. ", p);
+  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= kMaxGroups, "1 to ", kMaxGroups, " groups are possible. ", p);
 }
 
 void check(const GroupedGemm& call, int device) {
   const GemmProblem& p = call.problem;
-  const DeviceProperties& properties = device_properties(device);
-  FUSIBLE_CHECK(properties.major == 9 && properties.minor == 0, "device ", device, " (", properties.name, ") has capability ", properties.major, ".",
-                properties.minor, "; these kernels are for 9.0. ", p);
-  FUSIBLE_CHECK(p.groups >= 1 && p.groups <= 512, "1 to 512 groups are possible. ", p);
+  check_device(p, device);
   FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
   FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
-  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0, "m and k must be positive multiples of 8. ", p);
-  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand, "operands must be both bf16 or both fp16. ", p);
-  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output, "output must be fp32 or of the operands' type. ",
-                p);
-  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.row_scale || call.affine.bias_scale), "a weight gradient has no rows to scale. ", p);
-  FUSIBLE_CHECK(call.groups.sizes || call.groups.starts, "neither sizes nor offsets of the groups are given. ", p);
-  FUSIBLE_CHECK(!call.zero_tail || (call.groups.sizes && !call.groups.starts && p.layout != Layout::kTN), "only rows of groups with sizes have a tail. ", p);
+  FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0,
+                "m and k must be positive multiples of 8. ", p);
+  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand,
+                "operands must be both bf16 or both fp16. ", p);
+  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output,
+                "output must be fp32 or of the operands' type. ", p);
+  FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.epilogue.row_scale || call.epilogue.bias_scale),
+                "a weight gradient has no rows to scale. ", p);
+  FUSIBLE_CHECK(call.sizes.sizes && call.sizes.groups == p.groups, "the sizes of the groups are not given. ", p);
+  FUSIBLE_CHECK(!call.zero_tail || p.layout != Layout::kTN, "only rows of groups have a tail. ", p);
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
   check_matrix("out", call.out, p);
@@ -196,7 +209,8 @@ GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cud
   return make_params(call, config, fill_workspace(call, config, stream));
 }
 
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem, int device, cudaStream_t stream) {
+void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
+            int device, cudaStream_t stream) {
   allow_shared_memory(kernel, device, problem, config);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -209,23 +223,25 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
   launch.attrs = &cluster;
   launch.numAttrs = 1;
   void* arguments[] = {const_cast<GemmParams*>(&params)};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ", kernel.shared_bytes,
-                     " bytes of shared memory");
+  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
+                     kernel.shared_bytes, " bytes of shared memory");
 }
 
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
-  const GroupedGemm call = settled(wanted);
+  const GroupedGemm call = as_strided(wanted);
   check(call, device);
   const GemmProblem& p = call.problem;
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   const DeviceGuard guard(device);
   if (p.tokens == 0) {
-    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.affine.bias.data || call.betas || call.beta != 1), "no tokens: bias and beta need them. ", p);
-    if (p.layout == Layout::kTN && !call.accumulate) clear_output(call, stream);
+    FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.epilogue.bias.data || call.betas || call.beta != 1),
+                  "no tokens: bias and beta need them. ", p);
+    if (p.layout == Layout::kTN && !call.accumulate) zero_output(call, stream);
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant, " is not built for it. ", p);
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant,
+                " is not built for it. ", p);
   const GemmParams params = prepare_params(call, config, stream);
   if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
   launch(params, find_kernel(p, config.variant), config, p, device, stream);

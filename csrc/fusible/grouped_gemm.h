@@ -1,24 +1,16 @@
-// The public C++ API of the grouped GEMM. Asynchronous on the given stream; nothing is allocated and nothing on the device is read
-// by the host, so a launch can be captured in a graph and replayed with other group sizes.
+// The public C++ API of the grouped GEMM. Asynchronous on the given stream; nothing is allocated and nothing on the
+// device is read by the host, so a launch can be captured in a graph and replayed with other group sizes.
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "fusible/clearing.h"
 #include "fusible/tensor_map.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 
-// Where the groups lie in the token buffer; arrays on the device, int32 or (wide) int64. Either sizes of groups that follow one
-// another, or sizes and starts, or starts alone: then groups + 1 offsets. What exceeds the buffer is cut off.
-struct Groups {
-  const void* sizes = nullptr;
-  const void* starts = nullptr;
-  bool wide = false;
-};
-
-// out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias); where `alphas`
-// [E] is null, `alpha` holds for every group. kTN takes alpha and bias alone.
-struct Affine {
+// out[t, :] = row_scale[t] * (alpha[g] * (a b)[t, :] + bias_scale[t] * bias[g, :]). Null: ones (scales), zeros (bias);
+// where `alphas` [E] is null, `alpha` holds for every group. kTN takes alpha and bias alone.
+struct EpilogueArguments {
   MatrixView bias{};  // [E, n], `pitch` from one to the next, or wherever `addresses` say
   const float* row_scale = nullptr;
   const float* bias_scale = nullptr;
@@ -32,24 +24,26 @@ int64_t workspace_bytes(int64_t groups);
 struct GroupedGemm {
   GemmProblem problem;
   MatrixView a, b, out;
-  Groups groups;
-  Affine affine;
+  SplitSizes sizes;  // of problem.groups groups
+  EpilogueArguments epilogue;
   bool accumulate = false;       // out = beta * out + ... rather than out = ...
   const float* betas = nullptr;  // [E], on the device; null: `beta` for all groups
   float beta = 1;
-  void* workspace = nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
-  int variant = -1;           // a tile variant instead of the cost model's
-  bool zero_tail = false;     // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
-  bool cleared = false;       // somebody has done so, and cleared the workspace's counter: see clear_before
+  void* workspace =
+      nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
+  int variant = -1;        // a tile variant instead of the cost model's
+  bool zero_tail = false;  // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
+  bool zeroed = false;     // somebody has done so, and zeroed the workspace's counter: see zero_before
 };
 
-// Notes what the call must find cleared, and lets it rely on that, so that calls which are made one after the other share one kernel
-// for it. Nothing before the call may write the rows of `out`.
-void clear_before(GroupedGemm& call, Clearing& clearing);
+// Notes what the call must find zeroed, and lets it rely on that, so that calls which are made one after the other
+// share one kernel for it. Nothing before the call may write the rows of `out`.
+void zero_before(GroupedGemm& call, Zeroing& zeroing);
 
-// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not touched, unless they
-// shall be zeroed; an empty group's weight gradient is zero (or beta times what it was when accumulating). What stands in `out` is not read where beta is 0, and
-// rounded to its type once more where beta is neither 0 nor 1, before the product is added.
+// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not
+// touched, unless they shall be zeroed; an empty group's weight gradient is zero (or beta times what it was when
+// accumulating). What stands in `out` is not read where beta is 0, and rounded to its type once more where beta is
+// neither 0 nor 1, before the product is added.
 void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

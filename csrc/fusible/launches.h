@@ -9,24 +9,25 @@
 #include <variant>
 #include <vector>
 
-#include "fusible/clearing.h"
 #include "fusible/error.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 
 using Address = uintptr_t;
 using Addresses = std::vector<Address>;
 
-// Where an argument of a launch comes from: the `position`-th (the `element`-th of it, if it is a list) is an address that lies `offset`
-// bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given; or of kNumber: `offset` and `factor` for
-// each row; or it is the stream.
+// Where an argument of a launch comes from: the `position`-th (the `element`-th of it, if it is a list) is an address
+// that lies `offset` bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given;
+// or of kNumber: `offset` and `factor` for each row; or it is the stream.
 struct Patch {
   static constexpr int64_t kNumber = -1, kStream = -2;
   int64_t position, element, source, offset, factor;
 };
-inline constexpr int64_t kRowBlock = 128;  // so that whatever stands behind many rows is aligned as what stands behind few
+inline constexpr int64_t kRowBlock =
+    128;  // so that whatever stands behind many rows is aligned as what stands behind few
 
-// A call on a stream of a device: there is clear_before(call, clearing) and launch(call, device, stream).
+// A call on a stream of a device: there is zero_before(call, zeroing) and launch(call, device, stream).
 template <class Call>
 struct OnStream {
   Call call;
@@ -42,14 +43,14 @@ class Launches {
     launches_.push_back([function, arguments] { apply(function, *arguments, std::index_sequence_for<Args...>()); });
   }
 
-  // One kernel clears what all such calls must find cleared.
+  // One kernel zeroes what all such calls must find zeroed.
   template <class Call, class... Args>
   void add(OnStream<Call> (*make)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
     const auto arguments = keep(patches, {args...});
     const auto made = std::make_shared<OnStream<Call>>();
     prepare_.push_back([=](Launches& launches) {
       *made = apply(make, *arguments, std::index_sequence_for<Args...>());
-      clear_before(made->call, launches.clearing_);
+      zero_before(made->call, launches.zeroing_);
       launches.device_ = made->device, launches.stream_ = made->stream;
     });
     launches_.push_back([made] { launch(made->call, made->device, made->stream); });
@@ -57,13 +58,16 @@ class Launches {
 
   // Not from two threads at once.
   void run(const Addresses& addresses, int64_t rows, int64_t stream) {
-    FUSIBLE_CHECK(static_cast<int64_t>(addresses.size()) >= sources_, "launches of ", sources_, " tensors got ", addresses.size());
+    FUSIBLE_CHECK(static_cast<int64_t>(addresses.size()) >= sources_, "launches of ", sources_, " tensors got ",
+                  addresses.size());
     const int64_t padded = (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
     for (const auto& [target, source, offset, factor] : patches_)
-      *target = source == Patch::kStream ? stream : source == Patch::kNumber ? offset + factor * rows : addresses[source] + offset + factor * padded;
-    clearing_.counters.clear(), clearing_.tails.clear();
+      *target = source == Patch::kStream   ? stream
+                : source == Patch::kNumber ? offset + factor * rows
+                                           : addresses[source] + offset + factor * padded;
+    zeroing_.counters.clear(), zeroing_.tails.clear();
     for (const auto& prepare : prepare_) prepare(*this);
-    clear(clearing_, device_, stream_);
+    zero(zeroing_, device_, stream_);
     for (const auto& launch : launches_) launch();
   }
 
@@ -73,13 +77,15 @@ class Launches {
     int64_t source, offset, factor;
   };
 
-  // An argument that is kept. A list of these rather than a tuple, which for dozens of arguments takes the compiler seconds a function.
+  // An argument that is kept. A list of these rather than a tuple, which for dozens of arguments takes the compiler
+  // seconds a function.
   using Value = std::variant<Address, Addresses, int64_t, int, bool, float>;
   using Values = std::vector<Value>;
 
   static Address* address_in(Value& value, int64_t element) {
     if (Addresses* list = std::get_if<Addresses>(&value)) return &list->at(element);
-    if (int64_t* number = std::get_if<int64_t>(&value)) return reinterpret_cast<Address*>(number);  // of the same type but for the sign
+    if (int64_t* number = std::get_if<int64_t>(&value))
+      return reinterpret_cast<Address*>(number);  // of the same type but for the sign
     return std::get_if<Address>(&value);
   }
 
@@ -104,7 +110,7 @@ class Launches {
   std::vector<std::function<void()>> launches_;
   std::vector<Target> patches_;
   int64_t sources_ = 0;
-  Clearing clearing_;
+  Zeroing zeroing_;
   int device_ = 0;
   cudaStream_t stream_ = nullptr;
 };

@@ -14,13 +14,13 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode look_up_encoder() {
   void* entry = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  FUSIBLE_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
-                     "looking for cuTensorMapEncodeTiled");
-  FUSIBLE_CHECK(found == cudaDriverEntryPointSuccess, "this driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
+  FUSIBLE_CUDA_CHECK(
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+      "looking for cuTensorMapEncodeTiled");
+  FUSIBLE_CHECK(found == cudaDriverEntryPointSuccess,
+                "this driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
   return reinterpret_cast<Encode>(entry);
 }
-
-uint64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
 
 CUtensorMapDataType map_type(DType type) {
   switch (type) {
@@ -32,16 +32,17 @@ CUtensorMapDataType map_type(DType type) {
 
 // Sizes and box in elements, innermost first; strides in bytes, of dimensions 1 and up.
 template <size_t kRank>
-CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>& sizes, const std::array<uint64_t, kRank - 1>& strides,
-                   const std::array<uint32_t, kRank>& box) {
+CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>& sizes,
+                   const std::array<uint64_t, kRank - 1>& strides, const std::array<uint32_t, kRank>& box) {
   static const Encode encoder = look_up_encoder();
   constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(), strides.data(), box.data(), kOnes,
-                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ", base, ", sizes ", sizes[0],
-                " x ", sizes[1], ", row pitch ", strides[0], " bytes");
+  const CUresult result =
+      encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(), strides.data(), box.data(),
+              kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ",
+                base, ", sizes ", sizes[0], " x ", sizes[1], ", row pitch ", strides[0], " bytes");
   return map;
 }
 
@@ -49,83 +50,97 @@ struct Bytes {
   uintptr_t base;
   uint64_t pitch, group;
   explicit Bytes(const MatrixView& m)
-      : base(reinterpret_cast<uintptr_t>(m.data)), pitch(m.pitch * bytes_of(m.type)), group(m.group_stride * bytes_of(m.type)) {}
+      : base(reinterpret_cast<uintptr_t>(m.data)),
+        pitch(m.pitch * bytes_of(m.type)),
+        group(m.group_stride * bytes_of(m.type)) {}
 };
 
-uint32_t slab_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
+uint32_t subtile_columns(DType type) { return static_cast<uint32_t>(128 / bytes_of(type)); }
+uint32_t depth(DType type) { return static_cast<uint32_t>(tile_k(type)); }
 
 using Extent = uint64_t;
 constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
 
 // The matrices of the groups, `rows` x `columns` each.
-CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns, const std::array<uint32_t, 4>& box) {
+CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns,
+                         const std::array<uint32_t, 4>& box) {
   const Bytes bytes(m);
   if (m.addresses.empty())
-    return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), Extent(groups), 1}, {bytes.pitch, bytes.group, kNearBytes}, box);
-  return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), kNear, kFar}, {bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+    return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), Extent(groups), 1},
+                     {bytes.pitch, bytes.group, kNearBytes}, box);
+  return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), kNear, kFar},
+                   {bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
 }
 
 }  // namespace
 
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box) {
   const Bytes bytes(a);
-  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {64, uint32_t(box)});
+  return encode<2>(bytes.base, a.type, {Extent(k), Extent(tokens)}, {bytes.pitch}, {depth(a.type), uint32_t(box)});
 }
 
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns) {
-  // The middle dimension's stride is 2^34 - pitch; its coordinate 2^30 brings 2^64 - 2^30 pitch, which cancels the first's 2^30.
+  // The middle dimension's stride is 2^34 - pitch; its coordinate 2^30 brings 2^64 - 2^30 pitch, which cancels the
+  // first's 2^30.
   constexpr Extent kBig = 1ull << 30;
   const Bytes bytes(a);
   return encode<4>(bytes.base, a.type, {Extent(columns), kBig, kBig + 1, Extent(tokens) + 1},
-                   {bytes.pitch, (1ull << 34) - bytes.pitch, bytes.pitch}, {64, 64, 1, 1});
+                   {bytes.pitch, (1ull << 34) - bytes.pitch, bytes.pitch},
+                   {subtile_columns(a.type), depth(a.type), 1, 1});
 }
 
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n) {
-  return matrices_map(b, groups, n, k, {64, uint32_t(tile_n / 2), 1, 1});
+  return matrices_map(b, groups, n, k, {depth(b.type), uint32_t(tile_n / 2), 1, 1});
 }
 
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n) {
   const Bytes bytes(b);
   const Extent half_bytes = bytes.pitch * Extent(half);
-  const std::array<uint32_t, 5> box = {64, uint32_t(tile_n / 2), 1, 1, 1};
+  const std::array<uint32_t, 5> box = {depth(b.type), uint32_t(tile_n / 2), 1, 1, 1};
   if (b.addresses.empty())
-    return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, Extent(groups), 1}, {bytes.pitch, half_bytes, bytes.group, kNearBytes}, box);
-  return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, kNear, kFar}, {bytes.pitch, half_bytes, kNearBytes, kNear * kNearBytes}, box);
+    return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, Extent(groups), 1},
+                     {bytes.pitch, half_bytes, bytes.group, kNearBytes}, box);
+  return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, kNear, kFar},
+                   {bytes.pitch, half_bytes, kNearBytes, kNear * kNearBytes}, box);
 }
 
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k) {
   const Bytes bytes(b);
   const Extent half_bytes = Extent(half) * bytes_of(b.type);
-  const std::array<uint32_t, 5> box = {64, 1, 64, 1, 1};
+  const std::array<uint32_t, 5> box = {subtile_columns(b.type), 1, depth(b.type), 1, 1};
   if (b.addresses.empty())
-    return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), Extent(groups), 1}, {half_bytes, bytes.pitch, bytes.group, kNearBytes}, box);
-  return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), kNear, kFar}, {half_bytes, bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+    return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), Extent(groups), 1},
+                     {half_bytes, bytes.pitch, bytes.group, kNearBytes}, box);
+  return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), kNear, kFar},
+                   {half_bytes, bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
 }
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
-  return matrices_map(b, groups, k, n, {64, tile_n == 192 ? 32u : 64u, 1, 1});
+  return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n == 192 ? 2 : 1), 1, 1});
 }
 
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box) {
   // The base is moved back by T rows, so that both coordinates of a row add up to its own address.
   const Bytes bytes(out);
-  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(n), Extent(tokens), Extent(tokens) + 1, 1},
-                   {bytes.pitch, bytes.pitch, kNearBytes}, {slab_columns(out.type), uint32_t(box), 1, 1});
+  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type,
+                   {Extent(n), Extent(tokens), Extent(tokens) + 1, 1}, {bytes.pitch, bytes.pitch, kNearBytes},
+                   {subtile_columns(out.type), uint32_t(box), 1, 1});
 }
 
 CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half) {
   const Bytes bytes(out);
-  return encode<4>(bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
-                   {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {slab_columns(out.type), 1, 64, 1});
+  return encode<4>(
+      bytes.base - Extent(tokens) * bytes.pitch, out.type, {Extent(half), 2, Extent(tokens), Extent(tokens) + 1},
+      {Extent(half) * bytes_of(out.type), bytes.pitch, bytes.pitch}, {subtile_columns(out.type), 1, 64, 1});
 }
 
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n) {
-  return matrices_map(out, groups, m, n, {slab_columns(out.type), 64, 1, 1});
+  return matrices_map(out, groups, m, n, {subtile_columns(out.type), 64, 1, 1});
 }
 
 CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows) {
   const uintptr_t base = reinterpret_cast<uintptr_t>(any);
-  const uint32_t columns = slab_columns(type), rows = static_cast<uint32_t>(box_rows);
+  const uint32_t columns = subtile_columns(type), rows = static_cast<uint32_t>(box_rows);
   if (dimensions == 2) return encode<2>(base, type, {columns, rows}, {128}, {columns, rows});
   return encode<4>(base, type, {columns, rows, 1, 1}, {128, kNearBytes, kNearBytes}, {columns, rows, 1, 1});
 }

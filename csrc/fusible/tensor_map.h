@@ -1,5 +1,6 @@
-// Tensor maps for the operands and outputs of a grouped GEMM. The driver's encoder is looked up at run time, so that nothing
-// links to libcuda. The boxes are what one copy of the operand of that name moves (device/operands.cuh, device/epilogue.cuh).
+// Tensor maps for the operands and outputs of a grouped GEMM. The driver's encoder is looked up at run time, so that
+// nothing links to libcuda. The boxes are what one copy of the operand of that name moves (device/operands.cuh,
+// device/epilogue.cuh).
 #pragma once
 #include <cuda.h>
 
@@ -10,8 +11,8 @@
 
 namespace fusible {
 
-// A row-major matrix, or one for each group: at equal distances (`group_stride`), or where `addresses` say; `data` is then the lowest of
-// them. Pitch and stride in elements.
+// A row-major matrix, or one for each group: at equal distances (`group_stride`), or where `addresses` say; `data` is
+// then the lowest of them. Pitch and stride in elements.
 struct MatrixView {
   const void* data;
   DType type;
@@ -19,14 +20,15 @@ struct MatrixView {
   std::span<const uintptr_t> addresses{};
 };
 
-// The matrices of the groups have two dimensions more in their maps. At equal distances these are the group and zero; otherwise 16 bytes
-// and 16 GB of distance from the lowest address, so that one map reaches matrices anywhere in memory. A group's coordinates:
+// The matrices of the groups have two dimensions more in their maps. At equal distances these are the group and zero;
+// otherwise 16 bytes and 16 GB of distance from the lowest address, so that one map reaches matrices anywhere in
+// memory. A group's coordinates:
 inline constexpr int kNearBits = 30, kNearBytes = 16;
 
 // a[T, k], `box` tokens x 64 values of k.
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box);
-// a[T, columns] as depth: token s + r of a group of n tokens that starts at s is addressed as (2^30 - n + r, 2^30, s + n), and
-// r >= n loads as zero.
+// a[T, columns] as depth: token s + r of a group of n tokens that starts at s is addressed as (2^30 - n + r, 2^30, s +
+// n), and r >= n loads as zero.
 CUtensorMap ragged_depth_map(const MatrixView& a, int64_t tokens, int64_t columns);
 // b[n, k] of each group, tile_n / 2 rows x 64 values of k.
 CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, int tile_n);
@@ -34,16 +36,19 @@ CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int6
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n);
 // b[k, 2, half] of each group, gate and up: 64 values of k x 64 columns of one half.
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k);
-// b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two blocks.
+// b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two
+// blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
-// out[T, n], `box` rows x 128 bytes: row s + r of n that begin at s is addressed as (T - n + r, s + n, 0), and r >= n is dropped.
+// out[T, n], `box` rows x 128 bytes: row s + r of n that begin at s is addressed as (T - n + r, s + n, 0), and r >= n
+// is dropped.
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box);
 // The same for out[T, 2, half]; the half is the second coordinate.
 CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half);
 // out[m, n] of each group.
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n);
-// Of no matrix: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions of which the last two have size 1. Address, sizes and pitch are put in on
-// the device (device/map_update.cuh); until then the address is `any` that is aligned to 16 bytes.
+// Of no matrix: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions of which the last two have size 1. Address, sizes
+// and pitch are put in on the device (device/map_update.cuh); until then the address is `any` that is aligned to 16
+// bytes.
 CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows);
 
 }  // namespace fusible

@@ -14,7 +14,9 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerMultiprocessor = 4;
 
 // Where the gate of an output column stands in its row; its up stands `block` columns further.
-DEVICE unsigned gate_column(unsigned column, unsigned block) { return column >= block ? column / block * 2 * block + column % block : column; }
+DEVICE unsigned gate_column(unsigned column, unsigned block) {
+  return column >= block ? column / block * 2 * block + column % block : column;
+}
 
 // The loops over rows are compiled for each kind of activation, so that nothing is decided for each element.
 template <class Body>
@@ -28,13 +30,16 @@ DEVICE void with_form(const Activation& a, Body body) {
 // body(row) for the rows of this warp.
 template <class Body>
 DEVICE void each_row(int64_t rows, Body body) {
-  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps}) body(row);
+  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps})
+    body(row);
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) forward(const __grid_constant__ ActivationForward c) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    forward(const __grid_constant__ ActivationForward c) {
   const Activation& a = c.activation;
-  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), first = threadIdx.x % 32 * kVector;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
+                 first = threadIdx.x % 32 * kVector;
   with_form(a, [&](auto kind, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
@@ -59,9 +64,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) forward(co
 }
 
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) backward(const __grid_constant__ ActivationBackward c) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    backward(const __grid_constant__ ActivationBackward c) {
   const Activation& a = c.activation;
-  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block), lane = threadIdx.x % 32;
+  const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
+                 lane = threadIdx.x % 32;
   with_form(a, [&](auto kind, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
@@ -80,11 +87,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) backward(c
         for (int i = 0; i < kVector; ++i) {
           const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
           const Point p = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha);
-          const float plain = p.value * in.up, scaled = grad[i] * scale;
-          sum = fmaf(grad[i], plain, sum);
+          const float activated = p.value * in.up, scaled = grad[i] * scale;
+          sum = fmaf(grad[i], activated, sum);
           gate[i] = in.gate_passes ? scaled * in.up * p.slope : 0.f;
           up[i] = in.up_passes ? scaled * p.value : 0.f;
-          grad[i] = plain * scale;
+          grad[i] = activated * scale;
         }
         store(dpre + at, gate);
         if constexpr (gated) store(dpre + at + block, up);
@@ -98,19 +105,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) backward(c
   });
 }
 
-// Whether every vector of `count` elements lies within one block and is aligned.
+// Whether every vector lies within one block and is aligned.
 template <class Call>
-bool fits(const Call& c, int64_t count, std::initializer_list<const void*> tensors) {
-  uintptr_t addresses = 0;
-  for (const void* t : tensors) addresses |= reinterpret_cast<uintptr_t>(t);
-  return c.columns % count == 0 && (!c.activation.gated || c.activation.block % count == 0) && addresses % 16 == 0;
+bool fits(const Call& c, std::initializer_list<const void*> tensors) {
+  return vectors_fit(16 / bytes_of(c.type), {c.columns, c.activation.gated ? c.activation.block : 0}, tensors);
 }
 
 template <class Call>
 void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream) {
   if (!c.rows || !c.columns) return;
   const DeviceGuard guard(device);
-  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps, 2 * kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
+  const int64_t blocks = std::min<int64_t>((c.rows + kWarps - 1) / kWarps,
+                                           2 * kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
   kernel<<<static_cast<int>(blocks), kThreads, 0, stream>>>(c);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "activation of ", c.rows, " rows of ", c.columns, " columns");
 }
@@ -118,17 +124,18 @@ void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream
 }  // namespace
 
 void activate(const ActivationForward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, wide ? 4 : 8, {c.pre, c.hidden});
-  if (wide) launch(vectors ? forward<float, 4> : forward<float, 1>, c, device, stream);
-  else if (c.type == DType::kFloat16) launch(vectors ? forward<__half, 8> : forward<__half, 1>, c, device, stream);
-  else launch(vectors ? forward<__nv_bfloat16, 8> : forward<__nv_bfloat16, 1>, c, device, stream);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch(fits(c, {c.pre, c.hidden}) ? forward<T, 16 / sizeof(T)> : forward<T, 1>, c, device, stream);
+  });
 }
 
 void activate_backward(const ActivationBackward& c, int device, cudaStream_t stream) {
-  const bool wide = c.type == DType::kFloat32, vectors = fits(c, wide ? 4 : 8, {c.pre, c.dhidden, c.dpre, c.hidden});
-  if (wide) launch(vectors ? backward<float, 4> : backward<float, 1>, c, device, stream);
-  else if (c.type == DType::kFloat16) launch(vectors ? backward<__half, 8> : backward<__half, 1>, c, device, stream);
-  else launch(vectors ? backward<__nv_bfloat16, 8> : backward<__nv_bfloat16, 1>, c, device, stream);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch(fits(c, {c.pre, c.dhidden, c.dpre, c.hidden}) ? backward<T, 16 / sizeof(T)> : backward<T, 1>, c, device,
+           stream);
+  });
 }
 
 }  // namespace fusible

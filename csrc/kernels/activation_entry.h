@@ -1,44 +1,46 @@
 // Parameters and instantiations of the grouped GEMMs that end in an activation, or in its backward.
 #pragma once
 #include "fusible/activation.h"
-#include "fusible/clearing.h"
+#include "fusible/zeroing.h"
 #include "kernels/kernel_entry.h"
 
 namespace fusible {
 
-// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones (scales).
+// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones
+// (scales).
 struct ActivationParams : GemmParams {
   Activation activation;
   RowScale scales;
   int columns;
-  int block;        // columns of gate before as many of up
+  int block;  // columns of gate before as many of up
   void* hidden;
   // Forward: the product goes to `out` of GemmParams.
   bool keep_pre;
   // Backward: the product is the gradient of `hidden`.
   const void* pre;
   void* dpre;
-  float* shares;    // [slabs of 64 columns of all tiles, T]: of <dhidden, activation> by row
-  float* sums;      // [blocks of 64 rows, columns of dpre]: of dpre by column
+  float* dscale_partials;  // [subtiles of 64 columns of all tiles, T]: of <dhidden, activation> by row
+  float* dbias_partials;   // [blocks of 64 rows, columns of dpre]: of dpre by column
 };
 
 // kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
 template <Layout kLayout, DType kOperand>
-KernelEntry activation_entry(bool halves, bool affine, int variant);
+KernelEntry activation_entry(bool halves, bool scale_bias, int variant);
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
 
 // out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type; zero for the rows of no group.
-void sum_shares(const float* shares, int count, int64_t tokens, const SplitSizes& sizes, void* out, DType type, cudaStream_t stream);
+void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens, const SplitSizes& sizes, void* out,
+                         DType type, cudaStream_t stream);
 
 // Sums over the rows of each group, from those of its blocks of 64 rows, in a fixed order.
-struct BlockSums {
-  const float* sums;  // of `ActivationParams`
+struct DbiasPartials {
+  const float* dbias_partials;  // of `ActivationParams`
   SplitSizes sizes;
   int tokens, columns;
   void* out;  // [groups, columns]
   DType type;
 };
-void sum_blocks(const BlockSums& call, cudaStream_t stream);
+void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream);
 
 }  // namespace fusible

@@ -1,11 +1,15 @@
-// A block takes a chunk: at most kChunkRows rows of one group. Which ones, one warp finds by walking the group sizes, so the grid
-// depends on no size. Sums are taken in two steps, chunks first, so that one long group keeps the whole device busy.
+// A block takes a chunk: at most kChunkRows rows of one group. Which ones, one warp finds by walking the group sizes,
+// so the grid depends on no size. Sums are taken in two steps, chunks first, so that one long group keeps the whole
+// device busy.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include "device/element.cuh"
+#include "device/groups.cuh"
+#include "device/vector.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/group_rows.h"
@@ -23,78 +27,51 @@ struct Chunk {
   int64_t first_row, rows;
 };
 
-struct Groups {
-  const void* sizes;
-  bool wide;
-  int count;
-  int64_t tokens;
-
-  // Clamped to the buffer; a sum of 32 of them cannot overflow.
-  __device__ int64_t size(int g) const {
-    if (g >= count) return 0;
-    const int64_t n = wide ? static_cast<const int64_t*>(sizes)[g] : static_cast<const int32_t*>(sizes)[g];
-    return n < 0 ? 0 : n < tokens ? n : tokens;
-  }
-};
-
-__device__ int64_t scan(int64_t x, int lane) {  // inclusive prefix sum over the warp
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, x, offset);
-    if (lane >= offset) x += other;
-  }
-  return x;
-}
-
-// Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane, until it says
-// true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all others. By one warp.
+// Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane,
+// until it says true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all
+// others. By one warp.
 template <class Visit>
-__device__ int walk(const Groups& groups, int lane, Visit visit) {
-  int64_t start = 0, chunks = 0;
-  for (int base = 0; base <= groups.count; base += 32) {
+__device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit visit) {
+  int64_t before = 0, chunks = 0;
+  for (int base = 0; base <= sizes.groups; base += 32) {
     const int group = base + lane;
-    int64_t end = min(groups.tokens, start + scan(groups.size(group), lane));
-    if (group >= groups.count) end = groups.tokens;
-    int64_t first = __shfl_up_sync(~0u, end, 1);
-    if (lane == 0) first = start;
-    const int64_t rows = end - first, own = (rows + kChunkRows - 1) / kChunkRows, after = chunks + scan(own, lane);
-    const unsigned found = __ballot_sync(~0u, visit(group, first, rows, after - own, own));
+    const auto [start, size] = rows_of_lane(sizes, group, tokens, before, lane);
+    const int64_t rows = group == sizes.groups ? tokens - start : size, own = (rows + kChunkRows - 1) / kChunkRows,
+                  after = chunks + scan(own, lane);
+    const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - own, own));
     if (found) return __ffs(found) - 1;
-    start = __shfl_sync(~0u, end, 31);
     chunks = __shfl_sync(~0u, after, 31);
   }
   return -1;
 }
 
 // The chunk of this block; every thread gets it.
-__device__ Chunk chunk_of_block(const Groups& groups) {
+__device__ Chunk chunk_of_block(const SplitSizes& sizes, int64_t tokens) {
   __shared__ Chunk chunk;
   const int lane = threadIdx.x % 32;
   const int64_t wanted = blockIdx.x;
   if (threadIdx.x < 32) {
     Chunk mine{};
-    const int owner = walk(groups, lane, [&](int group, int64_t first, int64_t rows, int64_t before, int64_t own) {
-      const int64_t skipped = (wanted - before) * kChunkRows;
-      mine = {group, first + skipped, min(rows - skipped, int64_t{kChunkRows})};
-      return wanted >= before && wanted < before + own;
-    });
-    if (owner < 0 && lane == 0) chunk = {groups.count + 1, 0, 0};
+    const int owner =
+        walk(sizes, tokens, lane, [&](int group, int64_t first, int64_t rows, int64_t before, int64_t own) {
+          const int64_t skipped = (wanted - before) * kChunkRows;
+          mine = {group, first + skipped, min(rows - skipped, int64_t{kChunkRows})};
+          return wanted >= before && wanted < before + own;
+        });
+    if (owner < 0 && lane == 0) chunk = {sizes.groups + 1, 0, 0};
     if (lane == owner) chunk = mine;
   }
   __syncthreads();
   return chunk;
 }
 
-template <class T, int kCount>
-struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Vector {
-  T values[kCount];
-};
-
 // partial[chunk, n]: 32 lanes side by side, the warps take rows by turns, and add up in their order.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads) sum_chunks(const DenseRows rows, const float* scale, const Groups groups, float* partial) {
+__global__ void __launch_bounds__(kThreads)
+    sum_chunks(const DenseRows rows, const float* scale, const SplitSizes sizes, float* partial) {
   __shared__ float sums[kWarps][32 * kVector];
-  const Chunk chunk = chunk_of_block(groups);
-  if (chunk.group >= groups.count) return;
+  const Chunk chunk = chunk_of_block(sizes, rows.tokens);
+  if (chunk.group >= sizes.groups) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t first_column = blockIdx.y * int64_t{32 * kVector}, column = first_column + lane * kVector;
   float sum[kVector] = {};
@@ -122,11 +99,12 @@ __global__ void __launch_bounds__(kThreads) sum_chunks(const DenseRows rows, con
 
 // out[g, n]: the chunks of a group in their order.
 template <class Out>
-__global__ void __launch_bounds__(kThreads) add_chunks(const float* partial, int64_t columns, const Groups groups, Out* out) {
+__global__ void __launch_bounds__(kThreads)
+    add_chunks(const float* partial, int64_t columns, const SplitSizes sizes, int64_t tokens, Out* out) {
   __shared__ int64_t first, count;
   const int wanted = blockIdx.x, lane = threadIdx.x % 32;
   if (threadIdx.x < 32)
-    walk(groups, lane, [&](int group, int64_t, int64_t, int64_t before, int64_t own) {
+    walk(sizes, tokens, lane, [&](int group, int64_t, int64_t, int64_t before, int64_t own) {
       if (group == wanted) first = before, count = own;
       return group == wanted;
     });
@@ -141,55 +119,57 @@ __global__ void __launch_bounds__(kThreads) add_chunks(const float* partial, int
 
 // A warp a row.
 template <class T, class V, int kVector>
-__global__ void __launch_bounds__(kThreads) dot_rows(const DenseRows rows, const V* vectors, const Groups groups, float* out) {
-  const Chunk chunk = chunk_of_block(groups);
+__global__ void __launch_bounds__(kThreads)
+    dot_rows(const DenseRows rows, const V* vectors, const SplitSizes sizes, float* out) {
+  const Chunk chunk = chunk_of_block(sizes, rows.tokens);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const V* vector = vectors + chunk.group * rows.columns;
   for (int64_t r = warp; r < chunk.rows; r += kWarps) {
     const T* row = static_cast<const T*>(rows.data) + (chunk.first_row + r) * rows.pitch;
     float sum = 0.f;
-    if (chunk.group < groups.count)
+    if (chunk.group < sizes.groups)
       for (int64_t column = lane * kVector; column < rows.columns; column += 32 * kVector) {
         const auto x = *reinterpret_cast<const Vector<T, kVector>*>(row + column);
         const auto v = *reinterpret_cast<const Vector<V, kVector>*>(vector + column);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) sum = fmaf(static_cast<float>(x.values[i]), static_cast<float>(v.values[i]), sum);
+        for (int i = 0; i < kVector; ++i)
+          sum = fmaf(static_cast<float>(x.values[i]), static_cast<float>(v.values[i]), sum);
       }
     for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     if (lane == 0) out[chunk.first_row + r] = sum;
   }
 }
 
-Groups groups_of(const SplitSizes& s, int64_t tokens) { return {s.sizes, s.wide, s.groups, tokens}; }
-
 // Whether rows can be read in vectors of 16 bytes.
-bool fits(const DenseRows& r) {
-  const int64_t count = r.type == DType::kFloat32 ? 4 : 8;
-  return r.columns % count == 0 && r.pitch % count == 0 && reinterpret_cast<uintptr_t>(r.data) % 16 == 0;
+bool fits(const DenseRows& r, const void* more = nullptr) {
+  return vectors_fit(16 / bytes_of(r.type), {r.columns, r.pitch}, {r.data, more});
 }
 
 template <class T, int kVector>
 void launch_sums(const ColumnSums& c, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups)), static_cast<unsigned>(blocks_of(c.rows.columns, 32 * kVector)));
-  sum_chunks<T, kVector><<<grid, kThreads, 0, stream>>>(c.rows, c.scale, groups_of(c.sizes, c.rows.tokens), c.workspace);
+  const dim3 grid(static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups)),
+                  static_cast<unsigned>(blocks_of(c.rows.columns, 32 * kVector)));
+  sum_chunks<T, kVector><<<grid, kThreads, 0, stream>>>(c.rows, c.scale, c.sizes, c.workspace);
 }
 
 template <class Out>
 void launch_additions(const ColumnSums& c, cudaStream_t stream) {
   const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kThreads)));
-  add_chunks<<<grid, kThreads, 0, stream>>>(c.workspace, c.rows.columns, groups_of(c.sizes, c.rows.tokens), static_cast<Out*>(c.out));
+  add_chunks<<<grid, kThreads, 0, stream>>>(c.workspace, c.rows.columns, c.sizes, c.rows.tokens,
+                                            static_cast<Out*>(c.out));
 }
 
 template <class T, class V, int kVector>
 void launch_dots(const RowDots& c, cudaStream_t stream) {
   const unsigned grid = static_cast<unsigned>(most_chunks(c.rows.tokens, c.sizes.groups));
-  dot_rows<T, V, kVector><<<grid, kThreads, 0, stream>>>(c.rows, static_cast<const V*>(c.vectors), groups_of(c.sizes, c.rows.tokens), c.out);
+  dot_rows<T, V, kVector><<<grid, kThreads, 0, stream>>>(c.rows, static_cast<const V*>(c.vectors), c.sizes, c.out);
 }
 
 template <class T, int kVector>
 void launch_dots(const RowDots& c, cudaStream_t stream) {
-  const bool vectors = fits(c.rows) && reinterpret_cast<uintptr_t>(c.vectors) % 16 == 0;
-  if (c.vectors_type == DType::kFloat32) vectors ? launch_dots<T, float, kVector>(c, stream) : launch_dots<T, float, 1>(c, stream);
+  const bool vectors = fits(c.rows, c.vectors);
+  if (c.vectors_type == DType::kFloat32)
+    vectors ? launch_dots<T, float, kVector>(c, stream) : launch_dots<T, float, 1>(c, stream);
   else vectors ? launch_dots<T, T, kVector>(c, stream) : launch_dots<T, T, 1>(c, stream);
 }
 
@@ -203,29 +183,24 @@ int64_t column_sums_workspace(int64_t tokens, int64_t columns, int groups) {
 void column_sums(const ColumnSums& c, int device, cudaStream_t stream) {
   if (!c.sizes.groups || !c.rows.columns) return;
   const DeviceGuard guard(device);
-  const bool vectors = fits(c.rows);
-  switch (c.rows.type) {
-    case DType::kFloat32: vectors ? launch_sums<float, 4>(c, stream) : launch_sums<float, 1>(c, stream); break;
-    case DType::kFloat16: vectors ? launch_sums<__half, 8>(c, stream) : launch_sums<__half, 1>(c, stream); break;
-    default: vectors ? launch_sums<__nv_bfloat16, 8>(c, stream) : launch_sums<__nv_bfloat16, 1>(c, stream);
-  }
-  switch (c.out_type) {
-    case DType::kFloat32: launch_additions<float>(c, stream); break;
-    case DType::kFloat16: launch_additions<__half>(c, stream); break;
-    default: launch_additions<__nv_bfloat16>(c, stream);
-  }
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "column sums of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ", c.sizes.groups, " groups");
+  dispatch_dtype(c.rows.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c.rows) ? launch_sums<T, 16 / sizeof(T)>(c, stream) : launch_sums<T, 1>(c, stream);
+  });
+  dispatch_dtype(c.out_type, [&](auto type) { launch_additions<Element<decltype(type)::value>>(c, stream); });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "column sums of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
+                     c.sizes.groups, " groups");
 }
 
 void row_dots(const RowDots& c, int device, cudaStream_t stream) {
   if (!c.rows.tokens) return;
   const DeviceGuard guard(device);
-  switch (c.rows.type) {
-    case DType::kFloat32: launch_dots<float, 4>(c, stream); break;
-    case DType::kFloat16: launch_dots<__half, 8>(c, stream); break;
-    default: launch_dots<__nv_bfloat16, 8>(c, stream);
-  }
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "row dots of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ", c.sizes.groups, " groups");
+  dispatch_dtype(c.rows.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    launch_dots<T, 16 / sizeof(T)>(c, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "row dots of ", c.rows.tokens, " rows of ", c.rows.columns, " columns, ",
+                     c.sizes.groups, " groups");
 }
 
 }  // namespace fusible

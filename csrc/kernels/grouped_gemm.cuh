@@ -1,80 +1,53 @@
 // The grouped GEMM: bf16 or fp16 operands, fp32 accumulation, output in the operands' type or fp32.
 //
-// A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B (mainloop.cuh), one warp
-// fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two warpgroups multiply, each every second
-// block of 64 rows of the tile, or half of its columns (flipped.cuh).
+// A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B
+// (mainloop.cuh), one warp fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two
+// warpgroups multiply, each every second block of 64 rows of the tile, or half of its columns (swap_ab.cuh).
 #pragma once
-#include "device/flipped.cuh"
+#include "device/epilogue_store.cuh"
+#include "device/policies.cuh"
+#include "device/swap_ab.cuh"
+#include "device/token_groups.cuh"
 
 namespace fusible {
 
-// An epilogue says who finishes a consumer's deposit, and how: one thread that copies it to where it belongs (this one), or kFinishers whole
-// warps, which need registers for it (epilogue_activation.cuh). Three for each consumer are two beside the producer, and a warpgroup.
-struct StoreEpilogue {
-  using Params = GemmParams;
-  static constexpr int kFinishers = 0, kRegisters = 72;
-  struct Scratch {};  // of shared memory
-  template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
-    if (K::kFetchesOld && p.accumulate) K::finish_sums(s, p, consumer);
-    else K::finish(s, p, consumer);
-  }
-};
-
-// Groups say where tiles come from, and who fills the stages and fetches bias and factors. These are rows of a token buffer, or its depth;
-// ShapedGroups (device/shaped_producer.cuh) have shapes of their own.
-struct TokenGroups {
-  template <TileVariant kVariant, bool kRaggedRows>
-  using Scheduler = TileScheduler<kVariant, kRaggedRows>;
-  using Table = GroupTable;
-  static constexpr int kProducers = 1;  // arrivals at a stage
-  template <class K>
-  DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
-    K::Scheduler::fill(s.groups, p.source, p.shape, lane);
-  }
-  template <class K>
-  DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
-    if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
-  }
-  template <class K>
-  DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
-    if constexpr (K::kAffine) K::fetch_affine(s, p);
-  }
-};
-
-template <class T_, class A_, class B_, class Out_, bool kAffineValue, TileVariant kVariant, class Epilogue = StoreEpilogue, class Groups = TokenGroups>
+template <OperandA A_, OperandB B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
+          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups = TokenGroups>
 struct GroupedGemmKernel {
-  using T = T_;
   using A = A_;
   using B = B_;
+  using T = typename A::Element;
+  static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
+  static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
   using Params = typename Epilogue::Params;
-  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages, kCluster = kVariant.cluster();
+  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
+                       kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
-  static constexpr bool kAffine = kAffineValue, kRaggedDepth = A::kRaggedDepth;
+  static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
   static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
-  static constexpr int kDepositColumns = kVariant.deposit_columns();
-  using Layout = DepositLayout<Out, kDepositColumns, kVariant.deposit_bytes(), kVariant.deposit_rows(), kWholeWarp>;
-  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much as there is room
-  // for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or, where bytes decide, fetched into the
-  // room of what has been stored, for which the consumer waits.
+  static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
+  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
+  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
+  // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
+  // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
   static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth && !kWholeWarp;
 
-  struct NoAffine {};
-  struct Affine {
-    AffineStage<kTileM, kTileN> stage;
+  struct NoEpilogueStage {};
+  struct EpilogueArguments {
+    EpilogueStage<kTileM, kTileN> stage;
     uint64_t full, empty;
   };
   struct __align__(1024) Storage {
     Stages<kTileM, kTileN, kStages> stages;
-    uint8_t deposits[kConsumers][Layout::kBytes];
+    uint8_t smem_out[kConsumers][Layout::kBytes];
     uint64_t full[kStages], empty[kStages];
-    uint64_t deposited[kConsumers][Layout::kSlots], collected[kConsumers][Layout::kSlots];
-    [[no_unique_address]] std::conditional_t<kAffine, Affine, NoAffine> affine;
+    uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
+    [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     TaskQueue tasks;
     typename Groups::Table groups;
@@ -87,66 +60,75 @@ struct GroupedGemmKernel {
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
-      barrier_init(&s.deposited[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.collected[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
+      barrier_init(&s.out_full[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
+      barrier_init(&s.out_empty[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
     }
-    if constexpr (kAffine) {
-      barrier_init(&s.affine.full, 32);
-      barrier_init(&s.affine.empty, kConsumers * 128);
+    if constexpr (kScaleBias) {
+      barrier_init(&s.epilogue.full, 32);
+      barrier_init(&s.epilogue.empty, kConsumers * 128);
     }
-    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + (kAffine ? 32 : 0);
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + (kScaleBias ? 32 : 0);
     s.tasks.init(kReaders);  // threads of the consumers, of the finishers, of the warp that fetches
     barrier_init_fence();
   }
 
-  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns are all a tile has:
-  // 64 columns of 192 are a third of its work.
-  static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kAffine;
+  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
+  // are all a tile has: 64 columns of 192 are a third of its work.
+  static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
-  DEVICE static bool narrow(const Tile& tile, const Params& p) { return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1; }
+  DEVICE static bool narrow(const Tile& tile, const Params& p) {
+    return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
+  }
 
-  // A consumer's deposits of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their columns, in units of a deposit's. Consumers
-  // take turns with the rows of a tile, or share the columns of a flipped one.
+  // A consumer's output stages of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their
+  // columns, in units of an output stage's. Consumers take turns with the rows of a tile, or share the columns of a
+  // swap_ab one.
   DEVICE static int row_blocks(const Tile& tile, int consumer) {
-    if constexpr (kVariant.flipped) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
+    if constexpr (kVariant.swap_ab) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
-  DEVICE static int first_row(int consumer, int block) { return (kVariant.flipped ? block : consumer + block * kConsumers) * Layout::kRows; }
-  DEVICE static int deposit_column(const Tile& tile, int consumer) { return kVariant.flipped ? tile.column * kConsumers + consumer : tile.column; }
+  DEVICE static int first_row(int consumer, int block) {
+    return (kVariant.swap_ab ? block : consumer + block * kConsumers) * Layout::kRows;
+  }
+  DEVICE static int smem_out_column(const Tile& tile, int consumer) {
+    return kVariant.swap_ab ? tile.column * kConsumers + consumer : tile.column;
+  }
 
   DEVICE static void consume(Storage& s, const Params& p, int consumer) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     TileReader tiles(s.tasks);
-    Ring<kStages> ring;
-    Ring<Layout::kSlots> slot;
-    [[maybe_unused]] uint32_t affine_phase = 0;
+    PipelineState<kStages> state;
+    PipelineState<Layout::kSlots> slot;
+    [[maybe_unused]] uint32_t epilogue_phase = 0;
     float acc[kRowBlocks][kTileN / 2];
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
     const auto hand_over = [&](auto block) {
       constexpr int i = block.value;
-      if constexpr (kAffine) {
-        barrier_wait(&s.affine.full, affine_phase);
-        apply(s.affine.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
+      if constexpr (kScaleBias) {
+        barrier_wait(&s.epilogue.full, epilogue_phase);
+        apply(s.epilogue.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
       }
 #pragma unroll
       for (int part = 0; part < Layout::kParts; ++part) {
-        uint8_t* room = s.deposits[consumer] + slot.stage * Layout::kPartBytes;
+        uint8_t* room = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
         bool fetches = false;
         if constexpr (kFetchesOld) fetches = p.accumulate;
-        barrier_wait(&s.collected[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots))) deposit<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
-        else deposit<Layout, Out>(acc[i], room, part, warp, lane);
+        barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
+          store_to_smem<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
+        else store_to_smem<Layout, Out>(acc[i], room, part, warp, lane);
         ptx::async_proxy_fence();
         if constexpr (!kWholeWarp) __syncwarp();
-        if (kWholeWarp || lane == 0) barrier_arrive(&s.deposited[consumer][slot.stage]);
+        if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
         slot.advance();
-        if (Layout::kParts % Layout::kSlots == 0) slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
+        if (Layout::kParts % Layout::kSlots == 0)
+          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
       }
     };
     const auto end_tile = [&] {
-      if constexpr (kAffine) {
-        barrier_arrive(&s.affine.empty);
-        affine_phase ^= 1;
+      if constexpr (kScaleBias) {
+        barrier_arrive(&s.epilogue.empty);
+        epilogue_phase ^= 1;
       }
     };
     const auto end_tile_before = [&] {
@@ -162,20 +144,25 @@ struct GroupedGemmKernel {
       const int mine = row_blocks(tile, consumer);
       if (mine == kRowBlocks) {
         if constexpr (kNarrows) {
-          if (narrow(tile, p)) multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
-          else multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+          if (narrow(tile, p))
+            multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, state, tile, p, consumer, lane,
+                                                                    end_tile_before, look_ahead, hand_over);
+          else
+            multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
+                                                    hand_over);
         } else {
-          multiply<GroupedGemmKernel, kRowBlocks>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+          multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
+                                                  hand_over);
         }
         if (kRowBlocks == 2) pending = true;
         else end_tile();
       } else if (mine > 0) {
-        multiply<GroupedGemmKernel, 1>(acc, s, ring, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
         end_tile();
       } else {
         end_tile_before();
-        skip<GroupedGemmKernel>(s, ring, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
-        if constexpr (kAffine) barrier_wait(&s.affine.full, affine_phase);
+        skip<GroupedGemmKernel>(s, state, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
+        if constexpr (kScaleBias) barrier_wait(&s.epilogue.full, epilogue_phase);
         end_tile();
         look_ahead();
       }
@@ -183,87 +170,8 @@ struct GroupedGemmKernel {
     end_tile_before();
   }
 
-  // One thread for each consumer. A part's room is given back once it has been read: while the next part is being copied, if there is
-  // room for two.
-  DEVICE static void finish(Storage& s, const Params& p, int consumer) {
-    constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
-    TileReader tiles(s.tasks);
-    Ring<Layout::kSlots> slot, read;
-    Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
-    const auto give_back = [&] {
-      barrier_arrive(&s.collected[consumer][read.stage]);
-      read.advance();
-    };
-    for (Tile tile; tiles.next(tile);) {
-      const int parts = row_blocks(tile, consumer) * Layout::kParts;
-      const int end = tile.row + tile.rows;
-      to.column = deposit_column(tile, consumer) * kDepositColumns;
-      for (int part = 0; part < parts; ++part) {
-        const int row = tile.row + first_row(consumer, part / Layout::kParts);
-        to.map_row[0] = kRaggedDepth ? row : p.shape.tokens - end + row;
-        to.map_row[1] = kRaggedDepth ? tile.place.near : tile.tokens_start + end;
-        to.map_row[2] = kRaggedDepth ? tile.place.far : 0;
-        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
-        store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
-        slot.advance();
-        tma::wait_read<kBehind>();
-        if (part >= kBehind) give_back();
-      }
-      if (kBehind && parts > 0) {
-        tma::wait_read<0>();
-        give_back();
-      }
-    }
-    tma::wait_all();
-  }
-
-  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first parts.
-  DEVICE static void finish_sums(Storage& s, const Params& p, int consumer) {
-    TileReader tiles(s.tasks);
-    Ring<Layout::kSlots> slot;
-    Destination to{.map = &p.out, .policy = tma::policy_evict_first()};
-    const auto place = [&](const Tile& tile, int part) {
-      to.map_row[0] = tile.row + first_row(consumer, part / Layout::kParts);
-    };
-    for (Tile tile; tiles.next(tile);) {
-      const int parts = row_blocks(tile, consumer) * Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
-      to.column = tile.column * kTileN;
-      to.map_row[1] = tile.place.near, to.map_row[2] = tile.place.far;
-      for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
-        place(tile, part);
-        load_part<Layout>(to, s.deposits[consumer] + part * Layout::kPartBytes, part % Layout::kParts, &s.collected[consumer][part]);
-      }
-      for (int part = 0; part < parts; ++part) {
-        place(tile, part);
-        to.accumulate = part >= Layout::kSlots && !p.fetch_all;
-        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
-        store_part<Layout>(to, s.deposits[consumer] + slot.stage * Layout::kPartBytes, part % Layout::kParts);
-        slot.advance();
-        tma::wait_read<1>();
-        if (part == 0 || part - 1 + Layout::kSlots >= parts) continue;
-        const int read = (part - 1) % Layout::kSlots, next = part - 1 + Layout::kSlots;
-        place(tile, next);
-        if (p.fetch_all) load_part<Layout>(to, s.deposits[consumer] + read * Layout::kPartBytes, next % Layout::kParts, &s.collected[consumer][read]);
-        else barrier_arrive(&s.collected[consumer][read]);
-      }
-      tma::wait_read<0>();
-    }
-    tma::wait_all();
-  }
-
-  // One warp: bias and scales of every tile, while the consumers multiply it.
-  DEVICE static void fetch_affine(Storage& s, const Params& p) {
-    const int lane = threadIdx.x % 32;
-    TileReader tiles(s.tasks);
-    uint32_t phase = 0;
-    for (Tile tile; tiles.next(tile); phase ^= 1) {
-      barrier_wait(&s.affine.empty, phase ^ 1);
-      fill(s.affine.stage, p.affine, tile, lane);
-      barrier_arrive(&s.affine.full);
-    }
-  }
-
   DEVICE static void run(uint8_t* shared, const Params& p) {
+    static_assert(EpilogueOf<Epilogue, GroupedGemmKernel> && GroupsOf<Groups, GroupedGemmKernel>);
     auto& s = *reinterpret_cast<Storage*>(shared);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), rank = kCluster > 1 ? ptx::cluster_rank() : 0;
     if (threadIdx.x == 0) {
@@ -290,7 +198,7 @@ struct GroupedGemmKernel {
       __syncwarp();
     } else {
       ptx::registers_increase<kConsumerRegisters>();
-      if constexpr (kVariant.flipped) consume_flipped<GroupedGemmKernel>(s, p, warp / 4 - 1);
+      if constexpr (kVariant.swap_ab) consume_swap_ab<GroupedGemmKernel>(s, p, warp / 4 - 1);
       else consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
@@ -299,7 +207,10 @@ struct GroupedGemmKernel {
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kConsumerRegisters = kApart ? 256 - Epilogue::kRegisters : kWholeWarp ? (504 - Epilogue::kRegisters) / 2 : kSpareRegisters ? 192 : 224;
+  static constexpr int kConsumerRegisters = kApart            ? 256 - Epilogue::kRegisters
+                                            : kWholeWarp      ? (504 - Epilogue::kRegisters) / 2
+                                            : kSpareRegisters ? 192
+                                                              : 224;
 };
 
 template <class K>

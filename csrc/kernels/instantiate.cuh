@@ -2,55 +2,58 @@
 #pragma once
 #include <utility>
 
+#include "device/element.cuh"
 #include "kernels/grouped_gemm.cuh"
 
 namespace fusible {
 
-template <DType kType>
-using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16, std::conditional_t<kType == DType::kFloat16, __half, float>>;
-
-template <Layout kLayout, TileVariant kVariant>
+template <Layout kLayout, class T, TileVariant kVariant>
 struct Operands;
-template <TileVariant kVariant>
-struct Operands<Layout::kNT, kVariant> {
-  using A = TokenRows<kVariant.token_box()>;
-  using B = WeightRows<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kNT, T, kVariant> {
+  using A = TokenRows<T, kVariant.token_box()>;
+  using B = WeightRows<T, kVariant.tile_n>;
 };
-template <TileVariant kVariant>
-struct Operands<Layout::kNN, kVariant> {
-  using A = TokenRows<kVariant.token_box()>;
-  using B = WeightColumns<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kNN, T, kVariant> {
+  using A = TokenRows<T, kVariant.token_box()>;
+  using B = WeightColumns<T, kVariant.tile_n>;
 };
-template <TileVariant kVariant>
-struct Operands<Layout::kTN, kVariant> {
-  using A = TokenColumns;
-  using B = TokenColumnsB<kVariant.tile_n>;
+template <class T, TileVariant kVariant>
+struct Operands<Layout::kTN, T, kVariant> {
+  using A = TokenColumns<T>;
+  using B = TokenColumnsB<T, kVariant.tile_n>;
 };
 
 template <class K>
 KernelEntry entry_of() {
-  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), K::kThreads, static_cast<int>(sizeof(typename K::Storage))};
+  return {reinterpret_cast<const void*>(&grouped_gemm_kernel<K>), K::kThreads,
+          static_cast<int>(sizeof(typename K::Storage))};
 }
 
-template <Layout kLayout, class T, class Out, bool kAffine, TileVariant kVariant>
+template <Layout kLayout, class T, class Out, bool kScaleBias, TileVariant kVariant>
 KernelEntry entry_of_variant() {
-  using Both = Operands<kLayout, kVariant>;
-  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kAffine && !fits_affine(kVariant))) return {};
-  else return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, Out, kAffine, kVariant>>();
+  using Pair = Operands<kLayout, T, kVariant>;
+  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kScaleBias && !fits_scale_bias(kVariant)))
+    return {};
+  else return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, Out, kScaleBias, kVariant>>();
 }
 
-template <Layout kLayout, class T, class Out, bool kAffine, size_t... kVariants>
+template <Layout kLayout, class T, class Out, bool kScaleBias, size_t... kVariants>
 KernelEntry entry_of_variant(int variant, std::index_sequence<kVariants...>) {
-  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kAffine, kTileVariants[kVariants]>()...};
+  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kScaleBias, kTileVariants[kVariants]>()...};
   return entries[variant];
 }
 
 template <Layout kLayout, DType kOperand>
-KernelEntry kernel_entry(bool wide_output, bool affine, int variant) {
+KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<kTileVariantCount> kAll;
-  if (affine) return wide_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll) : entry_of_variant<kLayout, T, T, true>(variant, kAll);
-  return wide_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll) : entry_of_variant<kLayout, T, T, false>(variant, kAll);
+  if (scale_bias)
+    return fp32_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll)
+                       : entry_of_variant<kLayout, T, T, true>(variant, kAll);
+  return fp32_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll)
+                     : entry_of_variant<kLayout, T, T, false>(variant, kAll);
 }
 
 }  // namespace fusible

@@ -1,5 +1,5 @@
-// Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile variant that they are
-// built for.
+// Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile
+// variant that they are built for.
 #pragma once
 #include <iterator>
 
@@ -11,43 +11,55 @@
 namespace fusible {
 
 // Weights whose rows, or columns, come from both halves.
-template <Layout kLayout, int kTileN>
-using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<kTileN>, GateUpColumns<kTileN>>;
+template <Layout kLayout, class T, int kTileN>
+using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<T, kTileN>, GateUpColumns<T, kTileN>>;
 
-template <Layout kLayout, class T, bool kHalves, bool kAffine, TileVariant kVariant>
+template <Layout kLayout, class T, bool kHalves, bool kScaleBias, TileVariant kVariant>
 KernelEntry activation_entry_of() {
-  using Both = Operands<kLayout, kVariant>;
-  using B = std::conditional_t<kHalves, GateUp<kLayout, kVariant.tile_n>, typename Both::B>;
-  return entry_of<GroupedGemmKernel<T, typename Both::A, B, T, kAffine, kVariant, ActivationEpilogue<kHalves>>>();
+  using Pair = Operands<kLayout, T, kVariant>;
+  using B = std::conditional_t<kHalves, GateUp<kLayout, T, kVariant.tile_n>, typename Pair::B>;
+  return entry_of<GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>>>();
 }
-template <Layout kLayout, class T, bool kHalves, bool kAffine, size_t... kIndices>
+template <Layout kLayout, class T, bool kHalves, bool kScaleBias, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kActivationVariants[kIndices] ? void(entry = activation_entry_of<kLayout, T, kHalves, kAffine, kTileVariants[kActivationVariants[kIndices]]>()) : void()), ...);
+  ((variant == kActivationVariants[kIndices]
+        ? void(entry =
+                   activation_entry_of<kLayout, T, kHalves, kScaleBias, kTileVariants[kActivationVariants[kIndices]]>())
+        : void()),
+   ...);
   return entry;
 }
 template <Layout kLayout, DType kOperand>
-KernelEntry activation_entry(bool halves, bool affine, int variant) {
+KernelEntry activation_entry(bool halves, bool scale_bias, int variant) {
   using T = Element<kOperand>;
   constexpr std::make_index_sequence<std::size(kActivationVariants)> kAll;
-  if (halves) return affine ? activation_entry_of<kLayout, T, true, true>(variant, kAll) : activation_entry_of<kLayout, T, true, false>(variant, kAll);
-  return affine ? activation_entry_of<kLayout, T, false, true>(variant, kAll) : activation_entry_of<kLayout, T, false, false>(variant, kAll);
+  if (halves)
+    return scale_bias ? activation_entry_of<kLayout, T, true, true>(variant, kAll)
+                      : activation_entry_of<kLayout, T, true, false>(variant, kAll);
+  return scale_bias ? activation_entry_of<kLayout, T, false, true>(variant, kAll)
+                    : activation_entry_of<kLayout, T, false, false>(variant, kAll);
 }
 
 template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
-  using Both = Operands<kLayout, kVariant>;
-  return entry_of<GroupedGemmKernel<T, typename Both::A, typename Both::B, T, false, kVariant, ActivationBackwardEpilogue>>();
+  using Pair = Operands<kLayout, T, kVariant>;
+  return entry_of<
+      GroupedGemmKernel<typename Pair::A, typename Pair::B, T, false, kVariant, ActivationBackwardEpilogue>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
-  ((variant == kBackwardVariants[kIndices] ? void(entry = activation_backward_entry_of<kLayout, T, kTileVariants[kBackwardVariants[kIndices]]>()) : void()), ...);
+  ((variant == kBackwardVariants[kIndices]
+        ? void(entry = activation_backward_entry_of<kLayout, T, kTileVariants[kBackwardVariants[kIndices]]>())
+        : void()),
+   ...);
   return entry;
 }
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant) {
-  return activation_backward_entry_of<kLayout, Element<kOperand>>(variant, std::make_index_sequence<std::size(kBackwardVariants)>());
+  return activation_backward_entry_of<kLayout, Element<kOperand>>(
+      variant, std::make_index_sequence<std::size(kBackwardVariants)>());
 }
 
 }  // namespace fusible

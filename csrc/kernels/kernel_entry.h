@@ -3,43 +3,39 @@
 #include <cuda.h>
 
 #include "fusible/gemm_config.h"
+#include "fusible/groups.h"
 
 namespace fusible {
 
-// Where the groups lie in the token buffer, on the device. Three forms: sizes of groups that follow one another; sizes and
-// starts; or `groups + 1` offsets, given as `starts` alone.
-struct GroupSource {
-  const void* sizes;
-  const void* starts;
-  bool wide;  // int64 rather than int32
-};
-
-// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one tensor these are
-// the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and in 16 GB (fusible/tensor_map.h).
-struct Place {
+// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one
+// tensor these are the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and
+// in 16 GB (fusible/tensor_map.h).
+struct GroupCoordinate {
   int near, far;
 };
 
 struct TaskShape {
-  int groups, tokens;
+  SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
+  int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
   bool narrow_end;    // of the last one, at most two thirds exist
   bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
   bool may_halve;     // tiles, where that fills the GPU (weight gradients)
   unsigned* counter;  // zero at launch; null for a static schedule
-  const Place* places;  // of each group; null where the matrices are one tensor
+  const GroupCoordinate* coordinates;  // of each group; null where the matrices are one tensor
 };
 
-// Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones (scales) or zeros
-// (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are found through `biases`.
-struct AffineSource {
+// Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones
+// (scales) or zeros (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are
+// found through `biases`.
+struct EpilogueParams {
   const void* bias;           // [groups, bias_pitch]
   const void* const* biases;  // [groups]; null where they are one tensor
-  int bias_type;              // DType
+  DType bias_type;
   int columns;
   int64_t bias_pitch;
-  int half;                   // where a tile has columns of both halves of a row: how many a half has; else 0
+  int half;                             // where a tile has columns of both halves of a row: how many a half has; else 0
   const float *row_scale, *bias_scale;  // [T]
   const float* alphas;                  // [groups]
   float alpha;
@@ -47,12 +43,12 @@ struct AffineSource {
 
 struct GemmParams {
   CUtensorMap a, b, out;
-  GroupSource source;
   TaskShape shape;
-  AffineSource affine;
+  EpilogueParams epilogue;
   int k_blocks;     // where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
-  bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there is room for
+  bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
+                    // is room for
 };
 
 struct KernelEntry {
@@ -62,7 +58,7 @@ struct KernelEntry {
 
 // One instantiation for each layout and operand type stands in a source of its own (kernels/nt_bf16.cu, ...).
 template <Layout kLayout, DType kOperand>
-KernelEntry kernel_entry(bool wide_output, bool affine, int variant);
+KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant);
 
 KernelEntry find_kernel(const GemmProblem& problem, int variant);
 

@@ -1,5 +1,5 @@
-// Rows of tokens to the experts, and sums of them back. A warp has a stretch of one token's columns: what all its slots share is read
-// once, and a sum needs no other warp.
+// Rows of tokens to the experts, and sums of them back. A warp has a stretch of one token's columns: what all its slots
+// share is read once, and a sum needs no other warp.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ R
   });
 }
 
-__global__ void __launch_bounds__(kThreads) numbers_kernel(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type) {
+__global__ void __launch_bounds__(kThreads)
+    numbers_kernel(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type) {
   const int64_t slot = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (slot >= slots) return;
   const int row = place[slot];
@@ -78,13 +79,13 @@ __global__ void __launch_bounds__(kThreads) numbers_kernel(const float* rows, co
 }
 
 // Whether rows can be moved in vectors of 16 bytes.
-bool fits(const RoutedRows& c, int64_t count) {
-  const uintptr_t addresses = reinterpret_cast<uintptr_t>(c.from) | reinterpret_cast<uintptr_t>(c.to);
-  return (c.columns | c.from_pitch | c.to_pitch) % count == 0 && addresses % 16 == 0;
+bool fits(const RoutedRows& c) {
+  return vectors_fit(16 / bytes_of(c.type), {c.columns, c.from_pitch, c.to_pitch}, {c.from, c.to});
 }
 
 dim3 grid_of(const RoutedRows& c, int vector) {
-  return {static_cast<unsigned>(blocks_of(c.tokens, kWarps)), static_cast<unsigned>(blocks_of(c.columns, 32 * kSteps * vector)), 1};
+  return {static_cast<unsigned>(blocks_of(c.tokens, kWarps)),
+          static_cast<unsigned>(blocks_of(c.columns, 32 * kSteps * vector)), 1};
 }
 
 template <class T, int kVector>
@@ -105,26 +106,30 @@ void launch_sum(const RoutedRows& c, cudaStream_t stream) {
 void spread_rows(const RoutedRows& c, bool fill, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns || !c.slots) return;
   const DeviceGuard guard(device);
-  if (c.type == DType::kFloat32) fits(c, 4) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
-  else fits(c, 8) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "copying rows of ", c.tokens, " tokens, ", c.columns, " columns, to ", c.slots, " slots");
+  if (bytes_of(c.type) == 4)
+    fits(c) ? launch_spread<uint32_t, 4>(c, fill, stream) : launch_spread<uint32_t, 1>(c, fill, stream);
+  else fits(c) ? launch_spread<uint16_t, 8>(c, fill, stream) : launch_spread<uint16_t, 1>(c, fill, stream);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "copying rows of ", c.tokens, " tokens, ", c.columns, " columns, to ", c.slots,
+                     " slots");
 }
 
 void sum_rows(const RoutedRows& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns) return;
   const DeviceGuard guard(device);
-  switch (c.type) {
-    case DType::kFloat32: fits(c, 4) ? launch_sum<float, 4>(c, stream) : launch_sum<float, 1>(c, stream); break;
-    case DType::kFloat16: fits(c, 8) ? launch_sum<__half, 8>(c, stream) : launch_sum<__half, 1>(c, stream); break;
-    default: fits(c, 8) ? launch_sum<__nv_bfloat16, 8>(c, stream) : launch_sum<__nv_bfloat16, 1>(c, stream);
-  }
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "summing rows of ", c.tokens, " tokens, ", c.columns, " columns, over ", c.slots, " slots");
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c) ? launch_sum<T, 16 / sizeof(T)>(c, stream) : launch_sum<T, 1>(c, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "summing rows of ", c.tokens, " tokens, ", c.columns, " columns, over ",
+                     c.slots, " slots");
 }
 
-void numbers_of_slots(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type, int device, cudaStream_t stream) {
+void numbers_of_slots(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type,
+                      int device, cudaStream_t stream) {
   if (!slots) return;
   const DeviceGuard guard(device);
-  numbers_kernel<<<static_cast<unsigned>(blocks_of(slots, kThreads)), kThreads, 0, stream>>>(rows, place, all, slots, to, type);
+  numbers_kernel<<<static_cast<unsigned>(blocks_of(slots, kThreads)), kThreads, 0, stream>>>(rows, place, all, slots,
+                                                                                             to, type);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "numbers of ", slots, " slots");
 }
 

@@ -10,17 +10,18 @@
 namespace fusible {
 
 struct Workspace {
-  unsigned* counter;    // of tasks; null for none
-  Place* places;        // [groups]; null where the matrices are one tensor
-  const void** biases;  // [groups]; null where they are one tensor
+  unsigned* counter;             // of tasks; null for none
+  GroupCoordinate* coordinates;  // [groups]; null where the matrices are one tensor
+  const void** biases;           // [groups]; null where they are one tensor
 };
 
 // Of `memory`, which has workspace_bytes(groups) of them (fusible/grouped_gemm.h).
 Workspace lay_out(void* memory, int64_t groups);
 int64_t bytes_of_workspace(int64_t groups);
 
-// Fills the tables from `places` and `biases`, which the kernel takes along as arguments: nothing of the host's is read after the call,
-// and a captured graph keeps them.
-cudaError_t prepare(const Workspace& workspace, std::span<const Place> places, std::span<const uintptr_t> biases, cudaStream_t stream);
+// Fills the tables from `places` and `biases`, which the kernel takes along as arguments: nothing of the host's is read
+// after the call, and a captured graph keeps them.
+cudaError_t prepare(const Workspace& workspace, std::span<const GroupCoordinate> coordinates,
+                    std::span<const uintptr_t> biases, cudaStream_t stream);
 
 }  // namespace fusible

@@ -1,11 +1,12 @@
-// A stable counting sort. Every warp has a stretch of slots, counts its experts, and once all know what comes before them, places its
-// slots, 32 at a time: lanes with the same expert find one another by a vote. One block does it alone where there are few slots; else a
-// first kernel counts for each block.
+// A stable counting sort. Every warp has a stretch of slots, counts its experts, and once all know what comes before
+// them, places its slots, 32 at a time: lanes with the same expert find one another by a vote. One block does it alone
+// where there are few slots; else a first kernel counts for each block.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "device/activation.cuh"
+#include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/routing.h"
@@ -13,7 +14,7 @@
 namespace fusible {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kMostBuckets = kMostRoutedGroups + 1;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kMostBuckets = kMaxGroups + 1;
 constexpr int64_t kSlotsOfBlock = 8 * kThreads, kMostBlocks = 256;
 
 // Equal stretches for all blocks but the last, which divide into stretches of whole warps.
@@ -28,7 +29,7 @@ Stretches stretches_of(int64_t slots) {
 }
 
 __device__ int bucket_of(const Route& c, int64_t slot) {
-  const int64_t id = c.wide ? static_cast<const int64_t*>(c.ids)[slot] : static_cast<const int32_t*>(c.ids)[slot];
+  const int64_t id = read_index(c.ids, c.int64_ids, slot);
   return id < 0 || id >= c.groups ? c.groups : static_cast<int>(id);
 }
 
@@ -38,12 +39,15 @@ __global__ void __launch_bounds__(kThreads) count_slots(const __grid_constant__ 
   for (int b = threadIdx.x; b <= c.groups; b += kThreads) counts[b] = 0;
   __syncthreads();
   const int64_t begin = blockIdx.x * stretch, end = min(c.slots, begin + stretch);
-  for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads) atomicAdd(&counts[bucket_of(c, slot)], 1);  // integers: any order
+  for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads)
+    atomicAdd(&counts[bucket_of(c, slot)], 1);  // integers: any order
   __syncthreads();
-  for (int b = threadIdx.x; b <= c.groups; b += kThreads) c.counts[static_cast<int64_t>(blockIdx.x) * (c.groups + 1) + b] = counts[b];
+  for (int b = threadIdx.x; b <= c.groups; b += kThreads)
+    c.counts[static_cast<int64_t>(blockIdx.x) * (c.groups + 1) + b] = counts[b];
 }
 
-// visit(slot, bucket, peers) for the slots of a warp, in order; peers: the lanes with the same bucket. Lanes without a slot have bucket -1.
+// visit(slot, bucket, peers) for the slots of a warp, in order; peers: the lanes with the same bucket. Lanes without a
+// slot have bucket -1.
 template <class Visit>
 __device__ void each_slot(const Route& c, int64_t begin, int64_t end, int lane, Visit visit) {
   for (int64_t base = begin; base < end; base += 32) {
@@ -59,11 +63,7 @@ __device__ void scan_totals(const int* totals, int* starts, int last, int lane) 
   int before = 0;
   for (int base = 0; base <= last; base += 32) {
     const int own = base + lane <= last ? totals[base + lane] : 0;
-    int sum = own;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, offset);
-      if (lane >= offset) sum += other;
-    }
+    const int sum = scan(own, lane);
     if (base + lane <= last) starts[base + lane] = before + sum - own;
     before += __shfl_sync(~0u, sum, 31);
   }
@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ 
   __shared__ int next[kWarps][kMostBuckets];  // counts at first, then the row of the next slot
   __shared__ int totals[kMostBuckets], starts[kMostBuckets], earlier[kMostBuckets];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, buckets = c.groups + 1, block = blockIdx.x;
-  const int64_t begin = min(c.slots, block * stretch + warp * (stretch / kWarps)), end = min(c.slots, begin + stretch / kWarps);
+  const int64_t begin = min(c.slots, block * stretch + warp * (stretch / kWarps)),
+                end = min(c.slots, begin + stretch / kWarps);
   for (int b = lane; b < buckets; b += 32) next[warp][b] = 0;
   __syncwarp();
   each_slot(c, begin, end, lane, [&](int64_t, int bucket, unsigned peers) {
@@ -127,7 +128,8 @@ int64_t route_workspace_bytes(int64_t slots, int groups) {
 }
 
 void route(const Route& c, int device, cudaStream_t stream) {
-  FUSIBLE_CHECK(c.groups >= 1 && c.groups <= kMostRoutedGroups, "1 to ", kMostRoutedGroups, " experts can be routed to, got ", c.groups);
+  FUSIBLE_CHECK(c.groups >= 1 && c.groups <= kMaxGroups, "1 to ", kMaxGroups, " experts can be routed to, got ",
+                c.groups);
   FUSIBLE_CHECK(c.slots >= 0 && c.slots < (int64_t{1} << 30), "fewer than 2^30 slots can be routed, got ", c.slots);
   const DeviceGuard guard(device);
   const Stretches stretches = stretches_of(c.slots);

@@ -1,9 +1,10 @@
-#include "kernels/scale_groups.h"
-
 #include <algorithm>
 
-#include "device/tile_scheduler.cuh"
+#include "device/element.cuh"
+#include "device/groups.cuh"
+#include "device/vector.cuh"
 #include "fusible/tensor_map.h"
+#include "kernels/scale_groups.h"
 
 namespace fusible {
 namespace {
@@ -15,48 +16,31 @@ struct Rows {
   int64_t count;
 };
 
-// The rows of a group's output; by all threads of a block. Starts and sizes are clamped as the tile scheduler clamps them.
+// The rows of a group's output; by all threads of a block.
 __device__ Rows rows_of(const ScaleGroups& c, int group, int64_t element) {
   if (c.fixed_rows) {
-    const int64_t offset = c.places ? (static_cast<int64_t>(c.places[group].far) << kNearBits | c.places[group].near) * kNearBytes
-                                    : group * c.group_stride * element;
+    const int64_t offset =
+        c.coordinates
+            ? (static_cast<int64_t>(c.coordinates[group].far) << kNearBits | c.coordinates[group].near) * kNearBytes
+            : group * c.group_stride * element;
     return {static_cast<char*>(c.out) + offset, c.fixed_rows};
   }
-  int64_t start, size;
-  if (c.source.starts) {
-    const long long first = read_index(c.source, c.source.starts, group);
-    start = clamp(first, 0, c.tokens);
-    size = c.source.sizes ? read_index(c.source, c.source.sizes, group) : read_index(c.source, c.source.starts, group + 1) - first;
-  } else {
-    __shared__ unsigned long long before;
-    if (threadIdx.x == 0) before = 0;
-    __syncthreads();
-    unsigned long long mine = 0;
-    for (int g = threadIdx.x; g < group; g += kThreads) mine += clamp(read_index(c.source, c.source.sizes, g), 0, c.tokens);
-    atomicAdd(&before, mine);
-    __syncthreads();
-    start = min(static_cast<int64_t>(before), static_cast<int64_t>(c.tokens));
-    size = read_index(c.source, c.source.sizes, group);
-  }
-  return {static_cast<char*>(c.out) + start * c.pitch * element, clamp(size, 0, c.tokens - static_cast<int>(start))};
+  const int64_t start = rows_before(c.sizes, group, c.tokens);
+  return {static_cast<char*>(c.out) + start * c.pitch * element, clamped_size(c.sizes, group, c.tokens - start)};
 }
 
 template <class T>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  T values[kSize];
-};
-
-template <class T>
 __global__ void __launch_bounds__(kThreads) scale_groups_kernel(const ScaleGroups c) {
+  constexpr int kVector = 16 / sizeof(T);
+  using V = Vector<T, kVector>;
   const int group = blockIdx.y, lane = threadIdx.x % 32;
   const float beta = c.betas ? c.betas[group] : c.beta;
   if (beta == 1.f) return;
   const Rows rows = rows_of(c, group, sizeof(T));
   for (int64_t row = blockIdx.x * kWarps + threadIdx.x / 32; row < rows.count; row += gridDim.x * kWarps) {
-    auto* vectors = reinterpret_cast<Vector<T>*>(rows.first + row * c.pitch * static_cast<int64_t>(sizeof(T)));
-    for (int64_t i = lane; i < c.columns / Vector<T>::kSize; i += 32) {
-      Vector<T> x{};
+    auto* vectors = reinterpret_cast<V*>(rows.first + row * c.pitch * static_cast<int64_t>(sizeof(T)));
+    for (int64_t i = lane; i < c.columns / kVector; i += 32) {
+      V x{};
       if (beta != 0.f) {
         x = vectors[i];
         for (T& value : x.values) value = static_cast<T>(static_cast<float>(value) * beta);
@@ -69,12 +53,14 @@ __global__ void __launch_bounds__(kThreads) scale_groups_kernel(const ScaleGroup
 }  // namespace
 
 cudaError_t scale_groups(const ScaleGroups& c, int multiprocessors, cudaStream_t stream) {
-  const int64_t rows = c.fixed_rows ? c.fixed_rows : std::max<int64_t>(1, c.tokens / c.groups);
-  const int64_t wanted = std::max<int64_t>(1, 8 * multiprocessors / c.groups), blocks = std::min((rows + kWarps - 1) / kWarps, wanted);
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.groups));
-  if (c.type == DType::kFloat32) scale_groups_kernel<float><<<grid, kThreads, 0, stream>>>(c);
-  else if (c.type == DType::kFloat16) scale_groups_kernel<__half><<<grid, kThreads, 0, stream>>>(c);
-  else scale_groups_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(c);
+  const int64_t rows = c.fixed_rows ? c.fixed_rows : std::max<int64_t>(1, c.tokens / c.sizes.groups);
+  const int64_t wanted = std::max<int64_t>(1, 8 * multiprocessors / c.sizes.groups),
+                blocks = std::min((rows + kWarps - 1) / kWarps, wanted);
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(c.sizes.groups));
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    scale_groups_kernel<T><<<grid, kThreads, 0, stream>>>(c);
+  });
   return cudaGetLastError();
 }
 

@@ -41,7 +41,8 @@ def rewrite(source: str) -> str:
     source = re.sub(r"__shared__ ([^;]+);", shared_variable, source)
     if "<<<" not in source:  # launched by its address, which does not tell the size of its parameter
         source = re.sub(r"const __grid_constant__ ([\w:<> ]+) (\w+)", r"const \1& \2", source)
-    return re.sub(r"([\w:]+(?:<[^<>()]*>)?)<<<(.*?)>>>\((.*)\);", r"emulation::launch(\2, [&] { \1(\3); });", source)
+    launch = re.compile(r"([\w:]+(?:<[^<>()]*>)?)(\s*)<<<(.*?)>>>\((.*?)\);$", re.M | re.S)
+    return launch.sub(r"emulation::launch(\3, [&] {\2 \1(\4); });", source)
 
 
 def shared_variable(match: re.Match[str]) -> str:

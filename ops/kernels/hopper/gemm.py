@@ -106,9 +106,8 @@ def launch(
     a: Tensor,
     b: Matrices,
     out: Matrices,
-    sizes: Tensor | None,
+    sizes: Tensor,
     *,
-    starts: Tensor | None = None,
     accumulate: bool = False,
     beta: float = 1.0,
     betas: Tensor | None = None,
@@ -124,19 +123,17 @@ def launch(
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
     Args:
-        sizes: [E], of groups that follow one another; with ``starts`` [E], of groups anywhere in the rows.
-        starts: alone, [E + 1] offsets.
+        sizes: [E], of groups that follow one another.
         accumulate: add ``beta`` times what stands in ``out``.
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
         fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero.
     """
-    device, index, product = a.get_device(), starts if sizes is None else sizes, first(out)
-    assert index is not None
+    device, product = a.get_device(), first(out)
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
-    groups, (tokens, features) = index.shape[0] - (sizes is None), a.shape
+    groups, (tokens, features) = sizes.shape[0], a.shape
     (of_b, b_addresses), (of_out, out_addresses) = place(b), place(out)
     of_bias, bias_addresses = _NOWHERE if bias is None else _bias_place(bias)
     anywhere = b_addresses or out_addresses or bias_addresses
@@ -145,8 +142,7 @@ def launch(
         *(LAYOUTS[layout], TYPE_CODES[a.dtype], TYPE_CODES[product.dtype], device, stream(device), groups, tokens),
         *((features, product.shape[-1], 0) if layout is Layout.TN else (0, product.shape[-1], features)),
         *(a.data_ptr(), a.stride(0), *of_b, *of_out),
-        *(0 if sizes is None else sizes.data_ptr(), 0 if starts is None else starts.data_ptr()),
-        *(index.dtype == torch.int64, accumulate),
+        *(sizes.data_ptr(), sizes.dtype == torch.int64, accumulate),
         *(of_bias[0], 0 if bias is None else TYPE_CODES[first(bias).dtype], of_bias[1]),
         *(0 if row_scale is None else row_scale.data_ptr(), 0 if bias_scale is None else bias_scale.data_ptr()),
         *(0 if alphas is None else alphas.data_ptr(), alpha, 0 if betas is None else betas.data_ptr(), beta),

@@ -36,7 +36,7 @@ def run(problem: RaggedGemm) -> None:
     bias = None if p.bias is None else p.bias.contiguous()
     workspace = out.new_empty(_workspace_bytes(p.groups), dtype=torch.uint8)
     (of_a, dims_of_a), (of_b, dims_of_b) = _packed(p.a), _packed(p.b)  # the dims live until the launch
-    compiled().shaped_gemm(
+    compiled().ragged_gemm(
         *(LAYOUTS[p.layout], TYPE_CODES[p.a.dtype], TYPE_CODES[out.dtype], device, stream(device), p.groups),
         *(of_a, of_b, out.data_ptr(), out.numel(), p.fresh, accumulate),
         *((0, 0, 0) if bias is None else (bias.data_ptr(), TYPE_CODES[bias.dtype], bias.shape[1])),
@@ -50,7 +50,7 @@ def run(problem: RaggedGemm) -> None:
 
 @cache
 def _workspace_bytes(groups: int) -> int:
-    return int(compiled().shaped_workspace_bytes(groups))
+    return int(compiled().ragged_workspace_bytes(groups))
 
 
 def _packed(t: GroupedTensor) -> tuple[_Packed, tuple[Tensor | None, Tensor | None]]:

@@ -2,7 +2,7 @@
 #pragma once
 #include "../../barrier.h"
 #include "device/ptx.cuh"
-#include "device/ring.cuh"
+#include "device/pipeline.cuh"
 
 namespace fusible {
 

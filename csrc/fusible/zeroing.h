@@ -1,10 +1,12 @@
-// What kernels must find cleared: counters of tasks, and the tails of token buffers, the rows past the last group. One kernel clears all
-// of it. Group sizes are read on the device, so it can be captured in a graph.
+// What kernels must find zeroed: counters of tasks, and the tails of token buffers, the rows past the last group. One
+// kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <vector>
+
+#include "fusible/groups.h"
 
 namespace fusible {
 
@@ -14,23 +16,17 @@ struct BufferRows {
   int64_t tokens, row_bytes, pitch_bytes;
 };
 
-struct SplitSizes {
-  const void* sizes;  // on the device, int32 or (wide) int64
-  int groups;
-  bool wide;
-};
-
 struct Tail {
   BufferRows rows;
   SplitSizes sizes;
 };
 
-struct Clearing {
+struct Zeroing {
   std::vector<unsigned*> counters;
   std::vector<Tail> tails;
 };
 
 // Throws fusible::Error if a launch fails. Of nothing, nothing is launched.
-void clear(const Clearing& what, int device, cudaStream_t stream);
+void zero(const Zeroing& what, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -1,15 +1,17 @@
-// The epilogue of groups of any shapes: a deposit goes out through the group's own map, or, where it has none, by ordinary stores.
+// The epilogue of groups of any shapes: an output stage goes out through the group's own map, or, where it has none, by
+// ordinary stores.
 #pragma once
 #include "device/epilogue.cuh"
 #include "device/map_update.cuh"
-#include "device/shaped_groups.cuh"
+#include "device/ragged_groups.cuh"
 
 namespace fusible {
 
 // A whole warp for each consumer.
-struct ShapedEpilogue {
-  using Params = ShapedParams;
-  static constexpr int kFinishers = 1, kRegisters = 152;  // for eight loads of each lane on their way (plain_copy.cuh)
+struct RaggedEpilogue {
+  using Params = RaggedParams;
+  static constexpr int kFinishers = 1,
+                       kRegisters = 152;  // for eight loads of each lane on their way (cp_async_copy.cuh)
   struct Scratch {};
 
   template <class K>
@@ -18,27 +20,27 @@ struct ShapedEpilogue {
     constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
     const int lane = threadIdx.x % 32;
     TileReader tiles(s.tasks);
-    Ring<Layout::kSlots> slot, read;
+    PipelineState<Layout::kSlots> slot, read;
     Destination to{.policy = tma::policy_evict_first(), .accumulate = p.accumulate};
     const auto give_back = [&] {
-      barrier_arrive(&s.collected[consumer][read.stage]);
+      barrier_arrive(&s.out_empty[consumer][read.stage]);
       read.advance();
     };
     for (Tile tile; tiles.next(tile);) {
-      const bool plain = s.groups.plain[tile.group] & kPlainOut;
+      const bool no_tma = s.groups.no_tma[tile.group] & kNoTmaOut;
       const CUtensorMap* map = p.maps + tile.group * 3 + 2;
-      if (lane == 0 && !plain && map != to.map) map_update::acquire(map);
-      to.map = plain ? nullptr : map;
+      if (lane == 0 && !no_tma && map != to.map) map_update::acquire(map);
+      to.map = no_tma ? nullptr : map;
       to.column = tile.column * K::kTileN;
       const int parts = K::row_blocks(tile, consumer) * Layout::kParts;
       for (int part = 0; part < parts; ++part) {
         const int first = (consumer + part / Layout::kParts * kConsumers) * 64;  // row of the tile
-        const uint8_t* from = s.deposits[consumer] + slot.stage * Layout::kPartBytes;
-        barrier_wait(&s.deposited[consumer][slot.stage], slot.phase);
+        const uint8_t* from = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
+        barrier_wait(&s.out_full[consumer][slot.stage], slot.phase);
         slot.advance();
-        if (plain) {
-          const int column = to.column + part % Layout::kParts * (Layout::kSlabsPerPart * Layout::kSlabColumns);
-          store_plain<K>(p, p.groups[tile.group], from, tile.row + first, min(64, tile.rows - first), column, lane);
+        if (no_tma) {
+          const int column = to.column + part % Layout::kParts * (Layout::kSubtilesPerPart * Layout::kSubtileColumns);
+          store_no_tma<K>(p, p.groups[tile.group], from, tile.row + first, min(64, tile.rows - first), column, lane);
           give_back();
           continue;
         }
@@ -49,7 +51,7 @@ struct ShapedEpilogue {
         }
         if (part >= kBehind) give_back();
       }
-      if (kBehind && !plain && parts > 0) {
+      if (kBehind && !no_tma && parts > 0) {
         if (lane == 0) tma::wait_read<0>();
         give_back();
       }
@@ -58,17 +60,20 @@ struct ShapedEpilogue {
   }
 
  private:
-  // One part of a deposit: a row of a slab, 128 bytes, is four bytes for every lane.
+  // One part of an output stage: a row of a subtile, 128 bytes, is four bytes for every lane.
   template <class K>
-  DEVICE static void store_plain(const Params& p, const ShapedGroup& g, const uint8_t* from, int row, int rows, int column, int lane) {
+  DEVICE static void store_no_tma(const Params& p, const RaggedGroup& g, const uint8_t* from, int row, int rows,
+                                  int column, int lane) {
     using Out = typename K::Out;
-    constexpr int kSlabs = K::Layout::kSlabsPerPart, kColumns = K::Layout::kSlabColumns, kEach = 4 / sizeof(Out);
+    constexpr int kSubtiles = K::Layout::kSubtilesPerPart, kColumns = K::Layout::kSubtileColumns,
+                  kEach = 4 / sizeof(Out);
     auto* out = static_cast<Out*>(p.out_data) + g.out + static_cast<int64_t>(row) * g.n + column + lane * kEach;
     for (int i = 0; i < rows; ++i, out += g.n) {
 #pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) {
-        const uint32_t word = *reinterpret_cast<const uint32_t*>(from + slab * kSlabBytes + in_slab(i, lane / 4) + lane % 4 * 4);
-        store_values(out + slab * kColumns, word, g.n - column - slab * kColumns - lane * kEach, p.accumulate);
+      for (int subtile = 0; subtile < kSubtiles; ++subtile) {
+        const uint32_t word =
+            *reinterpret_cast<const uint32_t*>(from + subtile * kSubtileBytes + in_subtile(i, lane / 4) + lane % 4 * 4);
+        store_values(out + subtile * kColumns, word, g.n - column - subtile * kColumns - lane * kEach, p.accumulate);
       }
     }
   }

@@ -3,17 +3,17 @@
 
 #include <algorithm>
 
-#include "fusible/clearing.h"
+#include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "kernels/rows_of_groups.cuh"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 namespace {
 
 constexpr int kThreads = 256;
 
-// What one launch clears.
+// What one launch zeroes.
 struct Piece {
   static constexpr int kCounters = 16, kTails = 4;
   unsigned* counters[kCounters];
@@ -23,7 +23,8 @@ struct Piece {
 
 template <class Element>
 __device__ void zero_rows(const BufferRows& r, int64_t first) {
-  const int64_t width = r.row_bytes / sizeof(Element), pitch = r.pitch_bytes / sizeof(Element), count = (r.tokens - first) * width;
+  const int64_t width = r.row_bytes / sizeof(Element), pitch = r.pitch_bytes / sizeof(Element),
+                count = (r.tokens - first) * width;
   auto* rows = static_cast<Element*>(r.data);
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += gridDim.x * int64_t{kThreads})
     rows[(first + i / width) * pitch + i % width] = Element{};
@@ -33,11 +34,11 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(r.data) | r.row_bytes | r.pitch_bytes) % bytes == 0;
 }
 
-__global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__ Piece p) {
+__global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
   if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
-    const int64_t first = rows_of_groups(tail.sizes, tail.rows.tokens);
+    const int64_t first = rows_before(tail.sizes, tail.sizes.groups, tail.rows.tokens);
     if (aligned(tail.rows, 16)) zero_rows<uint4>(tail.rows, first);
     else if (aligned(tail.rows, 4)) zero_rows<uint32_t>(tail.rows, first);
     else if (aligned(tail.rows, 2)) zero_rows<uint16_t>(tail.rows, first);
@@ -54,17 +55,19 @@ int take(const std::vector<T>& all, size_t first, Room& room) {
 
 }  // namespace
 
-void clear(const Clearing& what, int device, cudaStream_t stream) {
+void zero(const Zeroing& what, int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   for (size_t i = 0; i * Piece::kCounters < what.counters.size() || i * Piece::kTails < what.tails.size(); ++i) {
     Piece piece;
     piece.counter_count = take(what.counters, i * Piece::kCounters, piece.counters);
     piece.tail_count = take(what.tails, i * Piece::kTails, piece.tails);
     int64_t most = 1;
-    for (int t = 0; t < piece.tail_count; ++t) most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
+    for (int t = 0; t < piece.tail_count; ++t)
+      most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    clear_kernel<<<blocks, kThreads, 0, stream>>>(piece);
-    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "clearing ", piece.counter_count, " counters and ", piece.tail_count, " tails");
+    zero_kernel<<<blocks, kThreads, 0, stream>>>(piece);
+    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "zeroing ", piece.counter_count, " counters and ", piece.tail_count,
+                       " tails");
   }
 }
 

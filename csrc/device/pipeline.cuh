@@ -4,9 +4,10 @@
 
 namespace fusible {
 
-// Position in a ring of `kStages` slots. A slot's `full` barrier is waited for with `phase`, its `empty` barrier with `phase ^ 1`.
+// Position in a ring of `kStages` slots. A slot's `full` barrier is waited for with `phase`, its `empty` barrier with
+// `phase ^ 1`.
 template <int kStages>
-struct Ring {
+struct PipelineState {
   int stage = 0;
   uint32_t phase = 0;
   DEVICE void advance() {

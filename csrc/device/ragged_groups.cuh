@@ -1,33 +1,33 @@
-// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as in tile_scheduler.cuh,
-// for blocks without a cluster.
+// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as
+// in tile_scheduler.cuh, for blocks without a cluster.
 #pragma once
 #include "device/operands.cuh"
-#include "kernels/shaped.h"
+#include "kernels/ragged.h"
 
 namespace fusible {
 
 // What all roles of a block read of the groups, in shared memory.
-struct ShapedTable {
+struct RaggedTable {
   int m[kMaxGroups], n[kMaxGroups], k[kMaxGroups], tasks_end[kMaxGroups];
-  uint8_t plain[kMaxGroups];
+  uint8_t no_tma[kMaxGroups];
 };
 
 template <TileVariant kVariant>
-class ShapedScheduler {
+class RaggedScheduler {
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n;
 
  public:
-  // By one warp, once; from what `prepare_shapes` has found.
-  DEVICE static void fill(ShapedTable& table, const ShapedGroup* groups, int count, int lane) {
+  // By one warp, once; from what `prepare_ragged` has found.
+  DEVICE static void fill(RaggedTable& table, const RaggedGroup* groups, int count, int lane) {
     for (int g = lane; g < count; g += 32) {
       table.m[g] = groups[g].m, table.n[g] = groups[g].n, table.k[g] = groups[g].k;
-      table.tasks_end[g] = groups[g].tasks_end, table.plain[g] = static_cast<uint8_t>(groups[g].plain);
+      table.tasks_end[g] = groups[g].tasks_end, table.no_tma[g] = static_cast<uint8_t>(groups[g].no_tma);
     }
   }
 
   // For a lane of the producer's warp; only lane 0 asks for tasks.
-  DEVICE ShapedScheduler(const ShapedTable& table, TaskQueue& queue, const TaskShape& shape, int lane)
-      : table_(table), groups_(shape.groups), tasks_(queue, shape.counter, lane) {}
+  DEVICE RaggedScheduler(const RaggedTable& table, TaskQueue& queue, const TaskShape& shape, int lane)
+      : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
   DEVICE void request() { tasks_.request(); }
@@ -47,7 +47,12 @@ class ShapedScheduler {
       first_task_ = tasks_end_;
       tasks_end_ = table_.tasks_end[group_];
     }
-    tile = {.group = group_, .tokens_start = 0, .tokens = table_.k[group_], .place = {0, 0}, .share_a = false, .idle = false};
+    tile = {.group = group_,
+            .tokens_start = 0,
+            .tokens = table_.k[group_],
+            .coordinate = {0, 0},
+            .share_a = false,
+            .idle = false};
     place(tile, task - first_task_);
     return true;
   }
@@ -63,24 +68,28 @@ class ShapedScheduler {
     tile.column = across;
   }
 
-  const ShapedTable& table_;
+  const RaggedTable& table_;
   int groups_;
   TaskSource<1> tasks_;
   int group_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 
-// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the depth (mainloop.cuh).
+// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the
+// depth (mainloop.cuh).
 
 // A [m, k].
-struct ShapedRows : TokenRows<> {
+template <class T>
+struct RaggedRows : TokenRows<T> {
   static constexpr bool kRaggedDepth = true;
 };
 // A [k, m].
-struct ShapedColumns : MnMajor {
+template <class T>
+struct RaggedColumns : MnMajor<T> {
   static constexpr bool kRaggedDepth = true;
+  static constexpr int kRows = MnMajor<T>::kChunkColumns;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
-    issue(stage + i * kBlockBytes, tile.row + i * 64, k);
+    issue(stage + i * kBlockBytes, tile.row + i * kRows, k);
   }
 };
 // B are WeightRows and WeightColumns at place (0, 0).

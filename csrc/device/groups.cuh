@@ -1,0 +1,67 @@
+// Split sizes on the device: the only code that reads, clamps and sums them.
+#pragma once
+#include "device/ptx.cuh"
+#include "fusible/groups.h"
+
+namespace fusible {
+
+// An element of an array of int32 or int64.
+DEVICE int64_t read_index(const void* array, bool is_int64, int64_t i) {
+  return is_int64 ? static_cast<const int64_t*>(array)[i] : static_cast<const int32_t*>(array)[i];
+}
+
+// Of a group, from 0 to `most`; 0 of one that does not exist.
+template <class Int>
+DEVICE Int clamped_size(const SplitSizes& s, int group, Int most) {
+  if (group >= s.groups) return 0;
+  const int64_t size = read_index(s.sizes, s.int64_sizes, group);
+  return static_cast<Int>(size < 0 ? 0 : size < most ? size : most);
+}
+
+// Inclusive prefix sum over the warp, of what `add` makes of two neighbours.
+template <class T, class Add>
+DEVICE T scan(T x, int lane, Add add) {
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const T other = __shfl_up_sync(~0u, x, offset);
+    if (lane >= offset) x = add(x, other);
+  }
+  return x;
+}
+template <class T>
+DEVICE T scan(T x, int lane) {
+  return scan(x, lane, [](T a, T b) { return a + b; });
+}
+
+// The rows of a group in a buffer.
+template <class Int>
+struct GroupRows {
+  Int start, size;
+};
+
+// Of 32 neighbouring groups, the rows of this lane's, clamped to a buffer of `rows`. `before`, the rows before the 32
+// groups, becomes that before the next 32. By one warp.
+template <class Int>
+DEVICE GroupRows<Int> rows_of_lane(const SplitSizes& s, int group, Int rows, Int& before, int lane) {
+  // Sums of 32 bits saturate, so that they cannot overflow; of 64 bits, those of 32 clamped sizes cannot anyway.
+  const auto add = [&](Int a, Int b) { return sizeof(Int) == 8 ? a + b : min(a, rows - b) + b; };
+  const Int size = scan(clamped_size(s, group, rows), lane, add), end = before + min(size, rows - before);
+  Int start = __shfl_up_sync(~0u, end, 1);
+  if (lane == 0) start = before;
+  before = __shfl_sync(~0u, end, 31);
+  return {start, end - start};
+}
+
+// Rows of the groups before number `group`, at most `rows`. By all threads of a block, each of which gets it.
+__device__ inline int64_t rows_before(const SplitSizes& s, int group, int64_t rows) {
+  __shared__ unsigned long long total;
+  __syncthreads();  // all have read that of an earlier call
+  if (threadIdx.x == 0) total = 0;
+  __syncthreads();
+  unsigned long long mine = 0;
+  for (int g = threadIdx.x; g < group; g += blockDim.x) mine += clamped_size(s, g, rows);
+  atomicAdd(&total, mine);  // integers: the order does not matter
+  __syncthreads();
+  return total < static_cast<unsigned long long>(rows) ? static_cast<int64_t>(total) : rows;
+}
+
+}  // namespace fusible

@@ -1,0 +1,36 @@
+// Groups that are rows of a token buffer, or its depth. RaggedGroups (ragged_producer.cuh) have shapes of their own.
+#pragma once
+#include "device/mainloop.cuh"
+
+namespace fusible {
+
+struct TokenGroups {
+  template <TileVariant kVariant, bool kRaggedRows>
+  using Scheduler = TileScheduler<kVariant, kRaggedRows>;
+  using Table = GroupTable;
+  static constexpr int kProducers = 1;
+  template <class K>
+  DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
+    K::Scheduler::fill(s.groups, p.shape, lane);
+  }
+  template <class K>
+  DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
+    if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
+  }
+  // Bias and scales of every tile, while the consumers multiply it.
+  template <class K>
+  DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
+    if constexpr (K::kScaleBias) {
+      const int lane = threadIdx.x % 32;
+      TileReader tiles(s.tasks);
+      uint32_t phase = 0;
+      for (Tile tile; tiles.next(tile); phase ^= 1) {
+        barrier_wait(&s.epilogue.empty, phase ^ 1);
+        ::fusible::fill(s.epilogue.stage, p.epilogue, tile, lane);
+        barrier_arrive(&s.epilogue.full);
+      }
+    }
+  }
+};
+
+}  // namespace fusible

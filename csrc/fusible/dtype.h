@@ -1,0 +1,30 @@
+// Types of elements as values, and the step from such a value to code that is compiled for it.
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+namespace fusible {
+
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+constexpr int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+// body(std::integral_constant<..., k>()) of the choice k that `value` is; of the last one if it is none.
+template <auto kFirst, auto... kOthers, class Body>
+decltype(auto) dispatch(decltype(kFirst) value, const Body& body) {
+  if constexpr (sizeof...(kOthers) > 0)
+    if (value != kFirst) return dispatch<kOthers...>(value, body);
+  return body(std::integral_constant<decltype(kFirst), kFirst>());
+}
+
+template <class Body>
+decltype(auto) dispatch_dtype(DType type, const Body& body) {
+  return dispatch<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(type, body);
+}
+// Of operands.
+template <class Body>
+decltype(auto) dispatch_dtype_of_16_bits(DType type, const Body& body) {
+  return dispatch<DType::kFloat16, DType::kBFloat16>(type, body);
+}
+
+}  // namespace fusible

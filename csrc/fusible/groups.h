@@ -1,0 +1,17 @@
+// How long the groups are, which the device alone knows.
+#pragma once
+#include <cstdint>
+
+namespace fusible {
+
+inline constexpr int kMaxGroups = 512;
+
+// Sizes of groups that follow one another in a buffer: int32 or int64, in device memory. Whatever stands there, what
+// exceeds the buffer is cut off where the sizes are read (device/groups.cuh).
+struct SplitSizes {
+  const void* sizes;
+  int groups;
+  bool int64_sizes;
+};
+
+}  // namespace fusible

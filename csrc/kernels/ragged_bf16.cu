@@ -1,0 +1,5 @@
+#include "kernels/instantiate_ragged.cuh"
+
+namespace fusible {
+template KernelEntry ragged_entry<DType::kBFloat16>(Layout, bool);
+}  // namespace fusible

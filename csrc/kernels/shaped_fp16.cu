@@ -1,5 +1,0 @@
-#include "kernels/instantiate_shaped.cuh"
-
-namespace fusible {
-template KernelEntry shaped_entry<DType::kFloat16>(Layout, bool);
-}  // namespace fusible
