@@ -11,6 +11,8 @@ from emulation import build, harness
 
 from fusible.fuser import registry
 
+pytest.register_assert_rewrite("checks")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two
     torch.set_num_threads(1)

@@ -7,216 +7,22 @@ token buffer, the columns between a row's end and its pitch, the rows before and
 from __future__ import annotations
 
 import math
-import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
+from checks.gemm import Case, Problem, check, check_halved, check_sizes_that_lie_stay_inside, variants
 
-torch = pytest.importorskip("torch")
-
-from fusible.ops.kernels.hopper import gemm as hopper  # noqa: E402
-from fusible.ops.kernels.problem import GroupedGemm, Layout  # noqa: E402
+from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.problem import GroupedGemm, Layout
 
 pytestmark = pytest.mark.cuda
 if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
     pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
 
-from fusible.ops import _C  # noqa: E402
-
-
-def variants(layout: Layout, wide: bool = False) -> list[int]:
-    """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
-    return [-1, *(_C.WIDE_TILE_VARIANTS if wide else _C.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
-
-
 TILES = [(layout, variant) for layout in Layout for variant in variants(layout)]
-HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 RAGGED = (131, 0, 77, 304, 1, 512)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem: static shapes, the sizes of the groups, and what is asked for."""
-
-    layout: Layout
-    sizes: tuple[int, ...]
-    k: int = 136  # for TN: rows of the result
-    n: int = 200
-    tail: int = 37
-    dtype: torch.dtype = torch.bfloat16
-    out_dtype: torch.dtype | None = None
-    accumulate: bool = False
-    bias: torch.dtype | None = None
-    row_scale: bool = False
-    bias_scale: bool = False
-    alpha: float | str = 1.0  # "groups": one for each
-    beta: float | str = 1.0  # with accumulate; "groups": one for each, 0 and 1 among them
-    separate: bool = False  # weights, their gradients and biases anywhere in memory
-    index: torch.dtype = torch.int32
-    pitch: int = 0  # elements between a row's end and the next
-    variant: int = -1
-    dynamic: bool = True  # tasks on demand, or a static schedule
-
-
-class Problem:
-    """The tensors of a case. Every view lies inside a buffer of NaN."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        generator = torch.Generator("cuda").manual_seed(len(case.sizes) * 1000 + case.n)
-        self.starts = [sum(case.sizes[:g]) for g in range(len(case.sizes))]
-        self.tokens = sum(case.sizes) + case.tail
-        self.member = torch.full((self.tokens,), -1, dtype=torch.long)
-        for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
-            self.member[start : start + size] = g
-        self.member = self.member.cuda()
-        self.valid = self.member >= 0
-
-        def view(*shape: int, dtype: torch.dtype, scale: float = 1.0, rows_are_tokens: bool = False) -> torch.Tensor:
-            """Random numbers inside a buffer of NaN, with a pitch, NaN in rows of no group."""
-            rows = math.prod(shape[:-1])
-            buffer = torch.full((rows + 32, shape[-1] + case.pitch), math.nan, dtype=dtype, device="cuda")
-            inner = buffer[16 : 16 + rows, : shape[-1]]
-            inner.copy_(torch.randn(inner.shape, generator=generator, device="cuda") * scale)
-            if rows_are_tokens:
-                inner[~self.valid] = math.nan
-            return inner.unflatten(0, shape[:-1]) if len(shape) > 2 else inner
-
-        experts, out_dtype = len(case.sizes), case.out_dtype or case.dtype
-        tokens = {"dtype": case.dtype, "rows_are_tokens": True}
-        if case.layout is Layout.TN:
-            self.a, self.b = view(self.tokens, case.k, **tokens), view(self.tokens, case.n, **tokens)
-            self.out = view(experts, case.k, case.n, dtype=out_dtype)
-        else:
-            shape = (case.n, case.k) if case.layout is Layout.NT else (case.k, case.n)
-            self.a = view(self.tokens, case.k, **tokens)
-            self.b = view(experts, *shape, dtype=case.dtype, scale=case.k**-0.5)
-            self.out = view(self.tokens, case.n, dtype=out_dtype)
-        self.bias = (
-            None
-            if case.bias is None
-            else torch.randn(experts, case.n, generator=generator, device="cuda").to(case.bias)
-        )
-        scale = torch.rand(self.tokens, generator=generator, device="cuda").masked_fill(~self.valid, math.nan)
-        self.row_scale = scale + 0.5 if case.row_scale else None
-        self.bias_scale = (1.5 - scale) if case.bias_scale else None
-        self.alphas = torch.rand(experts, generator=generator, device="cuda") + 0.5 if case.alpha == "groups" else None
-        self.betas = self._betas(generator) if case.beta == "groups" else None
-        if not case.accumulate:
-            self.out.fill_(-77.0)  # a number: a tail of NaN could not be told from a NaN that was written
-        self.before = self.out.clone()
-        unread = self.beta_of_groups() == 0
-        if case.layout is not Layout.TN:
-            unread = self.valid & unread[self.member.clamp(min=0)]
-        self.out[unread] = math.nan  # beta = 0 does not read
-        self.given_b = anywhere(self.b) if case.separate and case.layout is not Layout.TN else self.b
-        self.given_out = anywhere(self.out) if case.separate and case.layout is Layout.TN else self.out
-        self.given_bias = anywhere(self.bias) if case.separate and self.bias is not None else self.bias
-        self.sizes = torch.tensor(case.sizes, dtype=case.index, device="cuda")
-
-    def _betas(self, generator: torch.Generator) -> torch.Tensor:
-        betas = torch.rand(len(self.case.sizes), generator=generator, device="cuda") * 2 - 1
-        betas[::3], betas[1::5] = 0.0, 1.0
-        return betas
-
-    def beta_of_groups(self) -> torch.Tensor:
-        """What stands in the result counts this much: [E]."""
-        number = self.case.beta if isinstance(self.case.beta, float) else 1.0
-        return torch.full((len(self.case.sizes),), number, device="cuda") if self.betas is None else self.betas
-
-    def result(self) -> torch.Tensor:
-        """What was written; where the matrices are separate, put together."""
-        return torch.stack(self.given_out) if isinstance(self.given_out, list) else self.given_out
-
-    def launch(self) -> None:
-        case = self.case
-        hopper.launch(
-            case.layout,
-            self.a,
-            self.given_b,
-            self.given_out,
-            self.sizes,
-            bias=self.given_bias,
-            row_scale=self.row_scale,
-            bias_scale=self.bias_scale,
-            alpha=case.alpha if isinstance(case.alpha, float) else 1.0,
-            alphas=self.alphas,
-            accumulate=case.accumulate,
-            beta=case.beta if isinstance(case.beta, float) else 1.0,
-            betas=self.betas,
-            variant=case.variant,
-            dynamic=case.dynamic,
-        )
-
-    def expected(self) -> torch.Tensor:
-        """In float64; rows of no group keep what stood there."""
-        case, result, betas = self.case, self.before.double(), self.beta_of_groups().double()
-        for g, (start, size) in enumerate(zip(self.starts, case.sizes, strict=True)):
-            rows = slice(start, start + size)
-            a = self.a[rows].double()
-            if case.layout is Layout.TN:
-                value = a.T @ self.b[rows].double()
-            else:
-                value = a @ (self.b[g].double().T if case.layout is Layout.NT else self.b[g].double())
-            value = value * (self.alphas[g].double() if self.alphas is not None else case.alpha)
-            if self.bias is not None:
-                value = value + self.bias[g].double() * (
-                    1 if self.bias_scale is None else self.bias_scale[rows, None].double()
-                )
-            if self.row_scale is not None:
-                value = value * self.row_scale[rows, None].double()
-            where = g if case.layout is Layout.TN else rows
-            result[where] = betas[g] * result[where] + value if case.accumulate else value
-        return result
-
-    def check(self) -> None:
-        """Launches, and compares every element of the result and of its surroundings."""
-        case = self.case
-        outs = self.given_out if isinstance(self.given_out, list) else [self.given_out]
-        surroundings = [(out, buffer_of(out), buffer_of(out).clone()) for out in outs]
-        self.launch()
-        torch.cuda.synchronize()
-        want, got = self.expected(), self.result().double()
-        depth = max(case.sizes, default=1) if case.layout is Layout.TN else 1
-        old = self.before.double().abs()
-        roundings = want.abs()
-        if case.accumulate:  # what stood there times beta, the product, then the sum
-            roundings = roundings + (want.abs() + old if case.beta == 1.0 else want.abs() + 3 * old)
-        tolerance = roundings * HALF_STEP[self.out.dtype] * 1.02 + 1e-4 * max(1, depth) ** 0.5
-        wrong = ~((got - want).abs() <= tolerance)
-        worst = (got - want).abs()[wrong].max() if wrong.any() else 0
-        assert not wrong.any(), f"{int(wrong.sum())} wrong, the worst off by {worst:.3g}, first at {wrong.nonzero()[0]}"
-        if case.layout is not Layout.TN:
-            assert torch.equal(self.out[~self.valid], self.before[~self.valid]), "wrote into rows of no group"
-        bits = torch.int32 if self.out.element_size() == 4 else torch.int16  # NaN must stay the same NaN
-        for out, buffer, around in surroundings:
-            outside = torch.ones_like(buffer, dtype=torch.bool)
-            torch.as_strided(outside, out.shape, out.stride(), out.storage_offset()).fill_(False)
-            assert torch.equal(buffer.view(bits)[outside], around.view(bits)[outside]), "wrote outside the result"
-
-
-def buffer_of(out: torch.Tensor) -> torch.Tensor:
-    """All of the tensor whose view it is."""
-    return out if out._base is None else out._base
-
-
-def anywhere(stacked: torch.Tensor) -> list[torch.Tensor]:
-    """The same matrices (or vectors), each in a buffer of NaN of its own, in no order and at no equal distances."""
-    shuffler, places = random.Random(len(stacked)), {}
-    for g in shuffler.sample(range(len(stacked)), len(stacked)):
-        before, rows = 8 * shuffler.randint(1, 40), stacked[g].numel() // stacked.shape[-1]
-        pitch = stacked.stride(-2) if stacked.dim() == 3 else stacked.shape[-1]
-        buffer = torch.full((before + rows * pitch + 8,), math.nan, dtype=stacked.dtype, device="cuda")
-        places[g] = buffer.as_strided(stacked.shape[1:], stacked.stride()[1:], before).copy_(stacked[g])
-    return [places[g] for g in range(len(stacked))]
-
-
-def check(case: Case, **changes: object) -> None:
-    for dynamic in (True, False):
-        Problem(replace(case, dynamic=dynamic, **changes)).check()
-
-
 LAYOUTS = list(Layout)
 
 
@@ -224,8 +30,8 @@ LAYOUTS = list(Layout)
 def test_shapes(layout: Layout, variant: int) -> None:
     """Depth and width that no tile divides, groups from none to more than two tiles."""
     for k, n in [(8, 8), (8, 136), (136, 8), (64, 256), (72, 264), (136, 768), (520, 392), (768, 1536), (2880, 200)]:
-        check(Case(layout, RAGGED, k=k, n=n, variant=variant))
-    check(Case(layout, (300, 0, 20), k=1536, n=2880, variant=variant))
+        check("cuda", Case(layout, RAGGED, k=k, n=n, variant=variant))
+    check("cuda", Case(layout, (300, 0, 20), k=1536, n=2880, variant=variant))
 
 
 @pytest.mark.parametrize(("layout", "variant"), TILES)
@@ -252,7 +58,7 @@ def test_one_group_of_every_size(layout: Layout, variant: int) -> None:
         1000,
         2500,
     ):
-        check(Case(layout, (size,), tail=size % 5, variant=variant))
+        check("cuda", Case(layout, (size,), tail=size % 5, variant=variant))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -271,8 +77,8 @@ def test_types(layout: Layout, dtype: torch.dtype, wide: bool, accumulate: bool)
             accumulate=accumulate,
             variant=variant,
         )
-        check(case)
-        check(case, pitch=24)
+        check("cuda", case)
+        check("cuda", case, pitch=24)
 
 
 @pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
@@ -292,9 +98,9 @@ def test_bias_and_scales(layout: Layout, bias: torch.dtype | None, row_scale: bo
             row_scale=row_scale,
             bias_scale=bias_scale,
         )
-        check(case, variant=variant)
-        check(case, variant=variant, alpha="groups", accumulate=True)
-        check(case, variant=variant, alpha=0.75)
+        check("cuda", case, variant=variant)
+        check("cuda", case, variant=variant, alpha="groups", accumulate=True)
+        check("cuda", case, variant=variant, alpha=0.75)
 
 
 @pytest.mark.parametrize(("layout", "variant"), TILES)
@@ -302,10 +108,10 @@ def test_many_groups(layout: Layout, variant: int) -> None:
     torch.manual_seed(0)
     for experts, most in [(3, 400), (8, 700), (65, 200), (128, 3), (128, 260), (512, 2), (512, 140)]:
         sizes = tuple(torch.randint(0, most, (experts,)).tolist())
-        check(Case(layout, sizes, k=72, n=136, tail=11, index=torch.int64, variant=variant))
-        check(Case(layout, sizes, k=72, n=136, variant=variant))
+        check("cuda", Case(layout, sizes, k=72, n=136, tail=11, index=torch.int64, variant=variant))
+        check("cuda", Case(layout, sizes, k=72, n=136, variant=variant))
     everything = tuple(900 if g == 40 else 0 for g in range(64))
-    check(Case(layout, everything, variant=variant))
+    check("cuda", Case(layout, everything, variant=variant))
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -314,19 +120,7 @@ def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> No
     """What stands in an fp32 weight gradient is added in the cache, or fetched, depending on the tokens a group has."""
     case = Case(Layout.TN, sizes, k=264, n=520, out_dtype=torch.float32 if wide else None, accumulate=True)
     for variant in variants(Layout.TN, wide):
-        check(case, variant=variant)
-
-
-def check_halved(sizes: tuple[int, ...], k: int, n: int, wide: bool) -> None:
-    """Tiles that may be halved against float64, and bit by bit against whole ones."""
-    out_dtype = torch.float32 if wide else None
-    for accumulate in (False, True):
-        case = Case(Layout.TN, sizes, k=k, n=n, out_dtype=out_dtype, accumulate=accumulate)
-        check(case)
-        halved, *whole = (Problem(replace(case, variant=variant)) for variant in (-1, *variants(Layout.TN, wide)))
-        for problem in (halved, *whole):
-            problem.launch()
-        assert any(torch.equal(halved.out, problem.out) for problem in whole)
+        check("cuda", case, variant=variant)
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -334,23 +128,20 @@ def check_halved(sizes: tuple[int, ...], k: int, n: int, wide: bool) -> None:
 @pytest.mark.parametrize("sizes", [(2500,), (0, 900, 0, 3), (700, 701), (40,) * 130], ids=len)
 def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
     """Also where most groups are empty; many groups of one length fill the GPU as they are."""
-    check_halved(sizes, k, 264, wide)
+    check_halved("cuda", sizes, k, 264, wide)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing(layout: Layout) -> None:
     """All groups empty, with and without a buffer of tokens."""
     for tail, accumulate in product([0, 50], [False, True]):
-        check(Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate))
-        check(Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate, out_dtype=torch.float32, pitch=8))
+        check("cuda", Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate))
+        check("cuda", Case(layout, (0, 0, 0), tail=tail, accumulate=accumulate, out_dtype=torch.float32, pitch=8))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sizes_that_lie_stay_inside(layout: Layout) -> None:
-    """Negative sizes and sums beyond the buffer are cut off: (-5, 150, 2^30, 77) of 400 rows mean (0, 150, 250, 0)."""
-    problem = Problem(Case(layout, (0, 150, 250, 0), tail=0))
-    problem.sizes = torch.tensor([-5, 150, 1 << 30, 77], dtype=torch.int32, device="cuda")
-    problem.check()
+    check_sizes_that_lie_stay_inside("cuda", layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -359,7 +150,7 @@ def test_repeats_are_bitwise_equal(layout: Layout) -> None:
     for (variant, out_dtype), accumulate in product(outputs, [False, True]):
         sizes = 700, 0, 1301, 5
         problem = Problem(
-            Case(layout, sizes, k=520, n=776, out_dtype=out_dtype, accumulate=accumulate, variant=variant)
+            "cuda", Case(layout, sizes, k=520, n=776, out_dtype=out_dtype, accumulate=accumulate, variant=variant)
         )
         problem.launch()
         first = problem.out.clone()
@@ -379,7 +170,7 @@ def test_graph_replay_with_other_sizes(layout: Layout) -> None:
         (60, 60, 61, 61, 61, 61),
         (1, 1, 1, 1, 1, 1),
     ]
-    problem = Problem(Case(layout, vectors[0], k=136, n=520, tail=0))
+    problem = Problem("cuda", Case(layout, vectors[0], k=136, n=520, tail=0))
     problem.a.nan_to_num_(0.5), problem.b.nan_to_num_(0.5)
     assert problem.sizes is not None
     problem.launch()
@@ -399,8 +190,8 @@ def test_graph_replay_with_other_sizes(layout: Layout) -> None:
 def test_two_streams() -> None:
     """Two problems interleaved on two streams give what each gives alone."""
     problems = [
-        Problem(Case(Layout.NT, RAGGED, k=264, n=520)),
-        Problem(Case(Layout.TN, (500, 3, 0, 900), k=264, n=392)),
+        Problem("cuda", Case(Layout.NT, RAGGED, k=264, n=520)),
+        Problem("cuda", Case(Layout.TN, (500, 3, 0, 900), k=264, n=392)),
     ]
     alone = []
     for problem in problems:
@@ -433,7 +224,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 
 
 def test_errors_name_the_problem() -> None:
-    problem = Problem(Case(Layout.NT, (5, 6), k=136, n=200))
+    problem = Problem("cuda", Case(Layout.NT, (5, 6), k=136, n=200))
     with pytest.raises(
         RuntimeError,
         match=r"n must be a positive multiple of 8\. grouped GEMM NT bf16 -> bf16, 2 groups, 48 tokens, n 196, k 136",
@@ -456,19 +247,19 @@ def test_matrices_anywhere(layout: Layout, experts: int) -> None:
     ):
         out_dtype, pitch = (torch.float32, 24) if wide else (None, 0)
         case = Case(layout, sizes, k=136, n=200, dtype=dtype, out_dtype=out_dtype, pitch=pitch, separate=True)
-        check(case)
-        check(case, accumulate=True)
-        check(case, bias=dtype, alpha="groups")
-        check(case, bias=torch.float32, accumulate=True, beta="groups")
+        check("cuda", case)
+        check("cuda", case, accumulate=True)
+        check("cuda", case, bias=dtype, alpha="groups")
+        check("cuda", case, bias=torch.float32, accumulate=True, beta="groups")
     for variant in variants(layout):
-        check(Case(layout, sizes, k=392, n=776, separate=True, variant=variant))
+        check("cuda", Case(layout, sizes, k=392, n=776, separate=True, variant=variant))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_matrices_anywhere_give_the_same_bits(layout: Layout) -> None:
     """Also from a graph, where the addresses are those of the capture."""
     for separate in (False, True):
-        problem = Problem(Case(layout, RAGGED, bias=torch.bfloat16, separate=separate))
+        problem = Problem("cuda", Case(layout, RAGGED, bias=torch.bfloat16, separate=separate))
         problem.launch()
         if not separate:
             want = problem.result().clone()
@@ -515,10 +306,10 @@ def test_beta(layout: Layout, beta: float | str) -> None:
             beta=beta,
             accumulate=True,
         )
-        check(case)
-        check(case, pitch=24, index=torch.int64)
-        check(case, n=776)
-    check(Case(layout, tuple(g % 5 for g in range(512)), beta=beta, accumulate=True, separate=True))
+        check("cuda", case)
+        check("cuda", case, pitch=24, index=torch.int64)
+        check("cuda", case, n=776)
+    check("cuda", Case(layout, tuple(g % 5 for g in range(512)), beta=beta, accumulate=True, separate=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -529,7 +320,7 @@ def test_alpha_and_beta_through_the_door(layout: Layout) -> None:
     for alpha, beta in product(
         [None, 0.5, torch.tensor(0.5, device="cuda"), numbers], [None, 0, 1, 0.5, torch.tensor(0.5), numbers]
     ):
-        problem, how = Problem(case), {"alpha": alpha, "beta": beta}
+        problem, how = Problem("cuda", case), {"alpha": alpha, "beta": beta}
         gemm = GroupedGemm(layout, problem.a, problem.b, problem.sizes, problem.out, **on_device(how))
         assert hopper.refusal(gemm) is None
         hopper.run(gemm)
@@ -554,7 +345,7 @@ def test_bias_of_weight_gradients() -> None:
             Layout.TN, RAGGED, bias=torch.bfloat16, accumulate=accumulate, out_dtype=torch.float32 if wide else None
         )
         for variant in variants(Layout.TN):
-            check(case, variant=variant, alpha=0.5)
+            check("cuda", case, variant=variant, alpha=0.5)
 
 
 def test_refusals_say_why() -> None:

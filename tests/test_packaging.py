@@ -61,7 +61,7 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('fusible', *PACKAGES)}\n{code}").splitlines()
 
-    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP']"
+    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'RoutedMLP']"
     assert twice == "[]"
     assert many == "True"
 

@@ -1,4 +1,4 @@
-"""The emulated extension in place of the compiled one, and the tests of the GPU with tensors of the CPU."""
+"""The emulated extension in place of the compiled one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +19,6 @@ import torch
 
 import fusible.ops
 from fusible.ops import kernels
-
-TESTS = Path(__file__).resolve().parents[1]
-_ON_CPU = {
-    '"cuda"': '"cpu"',
-    ".cuda()": "",
-    "torch.cuda.is_available()": "True",
-    "torch.cuda.current_device()": "0",
-    "torch.cuda.synchronize()": "None",
-}
 
 
 class Emulation:
@@ -116,14 +107,3 @@ def installed(emulation: Emulation) -> Iterator[None]:
                 patch.setattr(module, function, answers[function])
         yield
     gc.unfreeze()
-
-
-def on_cpu(name: str) -> ModuleType:
-    """A test module of the GPU, its tensors on the CPU. The emulation must be installed."""
-    text = (TESTS / f"{name}.py").read_text()
-    for old, new in _ON_CPU.items():
-        text = text.replace(old, new)
-    module = ModuleType(f"emulated_{name}")
-    sys.modules[module.__name__] = module  # where dataclasses look for it
-    exec(compile(text, str(TESTS / f"{name}.py"), "exec"), module.__dict__)
-    return module
