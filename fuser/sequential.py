@@ -25,6 +25,7 @@ from .overrides import is_hooked
 from .parametrized import foreseen
 from .replay import calls as ready
 from .replay.program import SEEN, Forms, aligned
+from .replay.step import REFUSED
 from .runtime.autograd import Runtime, run_alone
 
 _MANY_PLANS = 64
@@ -49,7 +50,7 @@ class _Compiled:
             return self.note(call, runtime)(call.values, runtime)
         entry, addresses = self.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
         known = entry.what
-        if known is ready.REFUSED or not aligned(addresses):
+        if known is REFUSED or not aligned(addresses):
             return self.note(call, runtime)(call.values, runtime)
         if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
             self.last = known.last or _Last.of(known.plan, call, runtime)
