@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-F = TypeVar("F", bound=Callable[..., Any])
+from .config import constant
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "edits", "changes"}
-
-
-def constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports the compiler: seconds that most programs need not."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class Attributes(NamedTuple):

@@ -13,13 +13,14 @@ import inspect
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from .config import constant
 from .edits import children_changed
-from .module_state import Attributes, attributes, constant
+from .module_state import Attributes, attributes
 from .spec import Spec, Specs
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
@@ -76,6 +77,22 @@ class Delivery(NamedTuple):
     targets: Callable[[], Targets]
 
 
+class Standalone(Protocol):
+    """Runs, compiles and explains ops that are called outside of a container.
+
+    This file knows nothing of what runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
+    """
+
+    def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
+        """``op(x, **keywords)``."""
+
+    def program(self, op: Op, call: Any, likes: Any, names: Any, switches: Any, /) -> Any:
+        """The steps that ``torch.compile`` traces for a call of the op."""
+
+    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
+        """The explanation of a call of the op."""
+
+
 class Op(nn.Module, ABC):
     """One differentiable step.
 
@@ -118,6 +135,7 @@ class Op(nn.Module, ABC):
     replayable: bool = False
     edits: int = 0
     changes: int = 0
+    _standalone: ClassVar[Standalone]
     _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
@@ -241,9 +259,7 @@ class Op(nn.Module, ABC):
 
     @constant
     def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        from .dynamo.steps import answer, of_op
-
-        return answer(of_op, switches, self, call, likes, names)
+        return self._standalone.program(self, call, likes, names, switches)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone.
@@ -255,13 +271,7 @@ class Op(nn.Module, ABC):
         Raises:
             ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
         """
-        if torch.compiler.is_dynamo_compiling():
-            from .dynamo.frontend import run_op
-
-            return run_op(self, x, keywords)
-        from .runtime.autograd import run_alone
-
-        return run_alone(self, x, keywords)
+        return self._standalone.run(self, x, keywords)
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

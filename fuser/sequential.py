@@ -10,22 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from .compiler.binding import Call, OpKwargs, bind
-from .compiler.flatten import Layout
+from .compiler.flatten import Container, Layout
 from .compiler.graph import OpGraph
 from .compiler.plan import Plan, compile_plan
 from .compiler.recent import Recent
 from .compiler.registry import registry
-from .config import active_config
+from .config import active_config, constant
 from .edits import children_changed, tell_of_edits
 from .errors import ArgumentError
 from .explain.dry_run import Shape, explain_plan
 from .explain.explanation import Explanation
-from .module_state import constant
+from .op import Op
 from .overrides import is_hooked
 from .parametrized import foreseen
 from .replay import calls as ready
 from .replay.program import SEEN, Forms, aligned
-from .runtime.autograd import Runtime
+from .replay.step import REFUSED
+from .runtime.autograd import Runtime, run_alone
 
 _MANY_PLANS = 64
 
@@ -49,7 +50,7 @@ class _Compiled:
             return self.note(call, runtime)(call.values, runtime)
         entry, addresses = self.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
         known = entry.what
-        if known is ready.REFUSED or not aligned(addresses):
+        if known is REFUSED or not aligned(addresses):
             return self.note(call, runtime)(call.values, runtime)
         if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
             self.last = known.last or _Last.of(known.plan, call, runtime)
@@ -122,7 +123,7 @@ def add_state_format(form: StateFormat) -> None:
     _state_formats.append(form)
 
 
-class Sequential(nn.Sequential):
+class Sequential(Container):
     """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
 
     >>> import torch, fusible
@@ -186,6 +187,8 @@ class Sequential(nn.Sequential):
         call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
         return compiled.run(call, runtime)
 
+    container_forward = forward
+
     def explain(
         self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
     ) -> Explanation:
@@ -241,7 +244,7 @@ class Sequential(nn.Sequential):
         """What is kept for the structure and the fusions of now."""
         compiled = self._compiled
         if compiled is None or not compiled.layout.is_current(self):
-            compiled = self._compiled = _Compiled(Layout(self, Sequential))
+            compiled = self._compiled = _Compiled(Layout(self))
             for module in (self, *compiled.layout.opened()):
                 tell_of_edits(module, self)
         elif compiled.version != registry.version:
@@ -276,3 +279,25 @@ class Sequential(nn.Sequential):
 
     def __mul__(self, times: int) -> Sequential:
         return Sequential(*super().__mul__(times))
+
+
+class _Standalone:
+    """Runs an op that no container holds."""
+
+    def run(self, op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            from .dynamo.frontend import run_op
+
+            return run_op(op, x, keywords)
+        return run_alone(op, x, keywords)
+
+    def program(self, op: Op, call: Any, likes: Any, names: Any, switches: Any) -> Any:
+        from .dynamo.steps import answer, of_op
+
+        return answer(of_op, switches, op, call, likes, names)
+
+    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Explanation:
+        return Sequential(op).explain(*arguments, **keywords)
+
+
+Op._standalone = _Standalone()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
+from ..fuser.config import constant
 from ..fuser.explain.explanation import StandIn
-from ..fuser.module_state import constant
 from ..fuser.overrides import is_hooked
 from ..ops import GLU, Activation, GroupedLinear, Scale
 from ..ops.checks import is_plain

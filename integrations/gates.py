@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Op
-from ..fuser.module_state import constant
+from ..fuser.config import constant
 from ..fuser.overrides import is_hooked
 from ..ops import GLU, Activation, interleaved
 

@@ -59,7 +59,7 @@ def _leaves(module: nn.Module, parent: Sequential, prefix: str) -> Iterator[_Lea
     for name, child in module._modules.items():
         if isinstance(child, Composite):
             yield from _leaves(child, parent, f"{prefix}{name}.")
-        elif isinstance(child, Sequential) and opens(child, Sequential):
+        elif isinstance(child, Sequential) and opens(child):
             yield from _leaves(child, child, f"{prefix}{name}.")
         elif child is not None:
             yield _Leaf(f"{prefix}{name}", child, parent)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
+from ..fuser.config import constant
 from ..fuser.runtime.autograd import Runtime, run
 from ..fuser.spec import layout_of, not_dense
 from . import kernels
@@ -80,11 +81,51 @@ def grouped_gemm(
     return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
 
 
-def _traced(*given: Any) -> Tensor | GroupedTensor:
-    from .functional_in_graph import traced
+def _traced(a: Any, b: Any, *arguments: Any) -> Any:
+    """What Dynamo traces: of plain tensors a part of the graph. Other groups end the graph."""
+    _register_with_dynamo()
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _in_graph(a, b, *arguments)
+    torch._dynamo.graph_break(msg="grouped_gemm: a GroupedTensor cannot be part of a graph")
+    return _uncompiled[0](a, b, *arguments)
 
-    product: Tensor | GroupedTensor = traced(*given)
-    return product
+
+def _in_graph(
+    a: Any,
+    b: Any,
+    split_sizes: Any,
+    offsets: Any,
+    layout: str,
+    out: Any,
+    accumulate: bool,
+    alpha: Any,
+    beta: Any,
+    bias: Any,
+    out_elements: int | None,
+) -> Any:
+    """:func:`grouped_gemm` with all arguments by position, as graphs have them."""
+    return grouped_gemm(
+        *(a, b, split_sizes),
+        offsets=offsets,
+        layout=layout,
+        out=out,
+        accumulate=accumulate,
+        alpha=alpha,
+        beta=beta,
+        bias=bias,
+        out_elements=out_elements,
+    )
+
+
+_uncompiled: list[Any] = []  # of the wrapper that Dynamo does not look into, once a call has been traced
+
+
+@constant
+def _register_with_dynamo() -> None:
+    """Tells Dynamo what to do with a call, at the first that it traces: its decorators import the compiler."""
+    if not _uncompiled:
+        torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
+        _uncompiled.append(torch.compiler.disable(lambda *arguments: _in_graph(*arguments)))  # type: ignore[no-untyped-call]
 
 
 class _GroupedGemm(Op):

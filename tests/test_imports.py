@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ SHARED = (
     "ops.kernels.outputs",
     "ops.kernels.custom_ops",
 )  # values, and what only has to be loaded
+
+CONTRACT = {"config", "edits", "errors", "module_state", "op", "overrides", "parametrized", "spec", "tracing"}
+ARROWS = {  # part of fuser -> what it may import besides the files of the op contract; nothing stands above its row
+    "runtime": set(),
+    "composite": {"runtime"},
+    "compiler": {"composite", "runtime"},
+    "replay": {"compiler", "runtime"},
+    "dynamo": {"compiler", "runtime"},
+    "explain": {"compiler", "runtime"},
+    "sequential": {"compiler", "replay", "dynamo", "explain", "runtime"},
+}
 
 
 def imports(path):
@@ -39,6 +51,33 @@ def files(*folders):
 def test_the_compiler_imports_no_op(path):
     forbidden = ("ops", "integrations", "fusible", "csrc", "tests")
     assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
+
+
+def parts_of_fuser(path):
+    """The packages and single files of fuser that a file imports."""
+    return {modules(name)[1] for name in imports(path) if name.startswith("fuser.")}
+
+
+@pytest.mark.parametrize("path", files("fuser"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_parts_of_fuser_import_only_what_is_below_them(path):
+    part = path.relative_to(ROOT / "fuser").with_suffix("").parts[0]
+    allowed = CONTRACT | ARROWS.get(part, set()) | {part}
+
+    assert part == "__init__" or parts_of_fuser(path) <= allowed
+
+
+def test_every_arrow_points_to_an_earlier_row():
+    rows = list(ARROWS)
+    assert all(rows.index(target) < rows.index(part) for part, targets in ARROWS.items() for target in targets)
+
+
+def test_no_files_import_each_other():
+    """Imports inside functions count."""
+    paths = files("fuser", "ops", "integrations")
+    name_of = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
+    graph = {name: {".".join(modules(i)) for i in imports(path) if i != "ops._C"} for path, name in name_of.items()}
+
+    TopologicalSorter(graph).prepare()  # raises CycleError, which lists the files
 
 
 @pytest.mark.parametrize("path", files("ops"), ids=lambda p: p.name)

@@ -27,7 +27,7 @@ from fusible.fuser.replay import calls as ready
 from fusible.fuser.replay import capture as recorder
 from fusible.fuser.replay import captured as records
 from fusible.fuser.replay import program as replay
-from fusible.fuser.runtime import call as halves
+from fusible.fuser.replay import step as replayed_step
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -455,7 +455,7 @@ def test_memory_without_alignment_takes_the_long_way(runs: Runs, monkeypatch: py
     experts = Experts()
     experts.warm()
     with monkeypatch.context() as patch:
-        patch.setattr(halves, "aligned", lambda addresses: addresses[-1] != experts.dy.data_ptr())
+        patch.setattr(replayed_step, "aligned", lambda addresses: addresses[-1] != experts.dy.data_ptr())
         assert runs.of(experts.step)[1] == 1
     experts.scales = torch.rand(T + 1)[1:].requires_grad_()
 
@@ -479,7 +479,7 @@ def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest
     experts = Experts()
     first = experts.step()
     experts.warm()
-    for half in (ready, halves):
+    for half in (ready, replayed_step):
         monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
     again: list[Tensor] = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -14,6 +14,16 @@ from ..errors import ArgumentError, shown
 from ..op import Op
 from ..overrides import has_own_forward, hooks_of, is_hooked, patched_half
 from ..parametrized import foreseen
+
+
+class Container(nn.Sequential):
+    """The base of :class:`Sequential`: what a container inside another one is recognised by.
+
+    Attributes:
+        container_forward: the ``forward`` that runs a plan. One with another is called as it is.
+    """
+
+    container_forward: ClassVar[Callable[..., Any]]
 
 
 class Leaf:
@@ -91,14 +101,13 @@ class Layout:
         bound: the forms of calls that have been bound.
     """
 
-    def __init__(self, container: nn.Sequential, container_type: type[nn.Sequential]) -> None:
+    def __init__(self, container: Container) -> None:
         self.leaves: list[Leaf] = []
         self.modules: list[nn.Module] = []
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
         self.bound: dict[tuple[Any, ...], Bound] = {}
-        self._container_type = container_type
         self._by_index: list[Target] = []
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
@@ -112,7 +121,7 @@ class Layout:
         self.holders = [op for op in self.ops if op._parameters or op._modules]
         self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
 
-    def is_current(self, container: nn.Sequential) -> bool:
+    def is_current(self, container: Container) -> bool:
         """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
         if tuple(container._modules.items()) != self._children:
             return False
@@ -189,12 +198,12 @@ class Layout:
         first = len(self.leaves)
         if isinstance(module, Composite):
             self._composites.append((module, module.changes))
-        if opens(module, self._container_type):
+        if opens(module):
             refuse_itself(module, label, around)
             self._note(module)
             for name, child in () if is_hooked(module) else module._modules.items():
                 self._add(child, f"{label}.{name}", index, (*around, module))  # type: ignore[arg-type]
-        if not opens(module, self._container_type) or is_hooked(module):
+        if not opens(module) or is_hooked(module):
             self.leaves.append(Leaf(label, index, module))
             self.modules.append(module)
             self._check_whole(self.leaves[-1], module)
@@ -205,8 +214,8 @@ class Layout:
 
     def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
-        if isinstance(module, self._container_type) and opens(module, self._container_type):
-            inner = Layout(module, self._container_type)
+        if isinstance(module, Container) and opens(module):
+            inner = Layout(module)
             for i, name in inner.required:
                 raise ArgumentError(
                     f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "
@@ -243,11 +252,11 @@ def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) 
         raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
 
 
-def opens(module: nn.Module, container_type: type[nn.Sequential]) -> bool:
+def opens(module: nn.Module) -> bool:
     """Whether to take a module apart. Hooks, and code of its own, only run where it is called whole."""
     if isinstance(module, Composite):
         return not _has_own_code(module)
-    return isinstance(module, container_type) and type(module).forward is container_type.forward
+    return isinstance(module, Container) and type(module).forward is type(module).container_forward
 
 
 def _has_own_code(composite: Composite) -> bool:

@@ -14,7 +14,7 @@ from ..errors import ArgumentError, RefusedError
 from ..op import Keyword, Op
 from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import Runtime, Watch, refuse_transforms
+from ..runtime.autograd import CaptureSession, Runtime, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..spec import Spec, check_layout
 from . import legality
@@ -42,7 +42,7 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     is_replayable: bool
 
-    def __call__(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> Any:
+    def __call__(self, values: list[Any], runtime: Runtime, session: CaptureSession | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
@@ -53,9 +53,9 @@ class Plan:
                 step.check(Spec.of(values[step.x]), values, runtime, {})
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
-                    step.run(values, runtime, watch)
+                    step.run(values, runtime, session)
             else:
-                step.run(values, runtime, watch)
+                step.run(values, runtime, session)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
     def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:

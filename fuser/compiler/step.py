@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from ..op import Op
 from ..overrides import has_own_forward, outputs_of, patched_half
 from ..parametrized import computed
-from ..runtime.autograd import Runtime, Watch, calling, check, check_foreseen, check_without_x, run
+from ..runtime.autograd import CaptureSession, Runtime, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
 from ..spec import Spec, Specs
@@ -98,7 +98,7 @@ class Step:
         op = computed(self.module)
         return replace(self.with_op(op), computes=False, input_names=op.input_names())
 
-    def run(self, values: list[Any], runtime: Runtime, watch: Watch | None = None) -> None:
+    def run(self, values: list[Any], runtime: Runtime, session: CaptureSession | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
@@ -106,9 +106,9 @@ class Step:
                 step = self.computed()
                 step.check(Spec.of(x), values, runtime, {})
                 return step.run(values, runtime)
-            values += run(module, x, keywords, runtime, self.input_names, watch, self.x_is_inner)  # type: ignore[arg-type]
-            if watch is not None:
-                watch.made(values[-len(self.outputs) :])
+            values += run(module, x, keywords, runtime, self.input_names, session, self.x_is_inner)  # type: ignore[arg-type]
+            if session is not None:
+                session.add_outputs(values[-len(self.outputs) :])
         elif isinstance(module, Op):
             values.extend(self._called(module, x, keywords))
         else:

@@ -23,7 +23,6 @@ from ..errors import ArgumentError
 from ..module_state import field_names, is_record
 from ..op import Op
 from ..overrides import is_hooked, outputs_of
-from ..sequential import Sequential
 from .steps import Program, TracedStep, run_step
 
 Modules = list[tuple[str, nn.Module]]
@@ -131,9 +130,9 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
 def _walk(module: nn.Module, label: str, found: Modules, around: tuple[nn.Module, ...]) -> None:
     """The modules that stand for themselves or can be addressed, as :class:`Layout` labels them."""
     found.append((label, module))
-    if opens(module, Sequential):
+    if opens(module):
         refuse_itself(module, label, around)
-    if opens(module, Sequential) and not is_hooked(module):
+    if opens(module) and not is_hooked(module):
         for name, child in module._modules.items():
             _walk(child, f"{label}.{name}", found, (*around, module))  # type: ignore[arg-type]
 

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import nn
 
 from ..compiler.binding import OpKwargs
+from ..compiler.flatten import Container
 from ..errors import ArgumentError
 from ..op import Op
-from ..sequential import Sequential
 from . import draw
 from .explanation import Explanation
+
+
+class Explainable(Protocol):
+    """A container that can explain its calls."""
+
+    @property
+    def was_called(self) -> bool:
+        """Whether there is a last call to explain."""
+
+    def explain(self, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
+        """Explains a call with these arguments, or the last one."""
 
 
 class Found(NamedTuple):
     """A container that runs a module of somebody else's, and what brings rows to its groups and back."""
 
-    container: Sequential
+    container: Explainable
     routing: str = ""
 
 
@@ -89,9 +100,10 @@ def explain(
             :meth:`Sequential.explain`.
     """
     if isinstance(module, Op):
-        module = Sequential(module)
-    if isinstance(module, Sequential):
-        return module.explain(*args, op_kwargs=op_kwargs, **shared)
+        explanation: Explanation = module._standalone.explain(module, args, {"op_kwargs": op_kwargs, **shared})
+        return explanation
+    if isinstance(module, Container):
+        return cast(Explainable, module).explain(*args, op_kwargs=op_kwargs, **shared)
     if not isinstance(module, nn.Module) or args or op_kwargs or shared:
         kind = type(module).__name__
         raise ArgumentError(
@@ -110,8 +122,8 @@ def _layers(module: nn.Module, path: str) -> Iterator[ExplainedLayer]:
 
 
 def _found(module: nn.Module) -> Found | str | None:
-    if isinstance(module, Sequential):
-        return Found(module)
+    if isinstance(module, Container):
+        return Found(cast(Explainable, module))
     for finder in _finders:
         found = finder(module)
         if found is not None:

@@ -19,14 +19,12 @@ from ..compiler.flatten import Layout
 from ..compiler.plan import Plan
 from ..config import active_config
 from ..parametrized import computes_parameters
-from ..runtime.autograd import Runtime, run_again
+from ..runtime.autograd import Runtime
 from ..runtime.buffers import extent
-from ..runtime.call import Again
-from ..runtime.call import Call as BackwardCall
+from ..runtime.call import EagerStep, ForwardResult
 from .capture import PLAIN
 from .program import SEEN, is_replayed_for, stream_of
-
-REFUSED = "refused"
+from .step import REFUSED, CapturedContext, CapturedStep, capture
 
 
 class Facts(NamedTuple):
@@ -70,7 +68,7 @@ class ReadyStep(NamedTuple):
         dead: what nothing reads any more.
     """
 
-    again: Again
+    step: CapturedStep
     inputs: tuple[int, ...]
     given: tuple[int, ...]
     dead: tuple[int, ...]
@@ -89,10 +87,10 @@ class Ready(NamedTuple):
         """For any number of rows, from calls of different ones; None where they do not fit together."""
         first, steps = several[0], list[ReadyStep]()
         for same in zip(*[ready.steps for ready in several], strict=True):
-            again = Again.joined([step.again for step in same])
-            if again is None or any(step[1:] != same[0][1:] for step in same):
+            joined = CapturedStep.joined([each.step for each in same])
+            if joined is None or any(each[1:] != same[0][1:] for each in same):
                 return None
-            steps.append(same[0]._replace(again=again))
+            steps.append(same[0]._replace(step=joined))
         return first._replace(steps=tuple(steps), last=None)
 
     def overlaps(self, pool: Sequence[Tensor], addresses: Sequence[int]) -> bool:
@@ -107,9 +105,9 @@ class Ready(NamedTuple):
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Runs on a pool, to which the steps add what they make."""
         stream = stream_of(pool[0])
-        for again, inputs, places, dead in self.steps:
+        for step, inputs, places, dead in self.steps:
             given, where = [pool[i] for i in places], [addresses[i] for i in places]
-            outputs = run_again(again, given, where, rows, stream, [pool[i] for i in inputs])
+            outputs = step.run(given, where, rows, stream, [pool[i] for i in inputs])
             pool += outputs
             addresses += map(Tensor.data_ptr, outputs)
             for i in dead:
@@ -124,7 +122,7 @@ def watch(entry: Any, plan: Plan, facts: Facts, values: int) -> Watch | None:
     elif entry.what is None and not entry.family.is_collecting:
         entry.what, entry.family.seen = SEEN, True
     else:
-        return Watch(plan, facts, values, entry.family.calls)
+        return Watch(plan, facts, values, entry.family.contexts)
     return None
 
 
@@ -136,26 +134,31 @@ def _reach(tensor: Tensor) -> int:
 class Watch:
     """Records the steps of a call as they run."""
 
-    def __init__(self, plan: Plan, facts: Facts, values: int, calls: list[BackwardCall]) -> None:
-        self.calls = calls
+    def __init__(self, plan: Plan, facts: Facts, values: int, contexts: list[CapturedContext]) -> None:
+        self._contexts = contexts
         self._plan, self._values, self._before, self._rows = plan, values, len(facts.pool), facts.rows
         self._ids = [id(t) for t in facts.pool]
         self._alive: list[Any] = list(facts.pool)  # so that no other tensor can have their ids
         self._steps: list[ReadyStep] = []
         self._refused = len(set(self._ids)) < len(self._ids)
 
-    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Notes a step."""
+    def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
+        """Runs the forward of a step, and captures it."""
+        result, captured = capture(step, inputs[0], wanted, self._contexts)
+        self._add(captured, inputs if wanted else (), step.inputs(inputs[0]))
+        return result
+
+    def _add(self, step: CapturedStep | None, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         known = {i: place for place, i in enumerate(self._ids)}
-        if again is None or any(id(t) not in known for t in (*inputs, *given)):
+        if step is None or any(id(t) not in known for t in (*inputs, *given)):
             self._refused = True
             return
         dead = [self._place(slot) for slot in self._plan.steps[len(self._steps)].dead]
         places = tuple([known[id(t)] for t in inputs]), tuple([known[id(t)] for t in given])
-        self._steps.append(ReadyStep(again, *places, tuple(dead)))
+        self._steps.append(ReadyStep(step, *places, tuple(dead)))
 
-    def made(self, outputs: Sequence[Tensor]) -> None:
-        """Notes what the step made."""
+    def add_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Adds the outputs of the step that has run."""
         self._ids += map(id, outputs)
         self._alive += outputs
 

@@ -114,7 +114,7 @@ class Family:
         what: what is known of all of them: of any number of rows, once some have been recorded.
         records: of forms of different lengths, while they are collected; None once they are not.
         seen: whether there was a call.
-        calls: what backwards know of their forwards.
+        contexts: of the captured forwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
@@ -126,7 +126,7 @@ class Family:
         guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self._matches, self.what, self.seen = guards.check, None, False
         self.records: dict[int, Any] | None = {}
-        self.calls: list[Any] = []
+        self.contexts: list[Any] = []
 
     def matches(self, tensors: Sequence[Tensor], rows: int) -> bool:
         """Whether the form of these is one of them."""

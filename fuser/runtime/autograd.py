@@ -18,24 +18,20 @@ from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import computed, computes_parameters, foreseen, is_certain
 from ..spec import Spec, Specs, check_layout, layout_of
-from . import call as halves
 from .buffers import NamedValue, check_overlaps
-from .call import Again, Call, Fresh, Ran, with_reserved
+from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
 
 
-class Watch(Protocol):
-    """Who records ops as they run; ``calls`` are those that it has recorded, of any number of rows."""
+class CaptureSession(Protocol):
+    """Captures the steps of a call while they run."""
 
-    @property
-    def calls(self) -> list[Call]: ...
+    def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
+        """Runs the forward of a step on ``inputs[0]``, and captures it; ``inputs`` are those of autograd."""
 
-    def ran(self, again: Again | None, inputs: Sequence[Tensor], given: Sequence[Tensor], /) -> None:
-        """Notes an op."""
-
-    def made(self, outputs: Sequence[Tensor], /) -> None:
-        """Notes what it made."""
+    def add_outputs(self, outputs: Sequence[Tensor], /) -> None:
+        """Adds the outputs of the step that has run."""
 
 
 class Runtime(NamedTuple):
@@ -86,14 +82,14 @@ def run(
     keywords: dict[str, Any],
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
-    watch: Watch | None = None,
+    session: CaptureSession | None = None,
     x_is_inner: bool = False,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
 
     Args:
         input_names: ``op.input_names()`` of an earlier call, where the caller keeps them.
-        watch: records it.
+        session: captures it.
         x_is_inner: whether the call has made ``x``.
 
     Returns:
@@ -108,27 +104,16 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                fresh = Fresh(op, keywords, runtime.autocast_dtype, names, x_is_inner)
-                return _apply(partial(_run_fresh, fresh, tensors, watch), *tensors)
-    return _run_fresh(Fresh(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], watch, None).outputs
+                step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner)
+                return apply(partial(_forward, step, tensors, session), *tensors)
+    return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
 
 
-def _run_fresh(fresh: Fresh, tensors: list[Tensor], watch: Watch | None, flags: tuple[bool, ...] | None) -> Ran:
-    wanted = _NOTHING if flags is None else _wanted(fresh.names, flags[1:])
-    if watch is None:
-        return fresh.run(tensors[0], wanted)
-    ran, again = fresh.recorded(tensors[0], wanted, watch.calls)
-    watch.ran(again, tensors if wanted else (), fresh.given(tensors[0]))
-    return ran
-
-
-def run_again(
-    again: Again, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """Runs an op as it was recorded; ``inputs`` are those of autograd, if it was asked."""
-    if inputs:
-        return _apply(lambda flags: again.run(given, addresses, rows, stream), *inputs)
-    return again.run(given, addresses, rows, stream).outputs
+def _forward(
+    step: EagerStep, tensors: list[Tensor], session: CaptureSession | None, flags: tuple[bool, ...] | None
+) -> ForwardResult:
+    wanted = _NOTHING if flags is None else _wanted(step.names, flags[1:])
+    return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
 
 
 def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
@@ -231,45 +216,45 @@ def _differentiable(
 
 class _OpFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Ran], *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept, apart, ctx.lent, ctx.call = run(ctx.needs_input_grad)
+    def forward(ctx: Any, run: Callable[..., ForwardResult], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, kept, apart, ctx.lent, ctx.context = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept, *apart)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        context: BackwardContext = ctx.context
         tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
         try:
-            if _is_plain(call, douts[0].device.type):
-                return None, *halves.gradients(call, tensors, ctx.lent, douts, ctx)
-            with _BackwardScope(call, douts[0].device.type):
-                grads = halves.gradients(call, tensors, ctx.lent, douts, ctx)
+            if _needs_no_scope(context, douts[0].device.type):
+                return None, *context.gradients(tensors, ctx.lent, douts, ctx)
+            with _BackwardScope(context, douts[0].device.type):
+                grads = context.gradients(tensors, ctx.lent, douts, ctx)
         except RuntimeError as error:
-            _explain_batched(call, douts, error)
+            _explain_batched(context, douts, error)
             raise
         if differentiated:
-            grads = _FirstOrderOnly.guard(type(call.op).__name__, grads, (*douts, *tensors))
+            grads = _FirstOrderOnly.guard(type(context.op).__name__, grads, (*douts, *tensors))
         return None, *grads
 
 
-def _explain_batched(call: Call, douts: Sequence[Tensor], error: RuntimeError) -> None:
+def _explain_batched(context: BackwardContext, douts: Sequence[Tensor], error: RuntimeError) -> None:
     """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
     if any(torch._C._functorch.is_legacy_batchedtensor(dout) for dout in douts):
-        name = type(call.op).__name__
+        name = type(context.op).__name__
         raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
 
 
-_apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
+apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
 """Without the look at every argument for remains of ``torch.func``, whose transforms :func:`run` refuses."""
 
 
-def _is_plain(call: Call, device_type: str) -> bool:
+def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
     """Whether the backward runs as it must already: without recording, autocast or other switches, and unobserved."""
     return not (
         torch.is_grad_enabled()
         or _autocasts(device_type)
-        or call.config is not active_config()
+        or context.config is not active_config()
         or torch._C._autograd._profiler_enabled()
     )
 
@@ -277,14 +262,14 @@ def _is_plain(call: Call, device_type: str) -> bool:
 class _BackwardScope(ExitStack):
     """A backward runs under the switches of its forward, without recording and without autocast."""
 
-    def __init__(self, call: Call, device_type: str) -> None:
+    def __init__(self, context: BackwardContext, device_type: str) -> None:
         super().__init__()
         self.enter_context(torch.no_grad())
         if _autocasts(device_type):
             self.enter_context(torch.autocast(device_type, enabled=False))
-        self.enter_context(use_config(call.config))
+        self.enter_context(use_config(context.config))
         if torch._C._autograd._profiler_enabled():
-            self.enter_context(torch.profiler.record_function(f"fusible::{type(call.op).__name__}.bwd"))
+            self.enter_context(torch.profiler.record_function(f"fusible::{type(context.op).__name__}.bwd"))
 
 
 @lru_cache(maxsize=4096)
