@@ -73,10 +73,12 @@ def route(
     if _is_compiled(top_k_index):
         own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
         return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
-    if refusal(top_k_index, num_experts, dtype) is not None:
+    why = refusal(top_k_index, num_experts, dtype)
+    if trace.active():
+        _record("route", why, top_k_index)
+    if why is not None:
         return by_torch(top_k_index, num_experts)
     if trace.active():
-        _record("route", top_k_index)
         return _without_data(top_k_index, num_experts, weights)
     counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
     return Routing(counts, order, place, True, scales)
@@ -90,14 +92,16 @@ def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
     """
     if not routing.own:
         slots = routing.place.shape[1]
-        return x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
+        spread = x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
+        _record_torch(routing, x, spread)
+        return spread
     if _is_compiled(x):
         rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.counts)
         return rows
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = x.new_empty(routing.order.shape[0], x.shape[1])
     if trace.active():
-        _record("spread", x, out)
+        _record("spread", None, x, out)
         return out
     kernels.spread(x, routing.place, routing.counts, out, fill)
     return out
@@ -106,14 +110,16 @@ def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
 def add(rows: Tensor, routing: Routing) -> Tensor:
     """[T, H]: the sum of each token's rows [S, H], summed in float32 at least and rounded once."""
     if not routing.own:
-        return _add(rows, routing.place)
-    if _is_compiled(rows):
-        sums: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.counts)
+        sums = _add(rows, routing.place)
+        _record_torch(routing, rows, sums)
         return sums
+    if _is_compiled(rows):
+        summed: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.counts)
+        return summed
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = rows.new_empty(routing.place.shape[0], rows.shape[1])
     if trace.active():
-        _record("sum", rows, out)
+        _record("sum", None, rows, out)
         return out
     kernels.add(rows, routing.place, routing.counts, out)
     return out
@@ -129,11 +135,14 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     if routing.own and numbers.dtype == torch.float32 and not _is_compiled(numbers):
         out = torch.empty_like(routing.place, dtype=dtype)
         if trace.active():
+            _record("by slot", None, numbers, out)
             return out
         kernels.of_slots(numbers, routing.place, routing.counts, out)
         return out
     found = numbers.index_select(0, routing.place.view(-1)).view_as(routing.place)
-    return torch.where(routing.place < routing.every, found, 0).to(dtype)
+    slots = torch.where(routing.place < routing.every, found, 0).to(dtype)
+    _record_torch(routing, numbers, slots)
+    return slots
 
 
 def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
@@ -164,8 +173,22 @@ def _is_compiled(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or (type(tensor) is not Tensor and trace.is_traced(tensor))
 
 
-def _record(name: str, *tensors: Tensor) -> None:
-    trace.record(trace.KernelCall(f"{kernels.NAME} ({name})", "", 0, nbytes(*tensors)))
+def _record(name: str, why: str | None, *tensors: Tensor) -> None:
+    """Tells a trace of our own kernel of that name, or of PyTorch's in its place, and why."""
+    kernel = f"{kernels.NAME} ({name})" if why is None else "torch"
+    reason = why if why and tensors[0].is_cuda else ""  # on a CPU nobody expects another
+    trace.record(trace.KernelCall(kernel, reason, 0, nbytes(*tensors)))
+
+
+def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
+    """Tells a trace, if there is one, of a permutation by PyTorch's kernels."""
+    if torch.compiler.is_compiling() or not trace.active():
+        return
+    if routing.own:
+        why: str | None = f"{kernels.NAME} has no kernel for numbers of {source.dtype}"
+    else:
+        why = permute_refusal(routing.place, 1, source.dtype)
+    _record("", why or "the rows were sorted by PyTorch", source, out)
 
 
 def _without_data(top_k_index: Tensor, num_experts: int, weights: Tensor | None) -> Routing:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,15 +16,16 @@ from .. import tracing as trace
 from ..compiler.graph import OpGraph
 from ..compiler.plan import Plan
 from ..compiler.step import Step
+from ..errors import RefusedError
 from ..op import Op
-from ..overrides import has_own_forward
-from ..parametrized import form_of, view_of
+from ..overrides import has_own_forward, patched_half
+from ..parametrized import AnyOp, form_of, view_of
 from ..runtime.autograd import Runtime, differentiable
-from ..runtime.call import call_fwd
+from ..runtime.call import call_bwd, call_fwd, evaluate
 from ..runtime.in_place import works_in_place
-from ..runtime.residuals import tensors_of
+from ..runtime.residuals import pack, tensors_of, unpack
 from ..spec import Spec
-from .explanation import ExplainedFusion, ExplainedStep, Explanation, StandIn
+from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 
 class Shape(NamedTuple):
@@ -68,7 +70,7 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
             labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
             plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
             if values is None:
-                yield replace(plain, reason=behind)
+                yield replace(plain, **_unknown(KernelReport(reason=behind), runtime))
             elif isinstance(step.module, Op):
                 try:
                     yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
@@ -79,15 +81,22 @@ def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterato
                     values = None
                     if isinstance(error, DynamicOutputShapeException):
                         behind = f"its shapes depend on data: on what {step.leaves[-1]} gives"
-                    yield replace(plain, kernel="?", reason=why)
+                    yield replace(plain, **_unknown(KernelReport("?", why), runtime))
             else:
                 notes = _notes_of_copy(step, values)
                 values = _run_module(step.module, step.x, values, mode)
-                shape = None if values is None else tuple(values[-1].shape)
                 reason = step.module.reason if isinstance(step.module, StandIn) else ""
-                yield replace(
-                    plain, kernel="module", reason=reason or "not an Op: runs as it is", shape=shape, notes=notes
-                )
+                report = KernelReport("module", reason or "not an Op: runs as it is")
+                if values is None:
+                    yield replace(plain, **_unknown(report, runtime), notes=notes)
+                else:
+                    trains, shape = runtime.grad_enabled and values[-1].requires_grad, tuple(values[-1].shape)
+                    yield replace(plain, forward=report, backward=report if trains else None, shape=shape, notes=notes)
+
+
+def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
+    """What is said of both directions of a step that cannot be run: its backward may be needed, where one is."""
+    return {"forward": report, "backward": KernelReport("?", report.reason) if runtime.grad_enabled else None}
 
 
 class _OwnForwardError(Exception):
@@ -119,25 +128,67 @@ def _explain_op(
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
-    op = view_of(op, lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
+    op = view_of(_apart(op), lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, step.x_is_inner)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
     kept |= new
+    backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)
     values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
     return replace(
         plain,
-        kernel=" + ".join(dict.fromkeys(call.kernel for call in seen.calls)) or "torch",
-        reason="; ".join(dict.fromkeys(call.reason for call in seen.calls if call.reason)),
+        forward=KernelReport.of(seen.calls),
+        backward=backward,
         shape=tuple(outputs[0].shape),
-        flops=sum(call.flops for call in seen.calls),
-        bytes=sum(call.bytes for call in seen.calls),
         saved_bytes=sum(t.untyped_storage().nbytes() for t in new.values()),
-        configurations=tuple(f"{call.kernel}, {call.configuration}" for call in seen.calls if call.configuration),
-        notes=(*plain.notes, *dict.fromkeys(seen.notes)),
+        notes=(*plain.notes, *dict.fromkeys([*seen.notes, *notes])),
     )
+
+
+def _explain_backward(
+    op: Op, saved: Any, outputs: Sequence[Tensor], wanted: Sequence[str], runtime: Runtime
+) -> tuple[KernelReport | None, list[str]]:
+    """What the backward of an op runs, and remarks on it; None where nothing is wanted, or autograd sees no op.
+
+    Raises:
+        RefusedError: a kernel of it is refused, under ``config(strict=True)``.
+    """
+    if not wanted or (op.passes_x_on and patched_half(op) is None):
+        return None, []
+    kept, lent, apart, rest = pack(saved)
+    try:
+        with trace.recording() as seen, torch.no_grad(), _without_autocast(outputs[0].device, runtime):
+            joined = [each.source.joined(each.tensors) for each in apart]
+            douts = tuple([torch.empty_like(y) for y in outputs])
+            grads = call_bwd(op, unpack(rest, kept, lent, joined), douts, frozenset(wanted))
+            for name in wanted:
+                evaluate(grads[name])
+    except RefusedError:
+        raise
+    except DataDependentOutputException:
+        return KernelReport("?", "its backward reads values, so it cannot run without data"), []
+    except Exception as error:  # whatever the code of an op does with tensors that hold no data
+        return KernelReport("?", f"its backward cannot run without data: {_first_line(error)}"), []
+    return KernelReport.of(seen.calls), seen.notes
+
+
+def _apart(op: AnyOp) -> AnyOp:
+    """A copy for the run, which takes what ``fwd`` and ``bwd`` assign to the op. It shares everything else."""
+    copy: AnyOp = object.__new__(type(op))
+    held = {kind: dict(vars(op)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
+    object.__setattr__(copy, "__dict__", {**vars(op), **held})
+    return copy
+
+
+def _without_autocast(device: torch.device, runtime: Runtime) -> AbstractContextManager[Any]:
+    """A backward runs without autocast, even if its forward did not."""
+    return nullcontext() if runtime.autocast_dtype is None else torch.autocast(device.type, enabled=False)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:

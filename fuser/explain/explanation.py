@@ -2,41 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from ..compiler.graph import OpGraph
+from ..tracing import KernelCall
 from . import draw
 
 
 @dataclass(frozen=True)
+class KernelReport:
+    """The kernels that a step calls in one direction.
+
+    Attributes:
+        kernel: their names; ``reason``: why these, and no faster ones; or why nobody can say, where the name is ``?``.
+        flops, bytes: what they compute and must move, once through, with every row in use.
+        configurations: of the kernels that have several, what was chosen: tiles and the like.
+    """
+
+    kernel: str = "torch"
+    reason: str = ""
+    flops: int = 0
+    bytes: int = 0
+    configurations: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, calls: Sequence[KernelCall]) -> KernelReport:
+        """What was recorded; without a record the step calls functions of torch."""
+        return cls(
+            kernel=" + ".join(dict.fromkeys(call.kernel for call in calls)) or "torch",
+            reason="; ".join(dict.fromkeys(call.reason for call in calls if call.reason)),
+            flops=sum(call.flops for call in calls),
+            bytes=sum(call.bytes for call in calls),
+            configurations=tuple(f"{call.kernel}, {call.configuration}" for call in calls if call.configuration),
+        )
+
+
+@dataclass(frozen=True)
 class ExplainedStep:
-    """One step of a plan.
+    """One step of a plan. ``kernel``, ``reason``, ``flops``, ``bytes`` and ``configurations`` are the forward's.
 
     Attributes:
         name: the class of the op that runs.
         ops: the indices in the container of the ops that it stands for; ``labels`` also tells parts apart.
-        kernel: the kernels that it calls; ``reason``: why these, and no faster ones.
+        forward: its kernels.
+        backward: those of its backward; None where there is none, because nothing needs a gradient.
         shape: of the output, None if it is not known without data.
-        flops, bytes: what its kernels compute and must move, once through, with every row in use.
         saved_bytes: what it keeps for the backward, beyond parameters and what an earlier step keeps.
-        configurations: of the kernels that have several, what was chosen: tiles and the like.
         notes: anything else, such as arguments that are copied.
     """
 
     name: str
     ops: tuple[int, ...]
     labels: tuple[str, ...]
-    kernel: str = "torch"
-    reason: str = ""
+    forward: KernelReport = KernelReport()
+    backward: KernelReport | None = None
     shape: tuple[int, ...] | None = None
-    flops: int = 0
-    bytes: int = 0
     saved_bytes: int = 0
-    configurations: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def kernel(self) -> str:
+        return self.forward.kernel
+
+    @property
+    def reason(self) -> str:
+        return self.forward.reason
+
+    @property
+    def flops(self) -> int:
+        return self.forward.flops
+
+    @property
+    def bytes(self) -> int:
+        return self.forward.bytes
+
+    @property
+    def configurations(self) -> tuple[str, ...]:
+        return self.forward.configurations
+
+    @property
+    def backward_reason(self) -> str:
+        """Why its backward runs on these kernels, where that is another reason than the forward's."""
+        back = self.backward
+        return "" if back is None or back.reason == self.reason else back.reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the forward's kernels beside the rest, those of the backward under ``"backward"``."""
+        plain = asdict(self)
+        return {**plain, **plain.pop("forward")}
 
 
 @dataclass(frozen=True)
@@ -70,6 +127,16 @@ class Explanation:
         return sum(step.bytes for step in self.steps)
 
     @property
+    def backward_flops(self) -> int:
+        """Floating-point operations of the backward, with every row in use."""
+        return sum(report.flops for report in self._backwards())
+
+    @property
+    def backward_bytes(self) -> int:
+        """Bytes that the backward's kernels must move."""
+        return sum(report.bytes for report in self._backwards())
+
+    @property
     def saved_bytes_per_row(self) -> float:
         """Bytes kept for the backward, a row of ``x``."""
         return sum(step.saved_bytes for step in self.steps) / max(1, self.rows)
@@ -77,11 +144,13 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything but the graph, as plain data."""
         return {
-            "steps": [asdict(step) for step in self.steps],
+            "steps": [step.to_dict() for step in self.steps],
             "fusions": [asdict(fusion) for fusion in self.fusions],
             "rows": self.rows,
             "flops": self.flops,
             "bytes": self.bytes,
+            "backward_flops": self.backward_flops,
+            "backward_bytes": self.backward_bytes,
             "saved_bytes_per_row": self.saved_bytes_per_row,
         }
 
@@ -104,36 +173,57 @@ class Explanation:
     def _boxes(self) -> dict[str, tuple[str, ...]]:
         return {f"{step.name} {' '.join(step.labels)}": step.labels for step in self.steps if len(step.labels) > 1}
 
+    def _backwards(self) -> list[KernelReport]:
+        return [step.backward for step in self.steps if step.backward is not None]
+
     def __str__(self) -> str:
-        steps: list[tuple[str, ...]] = [("step", "ops", "kernel", "output", "GFLOP", "MB", "saved B/row", "reason")]
-        for s in self.steps:
-            shape = "?" if s.shape is None else "x".join(map(str, s.shape))
-            saved = f"{s.saved_bytes / max(1, self.rows):.0f}"
-            why = "; ".join(filter(None, (s.reason, *s.notes)))
-            steps.append(
-                (
-                    s.name,
-                    " ".join(s.labels),
-                    s.kernel,
-                    shape,
-                    f"{s.flops / 1e9:.3f}",
-                    f"{s.bytes / 1e6:.2f}",
-                    saved,
-                    why,
-                )
-            )
+        steps = [("step", "ops", "kernel", "output", "GFLOP", "MB", "saved B/row", "reason")]
+        steps += [row for step in self.steps for row in self._rows_of(step)]
         fusions: list[tuple[str, ...]] = [("fusion", "ops", "", "reason")]
         fusions += [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
-        total = (
-            f"{self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.2f} MB, {self.saved_bytes_per_row:.0f} saved bytes a row"
-        )
+        chosen = [line for step in self.steps for line in _chosen(step)]
+        fused = draw.table(fusions if self.fusions else [("no fusion fits",)])
+        return "\n".join([*draw.table([*steps]), self._total(), *chosen, "", *fused])
+
+    def _total(self) -> str:
+        """What the whole call costs, in a line."""
+        sizes = _sizes(self.flops, self.bytes)
+        total = f"{sizes[0]} GFLOP, {sizes[1]} MB, {self.saved_bytes_per_row:.0f} saved bytes a row"
+        if self._backwards():
+            sizes = _sizes(self.backward_flops, self.backward_bytes)
+            total += f"; backward {sizes[0]} GFLOP, {sizes[1]} MB"
         unknown = sum(step.shape is None for step in self.steps)
         if unknown:
             total += f"; {unknown} of {len(self.steps)} steps, of unknown shapes, are not counted"
-        chosen = [f"{' '.join((s.name, *s.labels))}: {text}" for s in self.steps for text in s.configurations]
-        return "\n".join(
-            [*draw.table(steps), total, *chosen, "", *draw.table(fusions if self.fusions else [("no fusion fits",)])]
-        )
+        return total
+
+    def _rows_of(self, step: ExplainedStep) -> Iterator[tuple[str, str, str, str, str, str, str, str]]:
+        """The step's line in the table, and that of its backward where it says something new, or runs on CUDA."""
+        shape = "?" if step.shape is None else "x".join(map(str, step.shape))
+        saved = f"{step.saved_bytes / max(1, self.rows):.0f}"
+        why = "; ".join(filter(None, (step.reason, *step.notes)))
+        labels = " ".join(step.labels)
+        yield step.name, labels, step.kernel, shape, *_sizes(step.flops, step.bytes), saved, why
+        back = step.backward
+        if back is None or ((back.kernel, back.reason) == (step.kernel, step.reason) and not self._on_cuda()):
+            return
+        sizes = _sizes(back.flops, back.bytes)
+        yield "  backward", labels, back.kernel, "", *sizes, "", step.backward_reason
+
+    def _on_cuda(self) -> bool:
+        return any(info.device.type == "cuda" for info in self.graph.inputs() if info is not None)
+
+
+def _sizes(flops: int, moved: int) -> tuple[str, str]:
+    """Billions of operations, millions of bytes."""
+    return f"{flops / 1e9:.3f}", f"{moved / 1e6:.2f}"
+
+
+def _chosen(step: ExplainedStep) -> Iterator[str]:
+    """A line for each configuration of the step's kernels, forward and backward."""
+    name = " ".join((step.name, *step.labels))
+    for title, report in ((name, step.forward), (f"{name} backward", step.backward)):
+        yield from (f"{title}: {text}" for text in (report.configurations if report else ()))
 
 
 class StandIn(nn.Module):

@@ -63,11 +63,12 @@ class ExplainedLayer:
         """The layer in one line."""
         found = self.explanation
         if found is None:
-            return (self.path, self.kind, *["-"] * 6, self.reason)
+            return (self.path, self.kind, *["-"] * 7, self.reason)
         names = " + ".join(step.name for step in found.steps)
         kernels = " + ".join(dict.fromkeys(step.kernel for step in found.steps))
+        backward = " + ".join(dict.fromkeys(step.backward.kernel for step in found.steps if step.backward)) or "-"
         sizes = f"{found.rows}", f"{found.flops / 1e9:.3f}", f"{found.saved_bytes_per_row:.0f}"
-        return (self.path, self.kind, names, kernels, self.routing or "-", *sizes, self.reason)
+        return (self.path, self.kind, names, kernels, backward, self.routing or "-", *sizes, self.reason)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class ModelExplanation:
     def __str__(self) -> str:
         if not self.layers:
             return "no layer runs through fusible"
-        heading = ("layer", "module", "runs", "kernel", "routing", "rows", "GFLOP", "saved B/row", "reason")
+        heading = ("layer", "module", "runs", "kernel", "backward", "routing", "rows", "GFLOP", "saved B/row", "reason")
         return "\n".join(draw.table([heading, *(layer.row() for layer in self.layers)]))
 
 
@@ -140,6 +141,7 @@ def _layer(module: nn.Module, path: str, found: Found | str) -> ExplainedLayer:
     explanation = found.container.explain()
     refused = [f"{fusion.name}: {fusion.reason}" for fusion in explanation.fusions if not fusion.taken]
     shadowed = len(explanation.steps) == 1  # everything is one step: what else would have fitted is of no interest
-    reasons = [step.reason for step in explanation.steps] + ([] if shadowed else refused)
+    reasons = [reason for step in explanation.steps for reason in (step.reason, step.backward_reason)]
+    reasons += [] if shadowed else refused
     reason = "; ".join(filter(None, dict.fromkeys(reasons)))
     return ExplainedLayer(path, kind, explanation, reason, found.routing)

@@ -149,10 +149,15 @@ def activation_choice(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) 
 
 def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
     """For passes over rows [T, N] that know groups."""
+    return row_choice(tokens, split_sizes, out)[0]
+
+
+def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKernels, str]:
+    """:func:`row_kernels`, and why not our own."""
     # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
     fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
     refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
-    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens.is_cuda)[0]
+    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens.is_cuda)
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:

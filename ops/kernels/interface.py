@@ -48,6 +48,9 @@ class ActivationKernels(Protocol):
 class RowKernels(Protocol):
     """What else knows groups."""
 
+    @property
+    def NAME(self) -> str: ...
+
     def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None, /) -> None:
         """``out[g]`` = the sum of the rows of group g, each times its ``scale`` [T], if there is one."""
 

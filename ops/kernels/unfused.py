@@ -4,29 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor
-
 from . import dispatch
 from .interface import Backend
-from .problem import Activate, GroupedGemm
+from .problem import Activate, GroupedGemm, first
+
+
+def product_of(problem: GroupedGemm) -> GroupedGemm:
+    """The product alone, into rows of its own where the epilogue keeps none."""
+    epilogue = problem.epilogue
+    out = epilogue.preact if isinstance(epilogue, Activate) else None
+    if out is None:
+        out = problem.a.new_empty(problem.rows, problem.mnk[1])
+    return replace(problem, out=out, epilogue=None)
 
 
 def run(backend: Backend, problem: GroupedGemm) -> None:
     """The product, then the activation or its backward."""
-    epilogue, columns = problem.epilogue, problem.mnk[1]
+    epilogue, product = problem.epilogue, product_of(problem)
+    backend.run(product)
+    rows = first(product.out)
     if isinstance(epilogue, Activate):
-        product = epilogue.preact
-        if product is None:
-            product = problem.a.new_empty(problem.rows, columns)
-        backend.run(replace(problem, out=product, epilogue=None))
-        assert isinstance(problem.out, Tensor)
-        dispatch.activation_kernels(product, epilogue.scales, problem.out).forward(
-            product, epilogue.spec, epilogue.scales, problem.out
-        )
+        out = first(problem.out)
+        dispatch.activation_kernels(rows, epilogue.scales, out).forward(rows, epilogue.spec, epilogue.scales, out)
     elif epilogue is not None:
-        dhidden = problem.a.new_empty(problem.rows, columns)
-        backend.run(replace(problem, out=dhidden, epilogue=None))
         pre, grads = epilogue.preact, epilogue.grads
-        dispatch.activation_kernels(pre, epilogue.scales, dhidden, grads.pre, grads.hidden).backward(
-            dhidden, pre, epilogue.spec, epilogue.scales, grads
+        dispatch.activation_kernels(pre, epilogue.scales, rows, grads.pre, grads.hidden).backward(
+            rows, pre, epilogue.spec, epilogue.scales, grads
         )

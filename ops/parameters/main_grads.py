@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...fuser.runtime.buffers import extent
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
@@ -87,6 +88,29 @@ class MainGrads:
             owners = [weakref.ref(grad, forget) for grad in grads]
             known = self._judged = _Judged(ids, _addresses(grads), kind, owners, group)
         return Destination(known.group, [not o for o in overwrite], [flag is not None for flag in flags], any(zeros))
+
+
+def foreseen(
+    op: str, names: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> tuple[ExpertGroup, list[bool], list[str]]:
+    """For ``explain``: where gradients would go, whether they would be added, and the names of weights without one yet.
+
+    Nothing is kept, and no ``get_main_grad`` is called. What is not there yet is taken to be float32.
+
+    Raises:
+        RuntimeError: one does not fit.
+    """
+    _, grads, overwrite, *_ = _attributes(parameters)
+    missing = [name for name, grad in zip(names, grads, strict=True) if grad is None]
+    with unset_fake_temporarily():  # where tensors of the user lie decides which kernels take them
+        tensors = [
+            None if grad is None else _judge(op, *each, grad)
+            for *each, grad in zip(names, parameters, grads, strict=True)
+        ]
+    wide = [
+        torch.empty_like(p, dtype=torch.float32) if t is None else t for p, t in zip(parameters, tensors, strict=True)
+    ]
+    return ExpertGroup(tuple(wide)), [not o for o in overwrite], missing
 
 
 def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:

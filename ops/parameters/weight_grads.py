@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import Grads
+from ...fuser import tracing as trace
 from ...fuser.op import Delivery, Targets
 from ...fuser.replay import capture as recorder
 from .. import kernels
@@ -18,7 +19,7 @@ from ..kernels import Layout, Matrices
 from .delayed import Delayed
 from .group import ExpertGroup
 from .grouped import ExpertParameters
-from .main_grads import Destination, MainGrads
+from .main_grads import Destination, MainGrads, foreseen
 from .stand_ins import StandIns
 
 Wgrad = Callable[..., Matrices]
@@ -65,6 +66,9 @@ class WeightGrads(ExpertParameters):
         def wgrad(**how: Any) -> Matrices:
             return kernels.grouped_gemm(Layout.TN, left, right, split_sizes, **how)
 
+        if (self.delay_wgrad_compute or self.accumulate_into_main_grad) and trace.active():
+            self._foresee(wgrad)
+            return {"weight": None}
         if self.delay_wgrad_compute:
             self._delay(wgrad, self._trained(), (rows, dy))
             return {"weight": None}
@@ -225,19 +229,39 @@ class WeightGrads(ExpertParameters):
     def _stand_in_form(self, weight: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         return weight, (self.num_groups, *weight.shape) if self.per_group["weight"] else tuple(weight.shape)
 
+    def _foresee(self, wgrad: Wgrad) -> None:
+        """Tells a trace of what :meth:`_delay` and :meth:`_into_main_grad` run; changes nothing, and queues nothing."""
+        names = self._trained()
+        parameters = self._of_names(names)
+        if self.delay_wgrad_compute:
+            trace.note("the gradient of the weights is computed by backward_dw()")
+        if self.accumulate_into_main_grad:
+            targets, add, missing = foreseen(type(self).__name__, names, parameters)
+            if missing:
+                trace.note(f"{missing[0]}.main_grad is not there yet; it is taken to be float32")
+        else:
+            targets = ExpertGroup(tuple([p if p.grad is None else p.grad for p in parameters]))
+            add = [p.grad is not None for p in parameters]
+        self._multiply(wgrad, names, targets, add)
+
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
         """Writes or adds the gradients of the named weights into the targets."""
-        everything = names == tuple(self.parameter_names("weight"))
-        if everything and len(set(add)) == 1 and targets.is_uniform():
-            wgrad(
-                out=targets.values() if self.per_group["weight"] else targets.tensors[0], beta=1.0 if add[0] else None
-            )
+        gradient = self._multiply(wgrad, names, targets, add)
+        if gradient is None:
             torch.autograd.graph.increment_version(targets.tensors)
             return
-        gradient = wgrad(out_dtype=reduce(torch.promote_types, {target.dtype for target in targets.tensors}))
         for name, target, adds in zip(names, targets.tensors, add, strict=True):
             part = gradient[self.parameter_names("weight").index(name)]
             target.add_(part) if adds else target.copy_(part)
+
+    def _multiply(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> Matrices | None:
+        """Computes the gradients, in place where one product can: None; else the gradients of all weights."""
+        everything = names == tuple(self.parameter_names("weight"))
+        if everything and len(set(add)) == 1 and targets.is_uniform():
+            out = targets.values() if self.per_group["weight"] else targets.tensors[0]
+            wgrad(out=out, beta=1.0 if add[0] else None)
+            return None
+        return wgrad(out_dtype=reduce(torch.promote_types, {target.dtype for target in targets.tensors}))
 
 
 def _refuse_replaced(
