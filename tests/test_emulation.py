@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import fused, gemm, ragged, routed, routing, rows
+from checks import fused, gemm, moe, ragged, routed, routing, rows
 from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
@@ -280,6 +280,13 @@ def test_routed_layer(name: str) -> None:
 @pytest.mark.parametrize("frozen", range(7))
 def test_routed_layer_with_frozen_parts(frozen: int) -> None:
     routed.check_frozen_parts_change_nothing_else("cpu", frozen)
+
+
+@pytest.mark.parametrize("name", ["plain", "gpt-oss", "biases", "not gated", "absent, transposed", "nothing"])
+def test_dispatch_to_combine(name: str) -> None:
+    moe.check_trains("cpu", name)
+    moe.check_fusion_changes_nothing("cpu", name)
+    moe.check_same_bits_again("cpu", name)
 
 
 def test_routed_layer_and_autograd() -> None:
