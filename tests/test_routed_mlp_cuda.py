@@ -48,6 +48,7 @@ def test_another_backend_is_pytorch_everywhere(backend: str) -> None:
         assert float((a.double() - c).norm()) <= 3 * float((b.double() - c).norm()) + 1e-6 * float(c.norm())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_waits_for_nothing_and_can_be_captured() -> None:
     layer = Layer("cuda", "biases")
     problem = layer.problem
