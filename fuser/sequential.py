@@ -23,16 +23,16 @@ from .explain.explanation import Explanation
 from .op import Op
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay import calls as ready
-from .replay.program import SEEN, Forms, aligned
-from .replay.step import REFUSED
+from .replay.calls import CapturedCall, call_key, start_capture
+from .replay.guards import UNSUPPORTED, GuardedCache
+from .replay.program import aligned
 from .runtime.autograd import Runtime, run_alone
 
 _MANY_PLANS = 64
 
 
 class _Compiled:
-    """What a container keeps between calls: layout, plans, ready calls, and what ``explain()`` needs of the last.
+    """What a container keeps between calls: layout, plans, captured calls, and what ``explain()`` needs of the last.
 
     All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
     which is still in an earlier call files nothing among the plans of later ones.
@@ -42,26 +42,26 @@ class _Compiled:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.changes = 0  # of the ops when the plans were made
-        self.ready = Forms()
+        self.captured: GuardedCache[CapturedCall] = GuardedCache()
 
     def run(self, call: Call, runtime: Runtime) -> Any:
-        facts = ready.facts(self.layout, call, runtime)
-        if facts is None:
+        key = call_key(self.layout, call, runtime)
+        if key is None:
             return self.note(call, runtime)(call.values, runtime)
-        entry, addresses = self.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
-        known = entry.what
-        if known is REFUSED or not aligned(addresses):
+        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        state = entry.state
+        if state is UNSUPPORTED or not aligned(addresses):
             return self.note(call, runtime)(call.values, runtime)
-        if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
-            self.last = known.last or _Last.of(known.plan, call, runtime)
-            return known.run(facts.pool, addresses, facts.rows)
+        if type(state) is CapturedCall:
+            if state.plan.buffers and state.overlaps(key.pool, addresses):
+                return self.note(call, runtime)(call.values, runtime)
+            self.last = state.last or _Last.of(state.plan, call, runtime)
+            return state.run(key.pool, addresses, key.rows)
         plan = self.note(call, runtime)
-        if known is not None and known is not SEEN:
-            return plan(call.values, runtime)
-        watch = ready.watch(entry, plan, facts, len(call.values))
-        result = plan(call.values, runtime, watch)
-        if watch is not None:
-            watch.note(entry, self.last)
+        session = start_capture(entry, plan, key, len(call.values))
+        result = plan(call.values, runtime, session)
+        if session is not None:
+            session.finish(self.last)
         return result
 
     def note(self, call: Call, runtime: Runtime) -> Plan:
