@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .compiler.binding import Call, OpKwargs, bind
-from .compiler.flatten import Container, Layout
+from .compiler.binding import BoundArguments, OpKwargs, bind
+from .compiler.flatten import Container, FlatContainer
 from .compiler.graph import OpGraph
 from .compiler.plan import Plan, compile_plan
 from .compiler.recent import Recent
@@ -38,13 +38,13 @@ class _Compiled:
     which is still in an earlier call files nothing among the plans of later ones.
     """
 
-    def __init__(self, layout: Layout, last: _Last | None = None) -> None:
+    def __init__(self, layout: FlatContainer, last: _Last | None = None) -> None:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.changes = 0  # of the ops when the plans were made
         self.captured: GuardedCache[CapturedCall] = GuardedCache()
 
-    def run(self, call: Call, runtime: Runtime) -> Any:
+    def run(self, call: BoundArguments, runtime: Runtime) -> Any:
         key = call_key(self.layout, call, runtime)
         if key is None:
             return self.note(call, runtime)(call.values, runtime)
@@ -64,13 +64,13 @@ class _Compiled:
             session.finish(self.last)
         return result
 
-    def note(self, call: Call, runtime: Runtime) -> Plan:
+    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this call, which is the last one from now on."""
         plan = self.plan(call, runtime)
         self.last = _Last.of(plan, call, runtime)
         return plan
 
-    def plan(self, call: Call, runtime: Runtime) -> Plan:
+    def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
         switches, key, changes = active_config(), call.key(), 0
         for op in self.layout.ops:
@@ -95,7 +95,7 @@ class _Last(NamedTuple):
     runtime: Runtime
 
     @classmethod
-    def of(cls, plan: Plan, call: Call, runtime: Runtime) -> _Last:
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> _Last:
         # a nested tensor, which a module may take, has no shape to keep
         seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
         return cls(plan, seen, runtime)
@@ -244,7 +244,7 @@ class Sequential(Container):
         """What is kept for the structure and the fusions of now."""
         compiled = self._compiled
         if compiled is None or not compiled.layout.is_current(self):
-            compiled = self._compiled = _Compiled(Layout(self))
+            compiled = self._compiled = _Compiled(FlatContainer(self))
             for module in (self, *compiled.layout.opened()):
                 tell_of_edits(module, self)
         elif compiled.version != registry.version:

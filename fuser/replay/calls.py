@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler.binding import Call
-from ..compiler.flatten import Layout
+from ..compiler.binding import BoundArguments
+from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..config import active_config
 from ..parametrized import computes_parameters
@@ -42,7 +42,7 @@ class CallKey(NamedTuple):
     rows: int
 
 
-def call_key(layout: Layout, call: Call, runtime: Runtime) -> CallKey | None:
+def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | None:
     """The key of a call on dense tensors of a device that nobody observes or transforms; else None."""
     if not is_replayed_for(call.values[0]) or any(layout.hooks):
         return None
