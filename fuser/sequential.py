@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .compiler.binding import Call, OpKwargs, bind
-from .compiler.flatten import Container, Layout
+from .compiler.binding import BoundArguments, OpKwargs, bind
+from .compiler.flatten import Container, FlatContainer
 from .compiler.graph import OpGraph
 from .compiler.plan import Plan, compile_plan
 from .compiler.recent import Recent
@@ -23,54 +23,54 @@ from .explain.explanation import Explanation
 from .op import Op
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay import calls as ready
-from .replay.program import SEEN, Forms, aligned
-from .replay.step import REFUSED
+from .replay.calls import CapturedCall, call_key, start_capture
+from .replay.guards import UNSUPPORTED, GuardedCache
+from .replay.program import aligned
 from .runtime.autograd import Runtime, run_alone
 
 _MANY_PLANS = 64
 
 
 class _Compiled:
-    """What a container keeps between calls: layout, plans, ready calls, and what ``explain()`` needs of the last.
+    """What a container keeps between calls: layout, plans, captured calls, and what ``explain()`` needs of the last.
 
     All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
     which is still in an earlier call files nothing among the plans of later ones.
     """
 
-    def __init__(self, layout: Layout, last: _Last | None = None) -> None:
+    def __init__(self, layout: FlatContainer, last: _Last | None = None) -> None:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.changes = 0  # of the ops when the plans were made
-        self.ready = Forms()
+        self.captured: GuardedCache[CapturedCall] = GuardedCache()
 
-    def run(self, call: Call, runtime: Runtime) -> Any:
-        facts = ready.facts(self.layout, call, runtime)
-        if facts is None:
+    def run(self, call: BoundArguments, runtime: Runtime) -> Any:
+        key = call_key(self.layout, call, runtime)
+        if key is None:
             return self.note(call, runtime)(call.values, runtime)
-        entry, addresses = self.ready.entry(*facts), list(map(Tensor.data_ptr, facts.pool))
-        known = entry.what
-        if known is REFUSED or not aligned(addresses):
+        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        state = entry.state
+        if state is UNSUPPORTED or not aligned(addresses):
             return self.note(call, runtime)(call.values, runtime)
-        if type(known) is ready.Ready and not (known.plan.buffers and known.overlaps(facts.pool, addresses)):
-            self.last = known.last or _Last.of(known.plan, call, runtime)
-            return known.run(facts.pool, addresses, facts.rows)
+        if type(state) is CapturedCall:
+            if state.plan.buffers and state.overlaps(key.pool, addresses):
+                return self.note(call, runtime)(call.values, runtime)
+            self.last = state.last or _Last.of(state.plan, call, runtime)
+            return state.run(key.pool, addresses, key.rows)
         plan = self.note(call, runtime)
-        if known is not None and known is not SEEN:
-            return plan(call.values, runtime)
-        watch = ready.watch(entry, plan, facts, len(call.values))
-        result = plan(call.values, runtime, watch)
-        if watch is not None:
-            watch.note(entry, self.last)
+        session = start_capture(entry, plan, key, len(call.values))
+        result = plan(call.values, runtime, session)
+        if session is not None:
+            session.finish(self.last)
         return result
 
-    def note(self, call: Call, runtime: Runtime) -> Plan:
+    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this call, which is the last one from now on."""
         plan = self.plan(call, runtime)
         self.last = _Last.of(plan, call, runtime)
         return plan
 
-    def plan(self, call: Call, runtime: Runtime) -> Plan:
+    def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
         switches, key, changes = active_config(), call.key(), 0
         for op in self.layout.ops:
@@ -95,7 +95,7 @@ class _Last(NamedTuple):
     runtime: Runtime
 
     @classmethod
-    def of(cls, plan: Plan, call: Call, runtime: Runtime) -> _Last:
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> _Last:
         # a nested tensor, which a module may take, has no shape to keep
         seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
         return cls(plan, seen, runtime)
@@ -244,7 +244,7 @@ class Sequential(Container):
         """What is kept for the structure and the fusions of now."""
         compiled = self._compiled
         if compiled is None or not compiled.layout.is_current(self):
-            compiled = self._compiled = _Compiled(Layout(self))
+            compiled = self._compiled = _Compiled(FlatContainer(self))
             for module in (self, *compiled.layout.opened()):
                 tell_of_edits(module, self)
         elif compiled.version != registry.version:

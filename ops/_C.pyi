@@ -11,7 +11,7 @@ BACKWARD_VARIANTS: list[int]
 LAUNCHES: dict[str, list[int]]
 
 class Launches:
-    """Keeps launches: for each function in LAUNCHES a method that takes patches (fuser/replay.py), then arguments."""
+    """Keeps launches: for each function in LAUNCHES a method of patches (fuser/replay/captured.py), then arguments."""
 
     def run(self, addresses: list[int], rows: int, stream: int) -> None: ...
     def __getattr__(self, name: str) -> Callable[..., None]: ...

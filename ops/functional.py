@@ -84,13 +84,15 @@ def grouped_gemm(
     return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
 
 
-def _traced(a: Any, b: Any, *arguments: Any) -> Any:
+def _traced(a: Any, b: Any, *arguments: Any) -> Tensor | GroupedTensor:
     """What Dynamo traces: of plain tensors a part of the graph. Other groups end the graph."""
     _register_with_dynamo()
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _in_graph(a, b, *arguments)
+        product: Tensor = _in_graph(a, b, *arguments)
+        return product
     torch._dynamo.graph_break(msg="grouped_gemm: a GroupedTensor cannot be part of a graph")
-    return _uncompiled[0](a, b, *arguments)
+    groups: GroupedTensor = _uncompiled[0](a, b, *arguments)
+    return groups
 
 
 def _in_graph(

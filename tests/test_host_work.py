@@ -15,7 +15,7 @@ from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
 from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls as ready
+from fusible.fuser.replay import calls as captured_calls
 
 K = F = 8
 
@@ -58,7 +58,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The way of our kernels, without them."""
     with harness.installed(NothingLaunched()):
         monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-        monkeypatch.setattr(ready, "is_replayed_for", lambda tensor: True)
+        monkeypatch.setattr(captured_calls, "is_replayed_for", lambda tensor: True)
         yield
 
 

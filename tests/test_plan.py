@@ -334,7 +334,7 @@ def test_values_are_checked_where_they_can_be_read(where):
     cuda = graph.TensorInfo(torch.float32, torch.device("cuda" if where != "host" else "cpu"), False)
     switches = Config(debug=where == "debug")
     model = mlp()
-    found = graph.OpGraph.of(model._current().layout, binding.Call([X], ((), (), (), ())))
+    found = graph.OpGraph.of(model._current().layout, binding.BoundArguments([X], ((), (), (), ())))
     found.nx.nodes[".x"]["info"] = cuda
 
     assert plan._checks_values(found, switches) == (where != "device")

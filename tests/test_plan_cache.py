@@ -110,7 +110,7 @@ def test_recent_values_are_kept_and_earlier_ones_go():
 
 
 def test_first_calls_of_several_threads_keep_their_forms_apart(monkeypatch):
-    class Slow(layout.Layout):
+    class Slow(layout.FlatContainer):
         """One that all threads build, since none of them finds that of another."""
 
         def __init__(self, *args):
@@ -121,7 +121,7 @@ def test_first_calls_of_several_threads_keep_their_forms_apart(monkeypatch):
     def call(a, b, c):
         return float(model(torch.ones(1, 1), a, b, c))
 
-    monkeypatch.setattr(sequential, "Layout", Slow)
+    monkeypatch.setattr(sequential, "FlatContainer", Slow)
     p, q = torch.tensor([2.0]), torch.tensor([3.0])
     forms = [((p, p, q), 192.0), ((p, q, q), 432.0), ((p, q, p), 288.0)]
     wrong = []

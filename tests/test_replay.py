@@ -23,10 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError
 from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls as ready
-from fusible.fuser.replay import capture as recorder
-from fusible.fuser.replay import captured as records
-from fusible.fuser.replay import program as replay
+from fusible.fuser.replay import calls, capture, captured, program
 from fusible.fuser.replay import step as replayed_step
 from fusible.ops.kernels.hopper import extension
 
@@ -51,7 +48,7 @@ class Runs:
 
 @pytest.fixture
 def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    runs, run = Runs(), replay.Replay.run
+    runs, run = Runs(), program.Replay.run
 
     class Counted:
         def __getattr__(self, name: str) -> Any:
@@ -65,15 +62,15 @@ def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
             return launch
 
-    def again(self: replay.Replay, *arguments: Any) -> list[Tensor]:
+    def again(self: program.Replay, *arguments: Any) -> list[Tensor]:
         runs.again += 1
         runs.streams.append(arguments[-1])
         return run(self, *arguments)
 
     monkeypatch.setattr(extension, "library", lambda: Counted())
-    monkeypatch.setattr(replay.Replay, "run", again)
+    monkeypatch.setattr(program.Replay, "run", again)
     monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-    monkeypatch.setattr(ready, "is_replayed_for", lambda tensor: True)
+    monkeypatch.setattr(calls, "is_replayed_for", lambda tensor: True)
     return runs
 
 
@@ -132,7 +129,7 @@ def test_every_launch_is_recorded_or_refuses(emulation: harness.Emulation) -> No
     launching = {name for name, text in functions.items() if "stream:" in text}
     refusals = {}
     for name in functions:
-        with recorder.Recorder([]) as watching:
+        with capture.Capture([]) as watching:
             getattr(extension._Noted(emulation._module, watching), name)
         refusals[name] = watching.refusal
 
@@ -164,7 +161,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_LARGE", 512)
+    monkeypatch.setattr(captured, "_LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -213,7 +210,7 @@ LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 def test_rows_may_differ_in_every_step(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
 ) -> None:
-    monkeypatch.setattr(records, "_LARGE", large)
+    monkeypatch.setattr(captured, "_LARGE", large)
     experts, counts = Experts(**how), []
     for rows in LENGTHS:
         experts.give(rows)
@@ -227,7 +224,7 @@ def test_rows_may_differ_in_every_step(
         )
 
     assert counts[4:] == [(0, 2)] * 3
-    assert len(experts.model._compiled.ready._entries) == 4
+    assert len(experts.model._compiled.captured._entries) == 4
 
 
 def test_rows_may_differ_without_gradients(runs: Runs) -> None:
@@ -274,14 +271,14 @@ def test_no_rows_are_not_those_of_others(runs: Runs) -> None:
 def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line = records._Joined.line
+    line = captured._Generalised.affine
 
     def odd(self: Any, values: Any) -> Any:
         if values[0] != values[-1]:
             values = (*values[:-1], values[-1] + 1)
         return line(self, values)
 
-    monkeypatch.setattr(records._Joined, "line", odd)
+    monkeypatch.setattr(captured._Generalised, "affine", odd)
     experts, counts = Experts(), []
     for rows in (*LENGTHS, *LENGTHS[:3]):
         experts.give(rows)
@@ -479,7 +476,7 @@ def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest
     experts = Experts()
     first = experts.step()
     experts.warm()
-    for half in (ready, replayed_step):
+    for half in (calls, replayed_step):
         monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
 
     again: list[Tensor] = []

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, shown
-from .flatten import Bound, Layout, Reads, Target
+from .flatten import BindRecipe, FlatContainer, LeafSlots, Target
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
 Given = list[dict[str, Any]]  # leaf -> keyword -> value
 
 
-class Call(NamedTuple):
+class BoundArguments(NamedTuple):
     """A bound call. A tensor that several ops read is one value, so "the same split sizes" can be seen.
 
     Attributes:
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     """
 
     values: list[Any]
-    reads: Reads
+    reads: LeafSlots
 
     def key(self) -> list[Any]:
         """What a plan may depend on: who reads which value, and what the tensors are like."""
@@ -34,7 +34,9 @@ class Call(NamedTuple):
         return key
 
 
-def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Call:
+def bind(
+    layout: FlatContainer, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+) -> BoundArguments:
     """Gives every op its keywords.
 
     A call whose arguments are all tensors, given as in an earlier call, is bound as that one was.
@@ -44,13 +46,13 @@ def bind(layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs 
         IndexError: an int key out of range.
     """
     form, arguments = _form(x, extra, op_kwargs, shared)
-    known = layout.bound.get(form) if form else None
-    if known is not None:
-        return Call([arguments[place] for place in known.places], known.reads)
+    recipe = layout.bound.get(form) if form else None
+    if recipe is not None:
+        return BoundArguments([arguments[position] for position in recipe.arguments], recipe.reads)
     call = _bind(layout, x, extra, op_kwargs, shared)
     if form is not None:
-        place_of = {id(argument): place for place, argument in enumerate(arguments)}
-        layout.bound[form] = Bound([place_of[id(value)] for value in call.values], call.reads)
+        position_of = {id(argument): position for position, argument in enumerate(arguments)}
+        layout.bound[form] = BindRecipe([position_of[id(value)] for value in call.values], call.reads)
     return call
 
 
@@ -78,8 +80,8 @@ def _form(
 
 
 def _bind(
-    layout: Layout, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
-) -> Call:
+    layout: FlatContainer, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+) -> BoundArguments:
     given: Given = [{} for _ in layout.leaves]
     if op_kwargs is not None:
         _bind_addressed(layout, given, op_kwargs)
@@ -91,7 +93,7 @@ def _bind(
     return _call(x, given)
 
 
-def _bind_addressed(layout: Layout, given: Given, op_kwargs: OpKwargs) -> None:
+def _bind_addressed(layout: FlatContainer, given: Given, op_kwargs: OpKwargs) -> None:
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
     addressed: dict[str, Any] = {}
@@ -106,7 +108,7 @@ def _bind_addressed(layout: Layout, given: Given, op_kwargs: OpKwargs) -> None:
             _give(layout, given, _leaf_for(layout, target, name), name, value)
 
 
-def _leaf_for(layout: Layout, target: Target, name: str) -> int:
+def _leaf_for(layout: FlatContainer, target: Target, name: str) -> int:
     """The leaf of a target that takes a keyword: its own, or that of one part of a composite."""
     takers = [leaf for leaf in target.leaves if leaf in layout.takers.get(name, ())]
     if len(takers) == 1:
@@ -118,7 +120,7 @@ def _leaf_for(layout: Layout, target: Target, name: str) -> int:
     raise ArgumentError(f"op_kwargs: {target} takes no {shown(name)}; its keywords are: {', '.join(known) or 'none'}")
 
 
-def _give(layout: Layout, given: Given, leaf: int, name: str, value: Any) -> None:
+def _give(layout: FlatContainer, given: Given, leaf: int, name: str, value: Any) -> None:
     if value is None:
         return
     if (leaf, name) in layout.channels:
@@ -131,7 +133,7 @@ def _give(layout: Layout, given: Given, leaf: int, name: str, value: Any) -> Non
     given[leaf][name] = value
 
 
-def _bind_shared(layout: Layout, given: Given, name: str, value: Any) -> None:
+def _bind_shared(layout: FlatContainer, given: Given, name: str, value: Any) -> None:
     takers = layout.takers.get(name)
     if not takers:
         known = ", ".join(sorted(layout.takers)) or "none"
@@ -141,7 +143,9 @@ def _bind_shared(layout: Layout, given: Given, name: str, value: Any) -> None:
             _give(layout, given, leaf, name, value)
 
 
-def _bind_positional(layout: Layout, given: Given, missing: list[tuple[int, str]], extra: tuple[Any, ...]) -> None:
+def _bind_positional(
+    layout: FlatContainer, given: Given, missing: list[tuple[int, str]], extra: tuple[Any, ...]
+) -> None:
     slots = [(leaf, name) for leaf, name in missing if layout.leaves[leaf].op.keywords[name].tensor]  # type: ignore[union-attr]
     if len(extra) != len(slots):
         raise ArgumentError(_misfit(layout, missing, slots, extra))
@@ -152,7 +156,7 @@ def _bind_positional(layout: Layout, given: Given, missing: list[tuple[int, str]
 
 
 def _misfit(
-    layout: Layout, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[Any, ...]
+    layout: FlatContainer, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[Any, ...]
 ) -> str:
     if not extra:
         return "missing: " + "; ".join(f"{layout.leaves[leaf]} needs {name!r}" for leaf, name in missing)
@@ -160,7 +164,7 @@ def _misfit(
     return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
 
 
-def _call(x: Tensor, given: Given) -> Call:
+def _call(x: Tensor, given: Given) -> BoundArguments:
     values: list[Any] = [x]
     slots = {id(x): 0}
     reads = []
@@ -173,7 +177,7 @@ def _call(x: Tensor, given: Given) -> Call:
                 values.append(value)
             row.append((name, slot))
         reads.append(tuple(row))
-    return Call(values, tuple(reads))
+    return BoundArguments(values, tuple(reads))
 
 
 def _shown(key: Any) -> str:

@@ -78,17 +78,17 @@ class Target:
         return f"op {self.label} ({type(self.module).__name__})"
 
 
-Reads = tuple[tuple[tuple[str, int], ...], ...]  # leaf -> the (keyword, slot) that it is given
+LeafSlots = tuple[tuple[tuple[str, int], ...], ...]  # leaf -> the (keyword, slot) that it is given
 
 
-class Bound(NamedTuple):
-    """How a form of call was bound: which of its arguments is the value of each slot, and who reads which slot."""
+class BindRecipe(NamedTuple):
+    """How calls of one form are bound: the argument that each slot takes its value from, and who reads which slot."""
 
-    places: list[int]
-    reads: Reads
+    arguments: list[int]
+    reads: LeafSlots
 
 
-class Layout:
+class FlatContainer:
     """The leaves of a container and the ways to address them.
 
     Attributes:
@@ -107,7 +107,7 @@ class Layout:
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
-        self.bound: dict[tuple[Any, ...], Bound] = {}
+        self.bound: dict[tuple[Any, ...], BindRecipe] = {}
         self._by_index: list[Target] = []
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
@@ -215,7 +215,7 @@ class Layout:
     def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
         if isinstance(module, Container) and opens(module):
-            inner = Layout(module)
+            inner = FlatContainer(module)
             for i, name in inner.required:
                 raise ArgumentError(
                     f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "

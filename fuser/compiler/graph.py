@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..op import Op
 from ..spec import layout_of
-from .binding import Call
-from .flatten import Layout, Leaf
+from .binding import BoundArguments
+from .flatten import FlatContainer, Leaf
 
 X = ".x"  # the node of the input of the first op
 
@@ -39,7 +39,7 @@ class OpGraph:
     nx: networkx.DiGraph[str]
 
     @classmethod
-    def of(cls, layout: Layout, call: Call) -> OpGraph:
+    def of(cls, layout: FlatContainer, call: BoundArguments) -> OpGraph:
         graph: networkx.DiGraph[str] = networkx.DiGraph()
         sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
         previous = X

@@ -20,7 +20,7 @@ from ..spec import Spec, check_layout
 from . import legality
 from .graph import OpGraph, X
 from .registry import Decision, Registry
-from .step import LeafReads, Reads, Step
+from .step import KeywordSlots, PartSlots, Step
 
 _MANY_SHAPES = 1024
 
@@ -235,10 +235,10 @@ class _Builder:
         how = self._late(reads), computes_parameters(fused), source not in self.outer
         return Step(fused, leaves, ops, roles, leaf_reads, reads, x, outputs, names, *how)
 
-    def _late(self, reads: Reads) -> bool:
+    def _late(self, reads: KeywordSlots) -> bool:
         return any(slot >= self.given for _, slot in reads)
 
-    def _leaf_reads(self, node: str) -> LeafReads:
+    def _leaf_reads(self, node: str) -> PartSlots:
         """What an op inside a fused one reads."""
         sources = self.graph.sources(node).items()
         return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")

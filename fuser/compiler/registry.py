@@ -29,7 +29,7 @@ class Fusion:
     priority: int
 
 
-Reads = dict[str, tuple[str, str]]  # keyword of the fused op -> (node, output) that it reads
+KeywordSources = dict[str, tuple[str, str]]  # keyword of the fused op -> (node, output) that it reads
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Decision:
     refusal: str | None
     benign: bool = False
     fused: FusedOp | None = None
-    reads: Reads = field(default_factory=dict)
+    reads: KeywordSources = field(default_factory=dict)
 
     @property
     def taken(self) -> bool:
@@ -176,9 +176,9 @@ def _decide(fusion: Fusion, match: Match, config: Config, taken: dict[str, str])
     return Decision(fusion, match, legality.refusal(match, fused) or misfit, False, fused, reads)
 
 
-def _bind_keywords(match: Match, fused: FusedOp) -> tuple[Reads, str | None]:
+def _bind_keywords(match: Match, fused: FusedOp) -> tuple[KeywordSources, str | None]:
     """What each keyword of the fused op reads, and why its keywords do not fit the call if they do not."""
-    reads: Reads = {}
+    reads: KeywordSources = {}
     owners: dict[str, str] = {}
     for role, port, source in _given(match):
         name = fused.takes(role, port)

@@ -19,8 +19,8 @@ from ..runtime.in_place import run_beside
 from ..spec import Spec, Specs
 from .flatten import Leaf
 
-Reads = tuple[tuple[str, int], ...]  # (keyword, slot)
-LeafReads = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
+KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
+PartSlots = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Step:
     leaves: tuple[Leaf, ...]
     ops: tuple[Op | None, ...]  # of the leaves
     roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
-    leaf_reads: tuple[LeafReads, ...]
-    reads: Reads
+    leaf_reads: tuple[PartSlots, ...]
+    reads: KeywordSlots
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
@@ -130,7 +130,7 @@ def _check_part(
     look: Callable[..., Specs],
     op: Op,
     x: Spec | None,
-    reads: LeafReads,
+    reads: PartSlots,
     values: list[Any],
     runtime: Runtime,
     extras: dict[str, Spec],

@@ -28,7 +28,7 @@ from .steps import Program, TracedStep, run_step
 Modules = list[tuple[str, nn.Module]]
 
 
-class Facts(NamedTuple):
+class ModuleState(NamedTuple):
     """What a module's results depend on; all but ``tensors`` are constants of the compiled code."""
 
     names: tuple[str, ...]
@@ -64,22 +64,22 @@ def run_container(
     values = Values(x)
     given = tuple([values.slot(value) for value in extra])
     addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
-    facts = {label: _facts(module, module, "") for label, module in modules if isinstance(module, Op)}
-    program = _find(container, facts, values, (given, addressed, values.slots(shared)))
+    states = {label: _module_state(module, module, "") for label, module in modules if isinstance(module, Op)}
+    program = _find(container, states, values, (given, addressed, values.slots(shared)))
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
-    return _run(program, modules, facts, values.all)
+    return _run(program, modules, states, values.all)
 
 
 def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
     """:meth:`Op.forward` under Dynamo."""
-    values, facts = Values(x), {"": _facts(op, op, "")}
-    program = _find(op, facts, values, ((), None, values.slots(keywords)))
+    values, states = Values(x), {"": _module_state(op, op, "")}
+    program = _find(op, states, values, ((), None, values.slots(keywords)))
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(op, x, **keywords)
-    return _run(program, [("", op)], facts, values.all)
+    return _run(program, [("", op)], states, values.all)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -88,10 +88,10 @@ def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
-def _find(root: Any, facts: Mapping[str, Facts], values: Values, call: Any) -> Program:
+def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> Program:
     likes = tuple([_like(value) for value in values.all])
-    names = tuple([(label, own.names) for label, own in facts.items()])
-    constants = (plain(fusion.registry.version), *[own.constants for own in facts.values()])
+    names = tuple([(label, own.names) for label, own in states.items()])
+    constants = (plain(fusion.registry.version), *[own.constants for own in states.values()])
     program: Program = root._program(call, likes, names, switches(), constants)
     if program.error is not None:
         raise ArgumentError(program.error)
@@ -104,7 +104,7 @@ def switches() -> tuple[tuple[str, Any], ...]:
     return tuple([(name, plain(getattr(config, name))) for name in field_names(Config)])
 
 
-def _run(program: Program, modules: Modules, facts: Mapping[str, Facts], given: list[Any]) -> Any:
+def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], given: list[Any]) -> Any:
     values = [given[slot] for slot in program.inputs]
     for step in program.steps:
         if step.handle is None:
@@ -112,7 +112,7 @@ def _run(program: Program, modules: Modules, facts: Mapping[str, Facts], given: 
         else:
             arguments = [values[slot] for slot in step.tensors]
             for label in step.labels:
-                arguments.extend(facts[label].tensors)
+                arguments.extend(states[label].tensors)
             values.extend(run_step(step.handle, *arguments))
     return values[program.results[0]] if len(program.results) == 1 else tuple([values[i] for i in program.results])
 
@@ -128,7 +128,7 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
 
 
 def _walk(module: nn.Module, label: str, found: Modules, around: tuple[nn.Module, ...]) -> None:
-    """The modules that stand for themselves or can be addressed, as :class:`Layout` labels them."""
+    """The modules that stand for themselves or can be addressed, as :class:`FlatContainer` labels them."""
     found.append((label, module))
     if opens(module):
         refuse_itself(module, label, around)
@@ -160,7 +160,7 @@ def _like(value: Any) -> Any:
     return ("value", plain(value))
 
 
-def _facts(root: Op, module: nn.Module, path: str) -> Facts:
+def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
     """Of an op or, along a dotted path, of a module inside it."""
     known = root._attributes(path)
     names, tensors = [path + name for name in known.tensors], [getattr(module, name) for name in known.tensors]
@@ -169,11 +169,11 @@ def _facts(root: Op, module: nn.Module, path: str) -> Facts:
         constants.append(id(module))
     for name, child in module._modules.items():
         if child is not None:
-            inner = _facts(root, child, f"{path}{name}.")
+            inner = _module_state(root, child, f"{path}{name}.")
             names.extend(inner.names)
             tensors.extend(inner.tensors)
             constants.append((name, type(child), inner.constants))
-    return Facts(tuple(names), tensors, tuple(constants))
+    return ModuleState(tuple(names), tensors, tuple(constants))
 
 
 def plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.binding import bind
-from ..compiler.flatten import Layout, Leaf
+from ..compiler.flatten import FlatContainer, Leaf
 from ..compiler.plan import Plan
 from ..compiler.step import Step
 from ..config import Config, active_config, config_of, use_config
@@ -186,7 +186,7 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
             raise _Refused(f"{leaf}: {why}")
 
 
-def _key(layout: Layout, where: Any) -> Any:
+def _key(layout: FlatContainer, where: Any) -> Any:
     """A key of ``op_kwargs`` again, from where the traced code found it."""
     if where[0] == "key":
         return where[1]

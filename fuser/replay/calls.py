@@ -1,8 +1,8 @@
-"""Calls that are ready: their binding, plan, checks and steps are known, and only the devices have work left.
+"""Captured calls of a container: binding, plan, checks and steps are known, and only the devices have work left.
 
-A call is ready if one of the same :func:`facts` and form has been recorded: everything that it may depend on but what
-stands in tensors. All steps of its plan are then ops that promise to be replayable, so the facts of what is given say
-what each step is given, and none of them looks again.
+A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. The key
+holds everything that the call may depend on but the contents of tensors. All steps of its plan are ops that promise to
+be replayable, so none of them looks at its arguments again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..compiler.binding import Call
-from ..compiler.flatten import Layout
+from ..compiler.binding import BoundArguments
+from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..config import active_config
 from ..parametrized import computes_parameters
@@ -23,20 +23,27 @@ from ..runtime.autograd import Runtime
 from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from .capture import PLAIN
-from .program import SEEN, is_replayed_for, stream_of
-from .step import REFUSED, CapturedContext, CapturedStep, capture
+from .guards import NEW, SEEN, UNSUPPORTED, DynamicRows, GuardedEntry
+from .program import is_replayed_for, stream_of
+from .step import CapturedContext, CapturedStep, capture_step
 
 
-class Facts(NamedTuple):
-    """What a call depends on besides the form of its pool: the values that it gives, then what the ops hold."""
+class CallKey(NamedTuple):
+    """What a call depends on.
+
+    Attributes:
+        key: all that is no tensor.
+        pool: the tensors that the caller gives, then those that the ops hold.
+        rows: the number of rows of ``x``.
+    """
 
     key: tuple[Any, ...]
     pool: list[Tensor]
     rows: int
 
 
-def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
-    """Of a call of plain tensors alone that are on a device, and that nobody observes or transforms; else None."""
+def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | None:
+    """The key of a call on dense tensors of a device that nobody observes or transforms; else None."""
     if not is_replayed_for(call.values[0]) or any(layout.hooks):
         return None
     if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
@@ -56,11 +63,11 @@ def facts(layout: Layout, call: Call, runtime: Runtime) -> Facts | None:
         if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
             return None
     x = pool[0]
-    return Facts((*key, len(pool)), pool, x.shape[0] if x.dim() else 0)
+    return CallKey((*key, len(pool)), pool, x.shape[0] if x.dim() else 0)
 
 
-class ReadyStep(NamedTuple):
-    """A step; all numbers are places in the pool.
+class CallStep(NamedTuple):
+    """A captured step of a call; all numbers are positions in the pool.
 
     Attributes:
         inputs: what autograd is given; nothing where it is not asked.
@@ -74,19 +81,19 @@ class ReadyStep(NamedTuple):
     dead: tuple[int, ...]
 
 
-class Ready(NamedTuple):
-    """A call of known facts; ``last`` is what ``explain()`` will need of it, None where that depends on the rows."""
+class CapturedCall(NamedTuple):
+    """A call that is replayed. ``last`` is what ``explain()`` needs of it, None where that depends on the rows."""
 
     plan: Plan
-    steps: tuple[ReadyStep, ...]
+    steps: tuple[CallStep, ...]
     results: tuple[int, ...]
     last: Any
 
     @classmethod
-    def joined(cls, several: Sequence[Ready]) -> Ready | None:
+    def joined(cls, several: Sequence[CapturedCall]) -> CapturedCall | None:
         """For any number of rows, from calls of different ones; None where they do not fit together."""
-        first, steps = several[0], list[ReadyStep]()
-        for same in zip(*[ready.steps for ready in several], strict=True):
+        first, steps = several[0], list[CallStep]()
+        for same in zip(*[call.steps for call in several], strict=True):
             joined = CapturedStep.joined([each.step for each in same])
             if joined is None or any(each[1:] != same[0][1:] for each in same):
                 return None
@@ -105,9 +112,9 @@ class Ready(NamedTuple):
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Runs on a pool, to which the steps add what they make."""
         stream = stream_of(pool[0])
-        for step, inputs, places, dead in self.steps:
-            given, where = [pool[i] for i in places], [addresses[i] for i in places]
-            outputs = step.run(given, where, rows, stream, [pool[i] for i in inputs])
+        for step, inputs, read, dead in self.steps:
+            given, given_addresses = [pool[i] for i in read], [addresses[i] for i in read]
+            outputs = step.run(given, given_addresses, rows, stream, [pool[i] for i in inputs])
             pool += outputs
             addresses += map(Tensor.data_ptr, outputs)
             for i in dead:
@@ -115,14 +122,19 @@ class Ready(NamedTuple):
         return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
 
 
-def watch(entry: Any, plan: Plan, facts: Facts, values: int) -> Watch | None:
-    """Who shall record a call of which nothing is known: nobody where it, with any rows, is seen for the first time."""
+Entry = GuardedEntry[CapturedCall] | DynamicRows[CapturedCall]
+
+
+def start_capture(entry: Entry, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
+    """Captures a call, but not the first of its form if no other number of rows has been seen either."""
+    if not isinstance(entry, GuardedEntry):
+        return None  # it has a capture for any number of rows
     if not plan.is_replayable:
-        entry.what = REFUSED
-    elif entry.what is None and not entry.family.is_collecting:
-        entry.what, entry.family.seen = SEEN, True
+        entry.state = UNSUPPORTED
+    elif entry.state is NEW and not entry.dynamic_rows.is_collecting:
+        entry.state, entry.dynamic_rows.seen = SEEN, True
     else:
-        return Watch(plan, facts, values, entry.family.contexts)
+        return CaptureSession(entry, plan, key, values)
     return None
 
 
@@ -131,43 +143,45 @@ def _reach(tensor: Tensor) -> int:
     return last + 1 - first
 
 
-class Watch:
-    """Records the steps of a call as they run."""
+class CaptureSession:
+    """Captures the steps of a call while they run, and files the captured call under its entry."""
 
-    def __init__(self, plan: Plan, facts: Facts, values: int, contexts: list[CapturedContext]) -> None:
-        self._contexts = contexts
-        self._plan, self._values, self._before, self._rows = plan, values, len(facts.pool), facts.rows
-        self._ids = [id(t) for t in facts.pool]
-        self._alive: list[Any] = list(facts.pool)  # so that no other tensor can have their ids
-        self._steps: list[ReadyStep] = []
+    def __init__(self, entry: GuardedEntry[CapturedCall], plan: Plan, key: CallKey, values: int) -> None:
+        self._entry = entry
+        self._contexts: list[CapturedContext] = entry.dynamic_rows.contexts
+        self._plan, self._values, self._before, self._rows = plan, values, len(key.pool), key.rows
+        self._ids = [id(t) for t in key.pool]
+        self._alive: list[Any] = list(key.pool)  # so that no other tensor can have their ids
+        self._steps: list[CallStep] = []
         self._refused = len(set(self._ids)) < len(self._ids)
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
-        result, captured = capture(step, inputs[0], wanted, self._contexts)
+        result, captured = capture_step(step, inputs[0], wanted, self._contexts)
         self._add(captured, inputs if wanted else (), step.inputs(inputs[0]))
         return result
 
     def _add(self, step: CapturedStep | None, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        known = {i: place for place, i in enumerate(self._ids)}
-        if step is None or any(id(t) not in known for t in (*inputs, *given)):
+        position_of = {i: position for position, i in enumerate(self._ids)}
+        if step is None or any(id(t) not in position_of for t in (*inputs, *given)):
             self._refused = True
             return
-        dead = [self._place(slot) for slot in self._plan.steps[len(self._steps)].dead]
-        places = tuple([known[id(t)] for t in inputs]), tuple([known[id(t)] for t in given])
-        self._steps.append(ReadyStep(step, *places, tuple(dead)))
+        dead = tuple([self._position(slot) for slot in self._plan.steps[len(self._steps)].dead])
+        asked, read = [tuple([position_of[id(t)] for t in tensors]) for tensors in (inputs, given)]
+        self._steps.append(CallStep(step, asked, read, dead))
 
     def add_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Adds the outputs of the step that has run."""
         self._ids += map(id, outputs)
         self._alive += outputs
 
-    def note(self, entry: Any, last: Any) -> None:
-        """What is known of the call from now on: how to run it again, unless one of its steps cannot."""
-        ready = Ready(self._plan, tuple(self._steps), tuple(map(self._place, self._plan.results)), last)
-        able = not self._refused and len(self._steps) == len(self._plan.steps)
-        entry.what = ready if able else REFUSED
-        entry.family.add(self._rows, ready if able else None, Ready.joined)
+    def finish(self, last: Any) -> None:
+        """Files the captured call, or that one of its steps cannot be replayed."""
+        is_complete = not self._refused and len(self._steps) == len(self._plan.steps)
+        results = tuple(map(self._position, self._plan.results))
+        call = CapturedCall(self._plan, tuple(self._steps), results, last) if is_complete else None
+        self._entry.state = call or UNSUPPORTED
+        self._entry.dynamic_rows.add(self._rows, call, CapturedCall.joined)
 
-    def _place(self, slot: int) -> int:
+    def _position(self, slot: int) -> int:
         return slot if slot < self._values else slot + self._before - self._values

@@ -1,4 +1,4 @@
-"""Watches a run, and says how to do again what it did: the making of replays."""
+"""Captures what a run does on a device: its allocations and its kernel launches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
-from .captured import Launch, Library, Place, Record, Room
+from .captured import Allocation, Captured, Launch, Library, ValueRef
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -23,24 +23,24 @@ _ALLOCATIONS = {
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches a run on tensors of a device: what it allocates, what it launches, and whether it does anything else."""
+class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Observes a run: what it allocates and launches. Any other operation but a view makes it impossible to replay."""
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: str | None = None
-        self._given, self._rooms, self._launches = given, list[tuple[Room, int]](), list[Launch]()
+        self._given, self._allocations, self._launches = given, list[tuple[Allocation, int]](), list[Launch]()
         self._library: Library | None = None
         self._written: list[int] = []
         self._extents = [(*extent(t), i) if t.numel() else (0, -1, i) for i, t in enumerate(given)]
         self._check_given()
 
-    def __enter__(self) -> Recorder:
-        _watching.recorder = self
+    def __enter__(self) -> Capture:
+        _active.capture = self
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        _watching.recorder = None
+        _active.capture = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,8 +72,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("a tensor is written that is not one of those given")
         self._written += numbers
 
-    def record(self, rows: int, made: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> Record | None:
-        """What the run did; None where that cannot be done again.
+    def result(self, rows: int, made: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> Captured | None:
+        """What the run did; None where that cannot be replayed.
 
         Args:
             rows: how long the tensors are that are as long as the call has rows.
@@ -83,16 +83,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.refusal is not None:
             return None
         taken = set[int]()
-        places = [[None if t is None else self._place_of(t, taken) for t in group] for group in (made, kept)]
-        if any(place is not None and place.kind in ("given", "view") for place in places[0]):
+        refs = [[None if t is None else self._ref_of(t, taken) for t in group] for group in (made, kept)]
+        if any(ref is not None and ref.kind in ("given", "view") for ref in refs[0]):
             self.refuse("a result was given")
         if self.refusal is not None:
             return None
-        rooms, launches = tuple([room for room, _ in self._rooms]), tuple(self._launches)
-        all_made: Any = tuple(places[0])
-        all_kept: Any = tuple(places[1])
+        allocations, launches = tuple([allocation for allocation, _ in self._allocations]), tuple(self._launches)
+        all_made: Any = tuple(refs[0])
+        all_kept: Any = tuple(refs[1])
         written = tuple(self._written)
-        return Record(rows, self._library, len(self._given), rooms, launches, all_made, all_kept, written)
+        return Captured(rows, self._library, len(self._given), allocations, launches, all_made, all_kept, written)
 
     def _check_given(self) -> None:
         reached = 0
@@ -104,15 +104,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("a given tensor is of a type of its own")
 
     def _allocated(self, made: Tensor) -> None:
-        self._rooms.append((Room(tuple(made.shape), made.dtype, made.device), made.data_ptr()))
+        self._allocations.append((Allocation(tuple(made.shape), made.dtype, made.device), made.data_ptr()))
         if not made.is_contiguous():
             self.refuse("strided memory is allocated")
 
     def _find(self, address: int) -> tuple[int, int]:
-        """Whose an address is, rooms counted from -1 down, and how far from the start. The latest room has it."""
-        for number in range(len(self._rooms) - 1, -1, -1):
-            room, first = self._rooms[number]
-            if first <= address < first + room.nbytes:
+        """The tensor or (from -1 down) the latest allocation that an address is in, and the distance from its start."""
+        for number in range(len(self._allocations) - 1, -1, -1):
+            allocation, first = self._allocations[number]
+            if first <= address < first + allocation.nbytes:
                 return ~number, address - first
         for first, last, i in self._extents:
             if first <= address <= last:
@@ -120,10 +120,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refuse("a launch reads or writes memory that was neither given nor allocated")
         return 0, 0
 
-    def _place_of(self, result: Tensor, taken: set[int]) -> Place:
+    def _ref_of(self, result: Tensor, taken: set[int]) -> ValueRef:
         for i, given in enumerate(self._given):
             if result is given:
-                return Place("given", i)
+                return ValueRef("given", i)
         source, distance = self._find(result.data_ptr()) if result.numel() else (0, 0)
         shape, strides = tuple(result.shape), result.stride()
         if not result.numel() or type(result) is not Tensor:
@@ -133,40 +133,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result.dtype != given.dtype:
                 self.refuse("a result is a given tensor in another dtype")
             same = distance == 0 and given.shape == shape and given.stride() == strides and not result._is_view()
-            return Place("detached" if same else "view", source, shape, strides, distance // result.element_size())
+            return ValueRef("detached" if same else "view", source, shape, strides, distance // result.element_size())
         else:
-            self._take_room(~source, distance, result, taken)
-        return Place("room", ~source, shape)
+            self._take_allocation(~source, distance, result, taken)
+        return ValueRef("allocation", ~source, shape)
 
-    def _take_room(self, number: int, distance: int, result: Tensor, taken: set[int]) -> None:
-        room, _ = self._rooms[number]
-        whole = distance == 0 and result.numel() * result.element_size() == room.nbytes and result.is_contiguous()
-        if not whole or number in taken or result.dtype != room.dtype:
+    def _take_allocation(self, number: int, distance: int, result: Tensor, taken: set[int]) -> None:
+        allocation, _ = self._allocations[number]
+        whole = distance == 0 and result.numel() * result.element_size() == allocation.nbytes and result.is_contiguous()
+        if not whole or number in taken or result.dtype != allocation.dtype:
             self.refuse("a result is a part of what was allocated, or two are one")
         taken.add(number)
 
 
-class _Watching(local):
-    recorder: Recorder | None = None
+class _Active(local):
+    capture: Capture | None = None
 
 
-_watching = _Watching()
+_active = _Active()
 
 
-def current() -> Recorder | None:
-    """Who watches this thread."""
-    return _watching.recorder
+def current() -> Capture | None:
+    """The capture that observes this thread."""
+    return _active.capture
 
 
 def written(tensors: Tensor | Sequence[Tensor]) -> None:
-    """Says, to autograd and to who watches, that a launch writes tensors."""
+    """Tells autograd, and the capture if there is one, that a launch writes tensors."""
     torch.autograd.graph.increment_version(tensors)
-    if _watching.recorder is not None:
+    if _active.capture is not None:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            _watching.recorder.written(tensor)
+            _active.capture.written(tensor)
 
 
 def refuse(reason: str) -> None:
-    """Says, to who watches, that what happens now would not happen in a replay."""
-    if _watching.recorder is not None:
-        _watching.recorder.refuse(reason)
+    """Tells the capture, if there is one, that what happens now would not happen in a replay."""
+    if _active.capture is not None:
+        _active.capture.refuse(reason)

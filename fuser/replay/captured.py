@@ -1,8 +1,8 @@
-"""What runs did, in numbers, and replays from them: of one run for its own form, of several for any number of rows.
+"""What runs did, in numbers, and replays made from it: of one run for its own form, of several for any number of rows.
 
-Nothing that depends on the rows is guessed from one run. Each number of the launches and of the memory must be the same
-in runs of different lengths, or lie with theirs on a line; what lies on none is not replayed but at its own length. A
-number must not leave its line elsewhere, by being rounded, say: the sizes of workspaces are on lines (test_replay.py).
+A size or an argument is taken to be affine in the number of rows only if captures with different numbers of rows agree.
+If any number does not fit, each capture is replayed for its own number of rows alone. A number must not leave its line
+elsewhere, by being rounded, say: the sizes of workspaces are on lines (test_replay.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .program import Launches, Line, Replay, View
+from .program import Affine, Launches, Replay, View
 
 Patch = tuple[int, int, int, int, int]
-"""Of a launch: which argument, which element if it is a list, the place of a tensor, the distance from its start, and
-how much farther for each row; of a number the place is -1."""
+"""Of a launch: which argument, which element if it is a list, the index of a tensor, the distance from its start, and
+how much farther for each row; of a number the index is -1."""
 
 _ALIGNMENT = 256  # of pieces of scratch memory, as torch's own allocations are
 _ROW_BLOCK = 128  # rows that pieces of scratch memory grow by, so that they stay aligned; as csrc/fusible/launches.h
-_LARGE = 2**20  # bytes of rooms that stay apart: an allocator finds those of the calls before
+_LARGE = 2**20  # bytes of allocations that stay apart: an allocator finds those of the calls before
 
 
 class Library(Protocol):
@@ -33,7 +33,7 @@ class Library(Protocol):
     def Launches(self) -> Launches: ...
 
 
-class Room(NamedTuple):
+class Allocation(NamedTuple):
     """Memory that a run allocates."""
 
     shape: tuple[int, ...]
@@ -46,15 +46,15 @@ class Room(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch; sources: argument, element, number of a given tensor or (from -1 down) of a room, distance."""
+    """A launch; sources: argument, element, number of a given tensor or (from -1 down) of an allocation, distance."""
 
     name: str
     arguments: tuple[Any, ...]
     sources: tuple[tuple[int, int, int, int], ...]
 
 
-class Place(NamedTuple):
-    """What a result is: a tensor that was given, itself, detached or as a view; or a room."""
+class ValueRef(NamedTuple):
+    """What a result is: a tensor that was given, itself, detached or as a view; or an allocation."""
 
     kind: str
     number: int
@@ -63,154 +63,156 @@ class Place(NamedTuple):
     start: int = 0
 
 
-class Record(NamedTuple):
+class Captured(NamedTuple):
     """What a run did. Holds no tensors."""
 
     rows: int
     library: Library | None
     given: int
-    rooms: tuple[Room, ...]
+    allocations: tuple[Allocation, ...]
     launches: tuple[Launch, ...]
-    made: tuple[Place | None, ...]
-    kept: tuple[Place, ...]
+    made: tuple[ValueRef | None, ...]
+    kept: tuple[ValueRef, ...]
     written: tuple[int, ...]
 
 
-def replay_of(records: Sequence[Record]) -> Replay | None:
-    """Of one record, to be run at its own length; of several, at any. None where they do not fit together."""
+def replay_of(captures: Sequence[Captured]) -> Replay | None:
+    """From one capture, for its number of rows; from several, for any. None where they do not fit together."""
     try:
-        return _Joined(records).replay()
-    except _Misfit:
+        return _Generalised(captures).replay()
+    except _NotAffine:
         return None
 
 
-class _Misfit(Exception):
-    """Records of different lengths differ in more than numbers on a line."""
+class _NotAffine(Exception):
+    """Captures with different numbers of rows differ in more than numbers that are affine in the rows."""
 
 
-class _Joined:
-    """Records of one form but for the length, as one."""
+class _Generalised:
+    """Captures that differ in the number of rows alone, as one."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
-        self.records, self.first, self.any_rows = records, records[0], len(records) > 1
-        self.same([(r.library is None, r.given, r.written, [(m.dtype, m.device) for m in r.rooms]) for r in records])
-        self.same([[(name, len(given), sources) for name, given, sources in r.launches] for r in records])
+    def __init__(self, captures: Sequence[Captured]) -> None:
+        self.captures, self.first, self.any_rows = captures, captures[0], len(captures) > 1
+        self.same(
+            [(c.library is None, c.given, c.written, [(a.dtype, a.device) for a in c.allocations]) for c in captures]
+        )
+        self.same([[(name, len(given), sources) for name, given, sources in c.launches] for c in captures])
 
     def same(self, values: Sequence[Any]) -> None:
         if any(value != values[0] for value in values):
-            raise _Misfit
+            raise _NotAffine
 
-    def line(self, values: Sequence[Any]) -> Line:
-        """The line on which numbers lie, one of each record."""
-        rows = [record.rows for record in self.records]
+    def affine(self, values: Sequence[Any]) -> Affine:
+        """The affine function of the rows that gives these numbers, one of each capture."""
+        rows = [captured.rows for captured in self.captures]
         if all(value == values[0] for value in values):
-            return Line(values[0], 0)
+            return Affine(values[0], 0)
         if any(type(value) is not int for value in values):
-            raise _Misfit
+            raise _NotAffine
         factor = (values[1] - values[0]) // (rows[1] - rows[0])
-        line = Line(values[0] - factor * rows[0], factor)
-        if factor < 0 or any(line.at(n) != value for n, value in zip(rows, values, strict=True)):
-            raise _Misfit
-        return line
+        affine = Affine(values[0] - factor * rows[0], factor)
+        if factor < 0 or any(affine.at(n) != value for n, value in zip(rows, values, strict=True)):
+            raise _NotAffine
+        return affine
 
-    def lines(self, values: Sequence[Sequence[int]]) -> tuple[Line, ...]:
+    def affines(self, values: Sequence[Sequence[int]]) -> tuple[Affine, ...]:
         self.same([len(value) for value in values])
-        return tuple(map(self.line, zip(*values, strict=True)))
+        return tuple(map(self.affine, zip(*values, strict=True)))
 
     def replay(self) -> Replay:
-        views, rooms = list[View](), dict[int, tuple[Line, ...] | None]()
-        for one in self.places():
-            if one[0].kind == "room":
-                rooms[one[0].number] = self.lines([place.shape for place in one])
-        for number, room in enumerate(self.first.rooms):
-            if room.nbytes >= _LARGE and number not in rooms:
-                rooms[number] = None
-        order = {number: self.first.given + i for i, number in enumerate(rooms)}
-        first_view = self.first.given + len(rooms)
-        made = self.settled([record.made for record in self.records], order, first_view, views)
-        kept: Any = self.settled([record.kept for record in self.records], order, first_view, views)
+        views, allocations = list[View](), dict[int, tuple[Affine, ...] | None]()
+        for one in self.refs():
+            if one[0].kind == "allocation":
+                allocations[one[0].number] = self.affines([ref.shape for ref in one])
+        for number, allocation in enumerate(self.first.allocations):
+            if allocation.nbytes >= _LARGE and number not in allocations:
+                allocations[number] = None
+        order = {number: self.first.given + i for i, number in enumerate(allocations)}
+        first_view = self.first.given + len(allocations)
+        made = self.resolved([captured.made for captured in self.captures], order, first_view, views)
+        kept: Any = self.resolved([captured.kept for captured in self.captures], order, first_view, views)
         offsets, size = self.scratch(order)
-        makers = tuple([self.maker(number, shape) for number, shape in rooms.items()])
-        device = self.first.rooms[0].device if self.first.rooms else None
+        makers = tuple([self.maker(number, shape) for number, shape in allocations.items()])
+        device = self.first.allocations[0].device if self.first.allocations else None
         scratch = None if device is None or size == (0, 0) else self.memory((_padded(size),), torch.uint8, device)
         launches = self.launches(order, offsets, first_view)
         return Replay(launches, makers, scratch, tuple(views), made, kept, self.first.written, self.any_rows)
 
-    def places(self) -> Iterator[tuple[Place, ...]]:
-        """Those of each result, one of each record."""
-        for group in ([r.made for r in self.records], [r.kept for r in self.records]):
-            self.same([[None if p is None else p._replace(shape=()) for p in places] for places in group])
-            yield from (places for places in zip(*group, strict=True) if places[0] is not None)
+    def refs(self) -> Iterator[tuple[ValueRef, ...]]:
+        """Those of each result, one of each capture."""
+        for group in ([c.made for c in self.captures], [c.kept for c in self.captures]):
+            self.same([[None if p is None else p._replace(shape=()) for p in refs] for refs in group])
+            yield from (refs for refs in zip(*group, strict=True) if refs[0] is not None)
 
-    def settled(
-        self, results: Sequence[Sequence[Place | None]], order: dict[int, int], first_view: int, views: list[View]
+    def resolved(
+        self, results: Sequence[Sequence[ValueRef | None]], order: dict[int, int], first_view: int, views: list[View]
     ) -> tuple[int | None, ...]:
-        """The places of results in a replay, and the views among them."""
-        settled: list[int | None] = []
-        for places in zip(*results, strict=True):
-            place = places[0]
-            if place is None or place.kind == "given":
-                settled.append(place and place.number)
-            elif place.kind == "room":
-                settled.append(order[place.number])
+        """The positions of results in a replay; views among them are added to ``views``."""
+        resolved: list[int | None] = []
+        for refs in zip(*results, strict=True):
+            ref = refs[0]
+            if ref is None or ref.kind == "given":
+                resolved.append(ref and ref.number)
+            elif ref.kind == "allocation":
+                resolved.append(order[ref.number])
             else:
-                shape = self.lines([p.shape for p in places if p is not None])
-                settled.append(first_view + len(views))
-                views.append(View(place.number, shape, place.strides, place.start, place.kind == "detached"))
-        return tuple(settled)
+                shape = self.affines([p.shape for p in refs if p is not None])
+                resolved.append(first_view + len(views))
+                views.append(View(ref.number, shape, ref.strides, ref.start, ref.kind == "detached"))
+        return tuple(resolved)
 
-    def nbytes(self, number: int) -> Line:
-        return self.line([record.rooms[number].nbytes for record in self.records])
+    def nbytes(self, number: int) -> Affine:
+        return self.affine([captured.allocations[number].nbytes for captured in self.captures])
 
-    def maker(self, number: int, shape: tuple[Line, ...] | None) -> Callable[..., Tensor]:
-        room = self.first.rooms[number]
+    def maker(self, number: int, shape: tuple[Affine, ...] | None) -> Callable[..., Tensor]:
+        allocation = self.first.allocations[number]
         if shape is None:
-            return self.memory((self.nbytes(number),), torch.uint8, room.device)
-        return self.memory(shape, room.dtype, room.device)
+            return self.memory((self.nbytes(number),), torch.uint8, allocation.device)
+        return self.memory(shape, allocation.dtype, allocation.device)
 
-    def memory(self, shape: tuple[Line, ...], dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-        """Allocates such tensors, for a number of rows or, of one record, for its own."""
+    def memory(self, shape: tuple[Affine, ...], dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+        """Allocates such tensors: for any number of rows or, from one capture, for its own."""
         if self.any_rows:
             return partial(_allocate, shape, dtype, device)
-        sizes = [line.offset for line in shape]
+        sizes = [affine.offset for affine in shape]
         one = torch.empty((), dtype=dtype, device=device)
         like = one.view(sizes) if all(n == 1 for n in sizes) else one.expand(sizes)
         one.untyped_storage().resize_(0)
         return partial(torch.empty_like, like)  # like one without memory, which is the fastest way to say it
 
-    def scratch(self, order: dict[int, int]) -> tuple[dict[int, Line], Line]:
-        """Where each of the other rooms begins in one piece of memory, and its size, both for whole blocks of rows."""
-        offsets, size = dict[int, Line](), Line(0, 0)
-        for number in range(len(self.first.rooms)):
+    def scratch(self, order: dict[int, int]) -> tuple[dict[int, Affine], Affine]:
+        """Where the other allocations begin in one piece of memory, and its size, both for whole blocks of rows."""
+        offsets, size = dict[int, Affine](), Affine(0, 0)
+        for number in range(len(self.first.allocations)):
             if number not in order:
                 offsets[number], (own, factor) = size, self.nbytes(number)
                 own, factor = -(-max(own, 0) // _ALIGNMENT) * _ALIGNMENT, -(-factor * _ROW_BLOCK // _ALIGNMENT)
-                size = Line(size.offset + own, size.factor + factor * _ALIGNMENT // _ROW_BLOCK)
+                size = Affine(size.offset + own, size.factor + factor * _ALIGNMENT // _ROW_BLOCK)
         return offsets, size
 
-    def launches(self, order: dict[int, int], offsets: dict[int, Line], scratch: int) -> Launches | None:
+    def launches(self, order: dict[int, int], offsets: dict[int, Affine], scratch: int) -> Launches | None:
         library = self.first.library
         if library is None:
             return None
         launches = library.Launches()
-        for several in zip(*[record.launches for record in self.records], strict=True):
+        for several in zip(*[captured.launches for captured in self.captures], strict=True):
             name, arguments, sources = several[0]
             patches: list[Patch] = []
             for position, element, source, distance in sources:
-                place = source if source >= 0 else order.get(~source, scratch)
-                offset, factor = offsets.get(~source, Line(0, 0))
-                patches.append((position, element, place, distance + offset, factor))
+                index = source if source >= 0 else order.get(~source, scratch)
+                offset, factor = offsets.get(~source, Affine(0, 0))
+                patches.append((position, element, index, distance + offset, factor))
             for position, values in enumerate(zip(*[launch.arguments for launch in several], strict=True)):
-                if position not in library.LAUNCHES[name] and (line := self.line(values)).factor:
-                    patches.append((position, 0, -1, *line))
+                if position not in library.LAUNCHES[name] and (affine := self.affine(values)).factor:
+                    patches.append((position, 0, -1, *affine))
             getattr(launches, name)(patches, *arguments)
         return launches
 
 
-def _padded(size: Line) -> Line:
+def _padded(size: Affine) -> Affine:
     """A size for rows in whole blocks as one that is enough for any number of them."""
-    return size if not size.factor else Line(size.offset + size.factor * (_ROW_BLOCK - 1), size.factor)
+    return size if not size.factor else Affine(size.offset + size.factor * (_ROW_BLOCK - 1), size.factor)
 
 
-def _allocate(shape: tuple[Line, ...], dtype: torch.dtype, device: torch.device, rows: int) -> Tensor:
-    return torch.empty([line.at(rows) for line in shape], dtype=dtype, device=device)
+def _allocate(shape: tuple[Affine, ...], dtype: torch.dtype, device: torch.device, rows: int) -> Tensor:
+    return torch.empty([affine.at(rows) for affine in shape], dtype=dtype, device=device)

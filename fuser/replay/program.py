@@ -1,8 +1,8 @@
-"""What a half of an op made a device do, kept to be done again for tensors of the same form: its launches in one call.
+"""A captured forward or backward: its kernel launches, made again with new addresses in one call of the extension.
 
-The first call of a form runs as it is, the second is watched, and from the third on only memory is allocated and the
-launches are made again, with the addresses of the new tensors. There is one code for all of them, that of the op; a
-replay is what is left of it once every decision that depends on forms has been taken.
+The first call of a form runs by the code of its ops, the second is captured, and from the third on only memory is
+allocated and the launches are made again. The code is the same for all of them, that of the op; a replay is what is
+left of it once every decision that depends on forms has been taken.
 """
 
 from __future__ import annotations
@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-_guards: Any = torch._C._dynamo.guards  # torch's own look at tensors before it runs compiled code
-_MANY = 256
-SEEN = "seen once"
-_MANY_ROWS = 2**20  # beyond which other kernels might be needed
-ENOUGH = 3  # runs of different lengths: two make a line, the third tells whether it is one
 
 
 class Launches(Protocol):
@@ -28,7 +22,7 @@ class Launches(Protocol):
     def run(self, addresses: list[int], rows: int, stream: int, /) -> None: ...
 
 
-class Line(NamedTuple):
+class Affine(NamedTuple):
     """A number that grows with the rows of a call."""
 
     offset: int
@@ -41,14 +35,14 @@ class Line(NamedTuple):
 class View(NamedTuple):
     """A given tensor in another shape, or detached as it is; ``start`` counts elements from its first."""
 
-    place: int
-    shape: tuple[Line, ...]
+    source: int
+    shape: tuple[Affine, ...]
     strides: tuple[int, ...]
     start: int
     detached: bool
 
     def of(self, tensors: Sequence[Tensor], rows: int) -> Tensor:
-        tensor = tensors[self.place]
+        tensor = tensors[self.source]
         if self.detached:
             return tensor.detach()
         shape = [offset + factor * rows for offset, factor in self.shape]
@@ -56,20 +50,20 @@ class View(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """Launches, and the room that they need.
+    """Launches, and the memory that they need.
 
     Attributes:
-        rooms: make the tensors that somebody else will see, and large ones, in the places behind those that are given.
+        allocations: make the tensors that others will see, and large ones, at the positions behind the given ones.
         scratch: makes one piece of memory for all others; None where there are none.
         views: tensors behind these, of given ones.
-        made: the places of the results; None for one that is None.
-        kept: the places of what else the run leaves.
-        written: the places of given tensors that are written.
-        any_rows: whether it can be run for any number of rows, which then says how much room is made.
+        made: the positions of the results; None for one that is None.
+        kept: the positions of what else the run leaves.
+        written: the positions of given tensors that are written.
+        any_rows: whether it can be run for any number of rows, which then says how much memory is allocated.
     """
 
     launches: Launches | None
-    rooms: tuple[Callable[..., Tensor], ...]
+    allocations: tuple[Callable[..., Tensor], ...]
     scratch: Callable[..., Tensor] | None
     views: tuple[View, ...]
     made: tuple[int | None, ...]
@@ -78,14 +72,14 @@ class Replay(NamedTuple):
     any_rows: bool
 
     def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> list[Tensor]:
-        """The given tensors and those that were made, in their places; ``addresses`` are those of the given ones."""
-        how = (rows,) if self.any_rows else ()
-        for room in self.rooms:
-            made = room(*how)
+        """The given tensors and those that were made, in their positions; ``addresses`` are those of the given ones."""
+        sizes = (rows,) if self.any_rows else ()
+        for allocate in self.allocations:
+            made = allocate(*sizes)
             given.append(made)
             addresses.append(made.data_ptr())
         if self.scratch is not None:
-            scratch = self.scratch(*how)
+            scratch = self.scratch(*sizes)
             addresses.append(scratch.data_ptr())
         if self.launches is not None:
             self.launches.run(addresses, rows, stream)
@@ -94,94 +88,6 @@ class Replay(NamedTuple):
         for view in self.views:
             given.append(view.of(given, rows))
         return given
-
-
-class Entry:
-    """What is known of a form of tensors: types, dtypes, devices, shapes, strides, gradients, and modes of dispatch."""
-
-    __slots__ = ("family", "matches", "what")
-
-    def __init__(self, tensors: Sequence[Tensor], family: Family) -> None:
-        self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self.family = family
-        self.what: Any = None
-
-
-class Family:
-    """Forms that differ in the number of rows alone: in the first size of the tensors that are as long.
-
-    Attributes:
-        what: what is known of all of them: of any number of rows, once some have been recorded.
-        records: of forms of different lengths, while they are collected; None once they are not.
-        seen: whether there was a call.
-        contexts: of the captured forwards.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
-        self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
-        sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
-        for i in self._long:
-            sizes[i][0] = None
-        strides = [list(t.stride()) for t in tensors]
-        guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._matches, self.what, self.seen = guards.check, None, False
-        self.records: dict[int, Any] | None = {}
-        self.contexts: list[Any] = []
-
-    def matches(self, tensors: Sequence[Tensor], rows: int) -> bool:
-        """Whether the form of these is one of them."""
-        return self._matches(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
-
-    @property
-    def is_collecting(self) -> bool:
-        """Whether a call shall be recorded although none of its own rows came before."""
-        return self.seen and self.records is not None
-
-    def add(self, rows: int, record: Any, join: Callable[[list[Any]], Any]) -> None:
-        """Adds what was recorded of a form, None if it was refused; once there is enough, it is known of all."""
-        if self.records is None or record is None:
-            self.records = None
-            return
-        self.records[rows] = record
-        if len(self.records) == ENOUGH:
-            self.what, self.records = join(list(self.records.values())), None
-
-
-class Forms:
-    """Entries, by a key for what is no tensor. Where they are many, those of an earlier time go."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], list[Entry]] = {}
-        self._families: dict[tuple[Any, ...], list[Family]] = {}
-        self._count = 0
-
-    def entry(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> Entry | Family:
-        """The one for these, or their family where that is known; a new one, of which nothing is, if there was none."""
-        for entry in self._entries.get((key, rows), ()):
-            if entry.matches(*tensors):
-                return entry.family if entry.what is SEEN and entry.family.what is not None else entry
-        if self._count >= _MANY:
-            self.clear()
-        family = self._family(key, tensors, rows)
-        if family.what is not None and 0 < rows < _MANY_ROWS:
-            return family
-        self._count += 1
-        self._entries.setdefault((key, rows), []).append(Entry(tensors, family))
-        return self._entries[key, rows][-1]
-
-    def _family(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> Family:
-        families = self._families.setdefault(key, [])
-        for family in families:
-            if family.matches(tensors, rows):
-                return family
-        families.append(Family(tensors, rows))
-        return families[-1]
-
-    def clear(self) -> None:
-        """Forgets them all."""
-        self._entries.clear()
-        self._families.clear()
-        self._count = 0
 
 
 def is_replayed_for(tensor: Tensor) -> bool:

@@ -11,11 +11,10 @@ from torch import Tensor
 from ..op import Op, Targets
 from ..runtime.autograd import apply
 from ..runtime.call import BackwardContext, EagerStep, ForwardResult, refuse_overlaps
-from .capture import Recorder
-from .captured import Record, replay_of
-from .program import Forms, Replay, aligned, stream_of
-
-REFUSED = "refused"
+from .capture import Capture
+from .captured import Captured, replay_of
+from .guards import UNSUPPORTED, GuardedCache
+from .program import Replay, aligned, stream_of
 
 
 @dataclass(slots=True)
@@ -24,11 +23,11 @@ class CapturedContext(BackwardContext):
 
     Attributes:
         ops: the op and its parts. A capture holds only until one of their attributes is assigned.
-        forms: of the tensors that backwards were given: the replay of each, or that there is none.
+        cache: the replays of backwards, by the form of the tensors that they were given.
     """
 
     ops: tuple[Op, ...] = ()
-    forms: Forms = field(default_factory=Forms, compare=False)
+    cache: GuardedCache[Replay] = field(default_factory=GuardedCache, compare=False)
 
     @classmethod
     def of(cls, context: BackwardContext, ops: tuple[Op, ...]) -> CapturedContext:
@@ -58,20 +57,20 @@ class CapturedContext(BackwardContext):
         facts = tuple([each.facts for each in targets]) if targets else ()
         key = len(given), facts, *[op.edits for op in self.ops]
         rows = douts[0].shape[0] if douts[0].dim() else 0
-        entry = self.forms.entry(key, given, rows)
-        known = entry.what
-        if known is REFUSED or not aligned(addresses):
+        entry = self.cache.entry(key, given, rows)
+        replay = entry.state
+        if replay is UNSUPPORTED or not aligned(addresses):
             return self.run(tensors, lent, joined, douts, wanted)
-        if known is None:
-            with Recorder(given) as recorder:
+        if type(replay) is not Replay:
+            with Capture(given) as capture:
                 grads = self.run(tensors, lent, joined, douts, wanted)
-            _file(entry, recorder.record(rows, grads), rows)
+            _file(entry, capture.result(rows, grads), rows)
             return grads
-        made = known.run(given, addresses, rows, stream_of(given[0]))
+        made = replay.run(given, addresses, rows, stream_of(given[0]))
         for each in targets:
             if each.done is not None:
                 each.done()
-        return [None if i is None else made[i] for i in known.made]
+        return [None if i is None else made[i] for i in replay.made]
 
 
 class CapturedStep(NamedTuple):
@@ -79,14 +78,14 @@ class CapturedStep(NamedTuple):
 
     Attributes:
         kept, lent: the positions, in the tensors of the replay, of what it keeps for its backward.
-        record: what it was made from; those of several lengths make a replay for any number of rows.
+        captured: what the replay was made from; those of several lengths make a replay for any number of rows.
     """
 
     replay: Replay
     kept: tuple[int, ...]
     lent: tuple[int, ...]
     context: CapturedContext
-    record: Record
+    captured: Captured
 
     def run(
         self, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
@@ -107,14 +106,14 @@ class CapturedStep(NamedTuple):
     @classmethod
     def joined(cls, several: Sequence[CapturedStep]) -> CapturedStep | None:
         """For any number of rows, from forwards of different ones; None where they do not fit together."""
-        first, replay = several[0], replay_of([step.record for step in several])
+        first, replay = several[0], replay_of([step.captured for step in several])
         for step in several:
             if step.context is not first.context or (step.kept, step.lent) != (first.kept, first.lent):
                 return None
         return replay and first._replace(replay=replay)
 
 
-def capture(
+def capture_step(
     step: EagerStep, x: Tensor, wanted: frozenset[str], contexts: list[CapturedContext]
 ) -> tuple[ForwardResult, CapturedStep | None]:
     """Runs a forward and captures it; None where it cannot be replayed.
@@ -123,11 +122,11 @@ def capture(
         contexts: those of captures with other numbers of rows, whose backwards are captured together. A context that
             equals none of them is added.
     """
-    with Recorder(step.inputs(x)) as recorder:
+    with Capture(step.inputs(x)) as capture:
         result = step.run(x, wanted)
     rows = x.shape[0] if x.dim() else 0
-    record = recorder.record(rows, result.outputs, (*result.kept, *result.lent) if wanted else ())
-    if record is None or (replay := replay_of([record])) is None:
+    captured = capture.result(rows, result.outputs, (*result.kept, *result.lent) if wanted else ())
+    if captured is None or (replay := replay_of([captured])) is None:
         return result, None
     ops = tuple([op for op in step.op.modules() if isinstance(op, Op)])
     new = CapturedContext.of(result.context, ops)
@@ -135,12 +134,12 @@ def capture(
     if context is new:
         contexts.append(new)
     count = len(result.kept)
-    captured = CapturedStep(replay, replay.kept[:count], replay.kept[count:], context, record)
-    return result._replace(context=context), captured
+    replayed = CapturedStep(replay, replay.kept[:count], replay.kept[count:], context, captured)
+    return result._replace(context=context), replayed
 
 
-def _file(entry: Any, record: Record | None, rows: int) -> None:
-    """Notes what a backward's capture says of its form, and of forms that differ in the number of rows alone."""
-    replay = None if record is None else replay_of([record])
-    entry.what = replay or REFUSED
-    entry.family.add(rows, replay and record, replay_of)
+def _file(entry: Any, captured: Captured | None, rows: int) -> None:
+    """Files a captured backward under its form, and with those that differ in the number of rows alone."""
+    replay = None if captured is None else replay_of([captured])
+    entry.state = replay or UNSUPPORTED
+    entry.dynamic_rows.add(rows, replay and captured, replay_of)

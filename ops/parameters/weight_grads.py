@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...fuser import Grads
 from ...fuser import tracing as trace
 from ...fuser.op import Delivery, Targets
-from ...fuser.replay import capture as recorder
+from ...fuser.replay import capture
 from .. import kernels
 from ..checks import is_plain
 from ..kernels import Layout, Matrices
@@ -176,7 +176,7 @@ class WeightGrads(ExpertParameters):
 
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
-        recorder.refuse("a weight gradient is computed later")
+        capture.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
         weight = self.one_parameter("weight")
         shape, device = weight.shape, weight.device

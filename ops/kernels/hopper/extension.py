@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....fuser.replay import capture as recorder
+from ....fuser.replay import capture
 
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def compiled() -> Any:
     """The extension, or who notes its launches."""
-    watching = recorder.current()
+    watching = capture.current()
     return library() if watching is None else _Noted(library(), watching)
 
 
@@ -28,10 +28,10 @@ def library() -> Any:
 
 
 class _Noted(NamedTuple):
-    """The extension, whose launches a recorder is told of."""
+    """The extension, whose launches a capture is told of."""
 
     library: Any
-    watching: recorder.Recorder
+    watching: capture.Capture
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self.library, name)

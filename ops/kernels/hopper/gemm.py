@@ -9,7 +9,7 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from ....fuser.replay import capture as recorder
+from ....fuser.replay import capture
 from ..problem import Activate, GroupedGemm, Layout, Matrices, addresses, first
 from . import epilogue
 from .epilogue import Place
@@ -150,7 +150,7 @@ def launch(
         fresh and layout is not Layout.TN,
     )
     if not fresh:
-        recorder.written(out)
+        capture.written(out)
 
 
 _NOWHERE: Place = (0, 0, 0), []
