@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from emulation import harness
 from torch import Tensor, nn
 
 from fusible import (
     AddExtraInput,
     ArgumentError,
+    Combine,
     ConstantScale,
+    Dispatch,
     GroupedLinear,
     Identity,
     Linear,
@@ -24,7 +28,9 @@ from fusible import (
     SwiGLU,
     config,
     explain,
+    interleaved,
 )
+from fusible.fuser import RefusedError
 
 E, K, F, T = 4, 64, 32, 128
 SIZES = torch.tensor([T // E] * E)
@@ -331,6 +337,337 @@ def test_tensor_that_two_steps_keep_counts_once():
     model, x = Sequential(MakeExtraOutput("r"), Linear(K, K), AddExtraInput("r"), Linear(K, K)), torch.ones(T, K)
 
     assert saved(model, x) == 2 * 4 * K
+
+
+# ------------------------------------------------------------------------------------------------- the backward
+
+
+def backward_of(model, *args, **kwargs):
+    """The report on the backward of a model that is one step."""
+    (step,) = model.explain(*args, **kwargs).steps
+    return step.backward
+
+
+def test_backward_names_its_kernels_and_counts_their_products():
+    explanation = mlp().explain(*arguments())
+    (step,) = explanation.steps
+
+    assert (step.backward.kernel, step.backward.reason) == (step.kernel, step.reason)
+    assert explanation.backward_flops == step.backward.flops == 2 * step.flops
+    assert explanation.backward_bytes == step.backward.bytes > step.bytes
+    assert json.loads(json.dumps(explanation.to_dict()))["steps"][0]["backward"]["kernel"] == "loop"
+    assert f"backward {step.backward.flops / 1e9:.3f} GFLOP" in str(explanation)
+
+
+def test_backward_counts_the_wanted_gradients_alone():
+    model = mlp()
+    model[0].requires_grad_(False)
+
+    assert backward_of(model, *arguments(x_grad=False)).flops == 2 * (2 * T * F * K)
+
+
+def test_there_is_no_backward_where_nothing_needs_a_gradient():
+    frozen = mlp().requires_grad_(False)
+    with torch.no_grad():
+        assert backward_of(mlp(), *arguments()) is None
+
+    assert backward_of(frozen, *arguments(x_grad=False, scales_grad=False)) is None
+    assert backward_of(Sequential(MakeExtraOutput("r")), torch.ones(T, K, requires_grad=True)) is None
+
+
+def test_backward_of_another_module_is_its_own():
+    trained, frozen = (Sequential(nn.Linear(K, 3).requires_grad_(flag)) for flag in (True, False))
+
+    assert backward_of(trained, torch.ones(T, K)).kernel == "module"
+    assert backward_of(frozen, torch.ones(T, K)) is None
+
+
+def test_backward_runs_without_autocast():
+    seen = []
+
+    class Looks(Identity):
+        def fwd(self, x):
+            return x * 2, None
+
+        def bwd(self, saved, dy):
+            seen.append((type(dy).__name__, torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return {"x": lambda: dy * 2}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert backward_of(Sequential(Looks()), torch.ones(2, requires_grad=True)).kernel == "torch"
+
+    assert seen == [("FakeTensor", False, False)]
+
+
+@pytest.mark.parametrize("how", [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}, None])
+@pytest.mark.parametrize("single", [True, False])
+def test_explaining_a_backward_changes_no_weight_and_queues_nothing(how, single):
+    how = {"accumulate_into_main_grad": True, "delay_wgrad_compute": True} if how is None else how
+    model, hooked = mlp(single_grouped_weight=single, **how), []
+    for op in (model[0], model[3]):
+        op.register_wgrad_accumulation_and_reduce_hooks(lambda: hooked.append(1))
+        for weight in op.parameters():
+            weight.main_grad, weight.grad_added_to_main_grad = torch.full(weight.shape, 7.0), False
+    versions = [p.main_grad._version for p in model.parameters()]
+    report = backward_of(model, *arguments())
+
+    assert report.flops == 2 * model.explain(*arguments()).flops
+    assert not any(op.has_delayed_wgrad() for op in (model[0], model[3]))
+    assert all(p.grad is None and p.grad_added_to_main_grad is False for p in model.parameters())
+    assert all((p.main_grad == 7).all() for p in model.parameters())
+    assert versions == [p.main_grad._version for p in model.parameters()]
+    assert not hooked
+    assert model[0]._stand_ins._memory is None
+
+
+def test_delayed_gradients_are_noted():
+    (step,) = mlp(delay_wgrad_compute=True).explain(*arguments()).steps
+
+    assert "the gradient of the weights is computed by backward_dw()" in step.notes
+
+
+def test_main_grad_that_is_not_there_is_noted_and_one_that_does_not_fit_is_the_reason():
+    model = mlp(accumulate_into_main_grad=True)
+    (step,) = model.explain(*arguments()).steps
+    model[3].weight.main_grad = torch.zeros(3)
+    report = backward_of(model, *arguments())
+
+    assert "weight.main_grad is not there yet; it is taken to be float32" in step.notes
+    assert step.backward.flops == 2 * step.flops
+    assert report.kernel == "?"
+    assert "weight.main_grad must be floating-point, on cpu" in report.reason
+
+
+class Remembers(Identity):
+    """Assigns to itself, in both directions."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def fwd(self, x):
+        self.last = x
+        return x * 2, None
+
+    def bwd(self, saved, dy):
+        self.last = dy
+        return {"x": dy}
+
+
+def test_what_an_op_assigns_to_itself_is_forgotten():
+    op = Remembers()
+    edits = op.edits
+    backward_of(Sequential(op), torch.ones(2, requires_grad=True))
+
+    assert op.last is None
+    assert op.edits == edits
+
+
+class Asks(Identity):
+    """Cannot run its backward without data."""
+
+    def fwd(self, x):
+        return x * 2, None
+
+    def bwd(self, saved, dy):
+        return {"x": dy * dy.sum().item()}
+
+
+class Fails(Asks):
+    def bwd(self, saved, dy):
+        raise KeyError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [
+        (Asks, "its backward reads values, so it cannot run without data"),
+        (Fails, "its backward cannot run without data: KeyError: 'no such thing'"),
+    ],
+)
+def test_backward_that_cannot_run_without_data_says_so_and_the_rest_is_explained(op, reason):
+    explanation = Sequential(op(), Linear(3, 3)).explain(torch.ones(2, 3, requires_grad=True))
+    first, second = explanation.steps
+
+    assert (first.kernel, first.backward.kernel, first.backward.reason) == ("torch", "?", reason)
+    assert (second.shape, second.backward.kernel) == ((2, 3), "torch")
+    assert reason in str(explanation)
+
+
+def test_behind_what_needs_data_no_backward_is_known():
+    steps = Sequential(Unready(), Linear(2, 2)).explain(torch.ones(2, 2)).steps
+
+    assert [step.backward.kernel for step in steps] == ["?", "?"]
+    assert str(Sequential(Unready()).explain(torch.ones(2))).count("backward") == 1
+
+
+def routed(**how):
+    fc1, fc2 = GroupedLinear(E, K, 2 * F, dtype=torch.bfloat16, **how), GroupedLinear(E, F, K, dtype=torch.bfloat16)
+    return Sequential(Dispatch(E), fc1, SwiGLU(), fc2, Scale(), Combine())
+
+
+def routed_arguments():
+    x, weights = torch.randn(T, K, dtype=torch.bfloat16, requires_grad=True), torch.rand(T, 2, requires_grad=True)
+    return x, {"top_k_index": torch.zeros(T, 2, dtype=torch.int64), "top_k_weights": weights}
+
+
+@pytest.mark.parametrize("disabled", [(), ("RoutedMLP",)], ids=["fused", "in steps"])
+def test_permutations_of_pytorch_are_kernels(disabled):
+    x, given = routed_arguments()
+    with config(disable_fusions=disabled):
+        steps = routed().explain(x, **given).steps
+
+    assert steps[0].kernel.startswith("torch")
+    assert steps[0].backward.kernel.startswith("torch")
+    assert all(step.bytes and step.backward.bytes for step in (steps[0], steps[-1]))
+
+
+class Extension:
+    """In place of the compiled one: says nothing of interest, launches nothing."""
+
+    LAUNCHES: ClassVar[dict[str, tuple[str, ...]]] = {}
+
+    def __getattr__(self, name):
+        return lambda *_: 16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Tensors of the CPU pass for those of a Hopper GPU; nothing is launched."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with harness.installed(Extension()):
+        yield
+
+
+EPILOGUE = "hopper (activation in the epilogue)"
+
+
+def block_mlp(block, width=2 * F):
+    fc1, fc2 = GroupedLinear(E, K, width, dtype=torch.bfloat16), GroupedLinear(E, width // 2, K, dtype=torch.bfloat16)
+    return Sequential(fc1, SwiGLU(layout=interleaved(block)), fc2)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_backward_of_experts_names_our_kernels():
+    explanation = mlp().explain(*arguments())
+    (step,) = explanation.steps
+
+    assert step.kernel == step.backward.kernel == f"{EPILOGUE} + hopper"
+    assert [c.split(":")[0] for c in step.backward.configurations] == [
+        f"{EPILOGUE}, NN {T} x {F} x {K}",
+        f"hopper, NN {T} x {K} x {2 * F}",
+        f"hopper, TN {2 * F} x {K} x {T}",
+        f"hopper, TN {K} x {F} x {T}",
+    ]
+    assert f"GroupedMLP 0 1 2 3 backward: {step.backward.configurations[0]}" in str(explanation)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("single", [True, False])
+def test_bias_gradients_and_bias_scales_are_kernels(single):
+    op = GroupedLinear(E, K, F, dtype=torch.bfloat16, scale_bias=True, single_grouped_weight=single)
+    scale = torch.ones(T, requires_grad=True)
+    report = backward_of(Sequential(op), torch.ones(T, K, dtype=torch.bfloat16), SIZES, scale)
+
+    assert report.kernel == "hopper (row dots) + hopper + hopper (column sums)"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_activation_alone_and_the_tail_of_its_scales_are_kernels():
+    scales = torch.ones(T, requires_grad=True)
+    model = Sequential(GroupedLinear(E, K, 2 * F, bias=False, dtype=torch.bfloat16), SwiGLU(), Scale())
+    x = torch.ones(T, K, dtype=torch.bfloat16, requires_grad=True)
+    (step,) = model.explain(x, SIZES, scales).steps
+
+    assert step.kernel == f"{EPILOGUE} + hopper (zero tail)"
+    assert step.backward.kernel == "activation + hopper"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_epilogue_that_fell_back_is_printed_in_both_directions():
+    x = torch.ones(T, K, dtype=torch.bfloat16, requires_grad=True)
+    explanation = block_mlp(12, 48).explain(x, split_sizes=SIZES)
+    (step,) = explanation.steps
+    tiles, loads = (
+        "its epilogue has no tile for blocks of 12 columns",
+        "its epilogue has no loads for blocks of 12 columns",
+    )
+
+    assert (step.kernel, step.reason) == ("hopper + activation", tiles)
+    assert step.backward.kernel == "hopper + activation + hopper (column sums)"
+    assert step.backward.reason == loads
+    forward, backward = str(explanation).splitlines()[2:4]
+    assert forward.startswith("GroupedMLP")
+    assert forward.endswith(tiles)
+    assert backward.startswith("  backward")
+    assert backward.endswith(loads)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_epilogue_may_fall_back_in_one_direction_alone():
+    x = torch.ones(T, K, dtype=torch.bfloat16, requires_grad=True)
+    (step,) = block_mlp(24, 96).explain(x, split_sizes=SIZES).steps
+
+    assert step.reason == "its epilogue has no tile for blocks of 24 columns"
+    assert (step.backward.kernel, step.backward.reason) == (f"{EPILOGUE} + hopper + hopper (column sums)", "")
+
+
+def wide_scales():
+    """Experts whose scales, behind them, are too wide for the epilogue of the backward alone; and what they take."""
+    model = mlp()
+    x, scales = torch.ones(T, K, dtype=torch.bfloat16, requires_grad=True), torch.ones(T, dtype=torch.float64)
+    return Sequential(model[0], model[1], model[3], model[2]), x, {"split_sizes": SIZES, "scales": scales}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_strict_refuses_the_epilogue_of_a_backward_through_explain_and_through_a_call():
+    model, x, given = wide_scales()
+    refused = "strict: .* because hopper's epilogue needs dense scales of 16 or 32 bits"
+    (step,) = model.explain(x, **given).steps
+    with config(strict=True):
+        with pytest.raises(RefusedError, match=refused):
+            model.explain(x, **given)
+        with torch.no_grad():
+            assert model.explain(x, **given).steps[0].kernel == f"{EPILOGUE} + hopper"
+        y = model(x, **given)
+
+    assert step.backward.kernel == "hopper + torch"
+    assert "its epilogue needs dense scales of 16 or 32 bits" in step.backward.reason
+    with pytest.raises(RefusedError, match=refused):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("disabled", [(), ("RoutedMLP",)], ids=["fused", "in steps"])
+def test_our_permutations_are_kernels_of_the_backward(disabled):
+    x, given = routed_arguments()
+    with config(disable_fusions=disabled):
+        steps = routed().explain(x, **given).steps
+    forward = {name for step in steps for name in step.kernel.split(" + ")}
+    backward = {name for step in steps for name in step.backward.kernel.split(" + ")}
+
+    assert {"fusible (route)", "fusible (spread)", "fusible (sum)"} <= forward
+    assert {"fusible (spread)", "fusible (sum)", "fusible (by slot)", "hopper (row dots)", EPILOGUE} <= backward
+    assert not {"loop", "torch"} & (forward | backward)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_another_backend_names_every_kernel_of_a_backward():
+    x, given = routed_arguments()
+    with config(backend="loop"):
+        (step,) = routed().explain(x, **given).steps
+
+    assert "fusible" not in step.backward.kernel
+    assert "config(backend='loop')" in step.backward.reason
+
+
+def test_table_of_a_model_has_the_kernels_of_backwards():
+    model, (x, sizes, scales, _) = mlp(), arguments()
+    model(x, split_sizes=sizes, scales=scales)
+    heading, _, row = str(explain(nn.ModuleList([model]))).splitlines()
+
+    assert heading.split()[:5] == ["layer", "module", "runs", "kernel", "backward"]
+    assert row.split()[3:5] == ["loop", "loop"]
 
 
 # ------------------------------------------------------------------------------------------------- notes and fusions

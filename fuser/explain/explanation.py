@@ -205,7 +205,7 @@ class Explanation:
         labels = " ".join(step.labels)
         yield step.name, labels, step.kernel, shape, *_sizes(step.flops, step.bytes), saved, why
         back = step.backward
-        if back is None or ((back.kernel, back.reason) == (step.kernel, step.reason) and not self._on_cuda()):
+        if back is None or not (self._on_cuda() or step.backward_reason or back.kernel not in (step.kernel, "?")):
             return
         sizes = _sizes(back.flops, back.bytes)
         yield "  backward", labels, back.kernel, "", *sizes, "", step.backward_reason

@@ -100,17 +100,17 @@ def foreseen(
     Raises:
         RuntimeError: one does not fit.
     """
-    _, grads, overwrite, *_ = _attributes(parameters)
-    missing = [name for name, grad in zip(names, grads, strict=True) if grad is None]
-    with unset_fake_temporarily():  # where tensors of the user lie decides which kernels take them
-        tensors = [
-            None if grad is None else _judge(op, *each, grad)
-            for *each, grad in zip(names, parameters, grads, strict=True)
-        ]
-    wide = [
-        torch.empty_like(p, dtype=torch.float32) if t is None else t for p, t in zip(parameters, tensors, strict=True)
-    ]
-    return ExpertGroup(tuple(wide)), [not o for o in overwrite], missing
+    fetchers, grads, overwrite, *_ = _attributes(parameters)
+    known = [grad if fetch is None else None for fetch, grad in zip(fetchers, grads, strict=True)]
+    missing = [name for name, grad in zip(names, known, strict=True) if grad is None]
+    tensors: list[Tensor] = []
+    for name, parameter, grad in zip(names, parameters, known, strict=True):
+        if grad is None:
+            tensors.append(torch.empty_like(parameter, dtype=torch.float32))
+            continue
+        with unset_fake_temporarily():  # where tensors of the user lie decides which kernels take them
+            tensors.append(_judge(op, name, parameter, grad))
+    return ExpertGroup(tuple(tensors)), [not o for o in overwrite], missing
 
 
 def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
