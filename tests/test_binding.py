@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from models import mlp
 from torch import Tensor, nn
 
 from fusible import (
@@ -20,7 +21,6 @@ from fusible import (
     Scale,
     ScaledSwiGLU,
     Sequential,
-    SwiGLU,
 )
 
 ONE, TWO, THREE = (torch.full((3,), float(n)) for n in (1, 2, 3))
@@ -55,10 +55,6 @@ class MustNotRun(Op):
 
 def two_scales():
     return Sequential(OrderedDict(first=Scale(), between=ConstantScale(10.0), last=Scale()))
-
-
-def mlp():
-    return Sequential(GroupedLinear(2, 4, 8), SwiGLU(), Scale(), GroupedLinear(2, 4, 4))
 
 
 def unrunnable():

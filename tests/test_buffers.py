@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import models
 import pytest
 import torch
 from reference import assert_same, unit
@@ -30,12 +33,7 @@ T = 10
 POISON = -7.0
 
 
-def mlp(k=K, n=K, **how):
-    return Sequential(
-        GroupedLinear(E, k, 2 * F, dtype=torch.float64, **how),
-        SwiGLU(),
-        GroupedLinear(E, F, n, dtype=torch.float64, **how),
-    )
+mlp = partial(models.mlp, E, K, F, scaled=False, dtype=torch.float64)
 
 
 def layer(k=K, n=F, **how):

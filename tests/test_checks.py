@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulation import harness
+from models import mlp
 from torch import nn
 
 from fusible import (
@@ -32,8 +33,7 @@ SIZES = torch.tensor([3, 1])
 
 
 def experts(single=True, **how):
-    form = {"single_grouped_weight": single, "single_grouped_bias": single, **how}
-    return Sequential(GroupedLinear(E, K, N, **form), SwiGLU(), Scale(), GroupedLinear(E, N // 2, K, **form))
+    return mlp(E, K, N // 2, single_grouped_weight=single, single_grouped_bias=single, **how)
 
 
 def call(model, x, **keywords):

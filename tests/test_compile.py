@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from reference import assert_same
 from torch import Tensor, nn
 
@@ -63,10 +65,7 @@ def assert_compiles(model: nn.Module, x: Tensor, backend: str = "aot_eager", **g
     assert_same(results(compiled, parameters, x, given), results(model, parameters, x, given))
 
 
-def experts(act: nn.Module | None = None, hidden: int = 8, **options: Any) -> Sequential:
-    act = act or SwiGLU()
-    columns = 2 * hidden if isinstance(act, GLU) else hidden
-    return Sequential(GroupedLinear(3, 8, columns, **options), act, Scale(), GroupedLinear(3, hidden, 8, **options))
+experts = partial(mlp, groups=3, features=8, hidden=8)
 
 
 def rows(*shape: int, **options: Any) -> Tensor:
@@ -90,7 +89,7 @@ ACTIVATIONS = [
 
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=repr)
 def test_activations_of_experts(act: nn.Module) -> None:
-    assert_compiles(experts(act), data(), split_sizes=SIZES, scales=rows())
+    assert_compiles(experts(act=act), data(), split_sizes=SIZES, scales=rows())
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from reference import assert_same
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from fusible import ClampedSwiGLU, GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import ClampedSwiGLU, GroupedLinear, Sequential, SwiGLU
 
 _QUIET = ("DeprecationWarning", "FutureWarning", "UserWarning")  # of the compiler itself
 pytestmark = [pytest.mark.cuda, *[pytest.mark.filterwarnings(f"ignore::{kind}") for kind in _QUIET]]
@@ -28,8 +29,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def experts(**options: Any) -> Sequential:
-    first = GroupedLinear(E, K, 2 * F, device="cuda", **options)
-    return Sequential(first, ClampedSwiGLU(), Scale(), GroupedLinear(E, F, K, device="cuda", **options))
+    return mlp(E, K, F, act=ClampedSwiGLU(), device="cuda", **options)
 
 
 def batch(rows: int, sizes: list[int], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

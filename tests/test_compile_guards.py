@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from models import mlp
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -16,13 +18,10 @@ from fusible import (
     ClampedSwiGLU,
     FusedOp,
     Grads,
-    GroupedLinear,
     Linear,
     Op,
     Pattern,
-    Scale,
     Sequential,
-    SwiGLU,
 )
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
@@ -41,8 +40,7 @@ def counter() -> CompileCounter:
     return CompileCounter()
 
 
-def experts(act: nn.Module | None = None, **options: Any) -> Sequential:
-    return Sequential(GroupedLinear(3, 8, 16, **options), act or SwiGLU(), Scale(), GroupedLinear(3, 8, 8, **options))
+experts = partial(mlp, 3, 8, 8)
 
 
 def call(function: Any, rows: int, sizes: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ def test_training_and_inference_compile_once_each(counter: CompileCounter) -> No
 @pytest.mark.parametrize("name", ["limit", "alpha", "linear_offset"])
 def test_ops_that_differ_in_a_number_do_not_share(counter: CompileCounter, name: str) -> None:
     for value in (0.25, 0.5, 0.75, 0.5, 0.25):
-        layer = experts(ClampedSwiGLU(**{name: value}))
+        layer = experts(act=ClampedSwiGLU(**{name: value}))
         compiled = torch.compile(layer, fullgraph=True, backend=counter)
         assert torch.equal(call(compiled, 12, SIZES[0]), call(layer, 12, SIZES[0]))
 

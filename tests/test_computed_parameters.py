@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import models
 import pytest
 import torch
 from reference import unit
@@ -25,7 +26,6 @@ from fusible import (
     Linear,
     Op,
     Pattern,
-    Scale,
     Sequential,
     SwiGLU,
     config,
@@ -78,8 +78,8 @@ class Cut(nn.Module):
 def mlp(name: str = "weight", **how: bool) -> Sequential:
     torch.manual_seed(0)
     single = name in ("weight", "bias")
-    sizes = {"dtype": torch.float64, "single_grouped_weight": single, "single_grouped_bias": single, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **sizes), SwiGLU(), Scale(), GroupedLinear(E, F, K, **sizes))
+    options = {"single_grouped_weight": single, "single_grouped_bias": single, **how}
+    return models.mlp(E, K, F, dtype=torch.float64, **options)
 
 
 def keywords() -> dict[str, Tensor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
+import models
 import pytest
 import torch
 from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
-from fusible import ArgumentError, GroupedLinear, RefusedError, Scale, Sequential, SwiGLU, config, grouped_gemm
+from fusible import ArgumentError, GroupedLinear, RefusedError, Sequential, config, grouped_gemm
 from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
@@ -43,9 +45,7 @@ def layer(dtype=BF16, **how):
     return GroupedLinear(E, K, N, device="cuda", dtype=dtype, **how)
 
 
-def experts(dtype=BF16, **how):
-    how = {"device": "cuda", "dtype": dtype, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, N, **how))
+experts = partial(models.mlp, E, K, F, N, device="cuda", dtype=BF16)
 
 
 def arguments(model, dtype=BF16):
@@ -102,7 +102,7 @@ def test_discrete_weights_give_what_stacked_ones_give(bias, backend):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=str)
 def test_mlp(dtype, fused):
-    model = experts(dtype)
+    model = experts(dtype=dtype)
     tensors, dy = arguments(model, dtype)
     with config(disable_fusions=set() if fused else FUSIONS):
         got = run(caller(model, sizes_of()), tensors, dy)
@@ -304,7 +304,11 @@ def test_main_grad(single, delay, overwrite):
 
 
 def test_autocast_from_float32_weights_takes_the_fast_path():
-    model, x, scales = experts(torch.float32), on_device(T, K, dtype=torch.float32), on_device(T, dtype=torch.float32)
+    model, x, scales = (
+        experts(dtype=torch.float32),
+        on_device(T, K, dtype=torch.float32),
+        on_device(T, dtype=torch.float32),
+    )
     with torch.autocast("cuda", BF16):
         y = model(x, split_sizes=sizes_of(), scales=scales)
         step = model.explain().steps[0]

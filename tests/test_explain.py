@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import ClassVar
 from xml.etree import ElementTree
 
+import models
 import pytest
 import torch
 from emulation import harness
@@ -23,7 +25,6 @@ from fusible import (
     Linear,
     MakeExtraOutput,
     Op,
-    Scale,
     Sequential,
     SwiGLU,
     config,
@@ -36,9 +37,7 @@ E, K, F, T = 4, 64, 32, 128
 SIZES = torch.tensor([T // E] * E)
 
 
-def mlp(dtype=torch.bfloat16, **how):
-    fc1 = GroupedLinear(E, K, 2 * F, bias=False, dtype=dtype, **how)
-    return Sequential(fc1, SwiGLU(), Scale(), GroupedLinear(E, F, K, bias=False, dtype=dtype, **how))
+mlp = partial(models.mlp, E, K, F, bias=False, dtype=torch.bfloat16)
 
 
 def arguments(dtype=torch.bfloat16, x_grad=True, scales_grad=True):

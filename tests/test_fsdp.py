@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from emulation import build, harness
+from models import mlp
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, interleaved
+from fusible import ArgumentError, Sequential, SwiGLU, interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}
@@ -35,7 +36,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def experts(**how: object) -> Sequential:
     torch.manual_seed(0)
-    return Sequential(GroupedLinear(2, 6, 16), SwiGLU(**how), Scale(), GroupedLinear(2, 8, 6))
+    return mlp(2, 6, 8, act=SwiGLU(**how))
 
 
 @pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.cuda)])
@@ -73,9 +74,8 @@ def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 def test_sharded_experts_train_on_our_kernels(mesh: DeviceMesh) -> None:
     """Those of a GPU, emulated."""
-    linear = {"dtype": torch.bfloat16}
     with harness.installed(harness.Emulation(build.build())):
-        plain = Sequential(GroupedLinear(2, 8, 16, **linear), SwiGLU(), Scale(), GroupedLinear(2, 8, 8, **linear))
+        plain = mlp(2, 8, 8, dtype=torch.bfloat16)
         sharded, x = fully_shard(copy.deepcopy(plain), mesh=mesh), torch.randn(5, 8, dtype=torch.bfloat16)
         call = {name: tensor.clone() for name, tensor in CALL.items()}  # the emulation knows what is younger than it
         optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (plain, sharded)]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from models import mlp, steps
 from torch import Tensor, nn
 
 from fusible import (
@@ -59,14 +60,6 @@ class Other(Product): ...
 
 def pair():
     return Sequential(ConstantScale(2.0), ConstantScale(3.0))
-
-
-def mlp():
-    return Sequential(GroupedLinear(2, 4, 8), SwiGLU(), Scale(), GroupedLinear(2, 4, 4))
-
-
-def steps(model, *args, **kwargs):
-    return [step.name for step in model.explain(*args, **kwargs).steps]
 
 
 def reasons(model, *args, **kwargs):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from graph_nodes import captured, kernels, kinds
+from models import mlp
 from reference import assert_same, unit
 from torch import Tensor, nn
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import Sequential
 from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
@@ -43,9 +44,7 @@ def sizes_of(splits: list[int]) -> Tensor:
     return torch.tensor(splits, device="cuda")
 
 
-def experts(**how: Any) -> Sequential:
-    how = {"bias": False, "device": "cuda", "dtype": BF16, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, N, **how))
+experts = partial(mlp, E, K, F, N, bias=False, device="cuda", dtype=BF16)
 
 
 class Inputs:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from reference import assert_same
 from torch import Tensor, nn
 from torch.library import opcheck
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec
 
@@ -143,7 +143,7 @@ def test_custom_ops_are_the_door() -> None:
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.experts = Sequential(GroupedLinear(3, 8, 16), SwiGLU(), Scale(), GroupedLinear(3, 8, 8))
+        self.experts = mlp(3, 8, 8)
 
     def forward(self, x: Tensor, sizes: Tensor, scales: Tensor) -> Any:
         return self.experts(x, split_sizes=sizes, scales=scales)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from torch import Tensor, nn
 
 from fusible import (
@@ -51,10 +52,6 @@ def fc2(**how: Any) -> GroupedLinear:
     return GroupedLinear(2, 4, 4, **how)
 
 
-def experts(**how: Any) -> Sequential:
-    return Sequential(fc1(**how), SwiGLU(), Scale(), fc2(**how))
-
-
 def watched(module: nn.Module) -> list[Any]:
     """Of its parameters."""
     return [weakref.ref(p) for p in module.parameters()]
@@ -88,9 +85,9 @@ def with_main_grads(model: nn.Module) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "fused": experts,
-    "one parameter an expert": lambda: experts(single_grouped_weight=False, single_grouped_bias=False),
-    "main_grad": lambda: with_main_grads(experts(accumulate_into_main_grad=True)),
+    "fused": mlp,
+    "one parameter an expert": lambda: mlp(single_grouped_weight=False, single_grouped_bias=False),
+    "main_grad": lambda: with_main_grads(mlp(accumulate_into_main_grad=True)),
     "nested": lambda: Sequential(Sequential(fc1(), SwiGLU()), nn.Identity(), Sequential(Scale(), fc2())),
     "composite": lambda: Sequential(fc1(), ScaledSwiGLU(), fc2()),
     "other modules": lambda: Sequential(nn.Linear(4, 4), fc1(), SwiGLU(), Scale(), fc2(), nn.Linear(4, 4)),
@@ -116,7 +113,7 @@ def test_a_container_is_freed_with_its_last_reference(model: list[Any], use: Any
 
 
 def test_an_explanation_keeps_no_weights() -> None:
-    model = experts()
+    model = mlp()
     seen, found = watched(model), explained(model)
     del model
 
@@ -172,7 +169,7 @@ def test_an_op_alone_is_freed(op: Callable[[], Any], explains: bool) -> None:
 
 
 def test_a_graph_that_waits_for_its_backward_outlives_the_container() -> None:
-    model, x = experts(), X.clone().requires_grad_()
+    model, x = mlp(), X.clone().requires_grad_()
     seen, y = watched(model), model(x, **KEYWORDS)
     del model
     y.sum().backward()
@@ -243,7 +240,7 @@ EDITS = [_set, _delete, _assign, _pop, _slice, _add]
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("use", [forward, step, explained])
 def test_an_op_that_leaves_is_freed_at_once(edit: Any, nested: bool, use: Any) -> None:
-    inner = experts()
+    inner = mlp()
     outer = Sequential(nn.Identity(), inner) if nested else inner
     seen = watched(inner[0])
     use(outer)
@@ -267,7 +264,7 @@ def test_a_part_of_a_composite_that_leaves_is_freed_at_once() -> None:
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("change", ["set", "register"])
 def test_a_parameter_that_is_replaced_is_freed_at_once(single: bool, change: str) -> None:
-    model = experts(single_grouped_weight=single, single_grouped_bias=single)
+    model = mlp(single_grouped_weight=single, single_grouped_bias=single)
     step(model)
     for name in list(model[0]._parameters):
         seen, other = weakref.ref(getattr(model[0], name)), nn.Parameter(getattr(model[0], name).detach().clone())
@@ -280,7 +277,7 @@ def test_a_parameter_that_is_replaced_is_freed_at_once(single: bool, change: str
 
 
 def test_an_edit_of_many_does_not_forget_the_others() -> None:
-    one, other = experts(), experts()
+    one, other = mlp(), mlp()
     forward(one)
     forward(other)
     _set(one)

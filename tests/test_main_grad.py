@@ -6,6 +6,7 @@ import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import models
 import pytest
 import reference
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fusible import Activation, GroupedLinear, Linear, Sequential, SwiGLU, config
+from fusible import Activation, GroupedLinear, Linear, Sequential, config
 
 E, K, F, T = 3, 4, 6, 10
 SIZES = torch.tensor([3, 0, 5])
@@ -23,8 +24,8 @@ FUSED = [True, False]
 
 
 def mlp(single=True, **how):
-    how = {"single_grouped_weight": single, "dtype": torch.float64, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), GroupedLinear(E, F, K, **how))
+    options = {"single_grouped_weight": single, "dtype": torch.float64, **how}
+    return models.mlp(E, K, F, scaled=False, **options)
 
 
 def weights(model):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from reference import unit
 from torch import Tensor
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
@@ -30,9 +31,7 @@ def tensor(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> Tensor:
     return unit(*shape, dtype=dtype, grad=False).cuda().requires_grad_(grad)
 
 
-def experts(**how: Any) -> Sequential:
-    how = {"bias": False, "device": "cuda", "dtype": BF16, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, K, **how))
+experts = partial(mlp, E, K, F, bias=False, device="cuda", dtype=BF16)
 
 
 class Step:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import steps
 from torch import Tensor, nn
 
 from fusible import (
@@ -38,10 +39,6 @@ def mlp(first: type[GroupedLinear] = GroupedLinear, **how: Any) -> Sequential:
 def call(model: Sequential, x: Tensor) -> Tensor:
     y: Tensor = model(x, split_sizes=SIZES, scales=torch.ones(5))
     return y
-
-
-def steps(model: Sequential) -> list[str]:
-    return [step.name for step in model.explain().steps]
 
 
 # ------------------------------------------------------------------------------------------------- on the object

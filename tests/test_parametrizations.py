@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import models
 import pytest
 import torch
 from reference import unit
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from fusible import Bias, GroupedLinear, Linear, Scale, Sequential, SwiGLU, config
+from fusible import Bias, GroupedLinear, Linear, Sequential, config
 
 E, K, F, T = 3, 4, 6, 10
 SIZES = torch.tensor([3, 0, 5])
@@ -29,8 +30,8 @@ class Dropped(nn.Module):
 
 def mlp(single: bool = True, **how: bool) -> Sequential:
     torch.manual_seed(0)
-    sizes = {"dtype": torch.float64, "single_grouped_weight": single, "single_grouped_bias": single, **how}
-    return Sequential(GroupedLinear(E, K, 2 * F, **sizes), SwiGLU(), Scale(), GroupedLinear(E, F, K, **sizes))
+    options = {"single_grouped_weight": single, "single_grouped_bias": single, **how}
+    return models.mlp(E, K, F, dtype=torch.float64, **options)
 
 
 def step(model: nn.Module, x: Tensor, **keywords: Tensor) -> dict[str, Tensor]:

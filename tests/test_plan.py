@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from models import mlp
 from torch import Tensor, nn
 
 from fusible import (
@@ -14,12 +15,10 @@ from fusible import (
     ArgumentError,
     Bias,
     ConstantScale,
-    GroupedLinear,
     Identity,
     Linear,
     MakeExtraOutput,
     Pattern,
-    Scale,
     Sequential,
     SwiGLU,
     config,
@@ -32,10 +31,6 @@ from fusible.fuser.config import Config, active_config
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])
 ONES = torch.ones(3)
-
-
-def mlp():
-    return Sequential(GroupedLinear(2, 4, 8), SwiGLU(), Scale(), GroupedLinear(2, 4, 4))
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ import threading
 
 import pytest
 import torch
+from models import mlp
 
 from fusible import (
     Activation,
     ConstantScale,
-    GroupedLinear,
     Pattern,
     Scale,
     Sequential,
-    SwiGLU,
     config,
     register_fusion,
     unregister,
@@ -28,10 +27,6 @@ from fusible.fuser.config import _in_use
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])
 ONES = torch.ones(3)
-
-
-def mlp():
-    return Sequential(GroupedLinear(2, 4, 8), SwiGLU(), Scale(), GroupedLinear(2, 4, 4))
 
 
 @pytest.fixture

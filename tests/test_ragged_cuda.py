@@ -13,9 +13,9 @@ import pytest
 import torch
 from checks.ragged import (
     ALIGNED,
-    EVEN,
     MIXED,
     ODD,
+    SHAPES,
     Case,
     Problem,
     Shapes,
@@ -41,7 +41,7 @@ if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_dev
 LAYOUTS = list(Layout)
 
 
-@pytest.mark.parametrize("shapes", [ALIGNED, EVEN, ODD, MIXED], ids=["aligned", "even", "odd", "mixed"])
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shapes(layout: Layout, shapes: Shapes) -> None:
     for dtype, wide in product((torch.bfloat16, torch.float16), (False, True)):

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import mlp
 from reference import unit
 from torch import Tensor
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import Sequential
 from fusible.fuser.replay import program as replay
 from fusible.ops.kernels.hopper import gemm as hopper
 
@@ -39,8 +40,7 @@ def step(model: Sequential, x: Tensor, sizes: Tensor, scales: Tensor, dy: Tensor
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("bias", [False, True])
 def test_rows_differ_in_every_step(monkeypatch: pytest.MonkeyPatch, lend: bool, single: bool, bias: bool) -> None:
-    how: Any = {"bias": bias, "device": "cuda", "dtype": torch.bfloat16, "single_grouped_weight": single}
-    model = Sequential(GroupedLinear(E, K, 2 * F, **how), SwiGLU(), Scale(), GroupedLinear(E, F, K, **how))
+    model = mlp(E, K, F, bias=bias, device="cuda", dtype=torch.bfloat16, single_grouped_weight=single)
     counts, run = list[int](), replay.Replay.run
 
     def counted(self: replay.Replay, *arguments: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from models import steps
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
@@ -79,10 +80,6 @@ def run(model, x, index, weights):
 def assert_close(a, b):
     for left, right in zip(a, b, strict=True):
         torch.testing.assert_close(left, right)
-
-
-def steps(model):
-    return [step.name for step in model.explain().steps]
 
 
 @pytest.mark.parametrize("outside", [False, True])

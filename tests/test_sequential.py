@@ -8,6 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from models import mlp, steps
 from torch import nn
 
 from fusible import (
@@ -33,17 +34,8 @@ from fusible.fuser import registry
 SIZES = torch.tensor([2, 1])
 
 
-def mlp(dtype=None):
-    """What becomes one ``GroupedMLP``."""
-    return Sequential(GroupedLinear(2, 4, 8, dtype=dtype), SwiGLU(), Scale(), GroupedLinear(2, 4, 4, dtype=dtype))
-
-
 def call(model, x):
     return model(x, split_sizes=SIZES, scales=torch.ones(3))
-
-
-def steps(model):
-    return [step.name for step in model.explain().steps]
 
 
 def x_and_y(model, **keywords):
@@ -720,7 +712,7 @@ def test_parametrized_parameters_get_their_gradients(kind, frozen):
         return torch.autograd.grad(y.square().sum(), params)
 
     torch._dynamo.reset()
-    plain = mlp(torch.float64)
+    plain = mlp(dtype=torch.float64)
     plain.append(Identity() if kind != "apart" else Linear(4, 4, dtype=torch.float64))
     model = copy.deepcopy(plain).requires_grad_(not frozen)
     places = [(0, "weight"), (3, "bias")] + [(4, "weight")] * (kind == "apart")
@@ -765,8 +757,7 @@ def replica_of(model):
 @pytest.mark.parametrize("disabled", [set(), {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}])
 @pytest.mark.parametrize("single", [True, False])
 def test_a_replica_trains_its_own_parameters(single, disabled):
-    how = {"single_grouped_weight": single, "single_grouped_bias": single}
-    model = Sequential(GroupedLinear(2, 4, 8, **how), SwiGLU(), Scale(), GroupedLinear(2, 4, 4, **how))
+    model = mlp(single_grouped_weight=single, single_grouped_bias=single)
     x, given = torch.randn(3, 4), {"split_sizes": torch.tensor([1, 2]), "scales": torch.rand(3)}
     model(x, **given).sum().backward()
     replica, parameters = replica_of(model)

@@ -21,14 +21,15 @@ from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.ragged import RaggedGemm
 
 from .device import synchronize
+from .gemm import HALF_STEP
 
-HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
 Shapes = tuple[tuple[int, int, int], ...]  # m, n, k of each group
 
 ALIGNED: Shapes = ((136, 264, 72), (0, 64, 64), (8, 8, 8), (64, 0, 16), (128, 256, 64), (72, 16, 0), (200, 136, 200))
 ODD: Shapes = ((131, 37, 70), (5, 3, 1), (1, 300, 65), (0, 7, 9), (70, 1, 33), (3, 4, 0), (66, 129, 7), (9, 0, 5))
 EVEN: Shapes = ((130, 38, 70), (6, 2, 2), (2, 300, 66), (0, 6, 10), (70, 2, 34), (4, 6, 0), (66, 130, 6), (18, 34, 130))
 MIXED: Shapes = ((40, 24, 64), (3, 8, 16), (64, 72, 63), (33, 33, 33), (8, 16, 24), (129, 257, 65), (16, 8, 8))
+SHAPES = {"aligned": ALIGNED, "even": EVEN, "odd": ODD, "mixed": MIXED}
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def any_shapes(groups: int, seed: int, most: tuple[int, int, int], step: int = 1
 
 
 def check_operands_that_fill_their_memory(device: str, layout: Layout) -> None:
-    for shapes in (ALIGNED, EVEN, ODD, MIXED):
+    for shapes in SHAPES.values():
         check(device, Case(layout, shapes, tail=0, alone=True))
         check(device, Case(layout, shapes[-1:], tail=0, alone=True))
 
