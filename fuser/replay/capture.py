@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
-from .captured import Allocation, Captured, Launch, Library, ValueRef
+from .captured import Allocation, Captured, Launch, Library, Origin, ValueRef
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -84,7 +84,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         taken = set[int]()
         refs = [[None if t is None else self._ref_of(t, taken) for t in group] for group in (made, kept)]
-        if any(ref is not None and ref.kind in ("given", "view") for ref in refs[0]):
+        if any(ref is not None and ref.origin in (Origin.GIVEN, Origin.VIEW) for ref in refs[0]):
             self.refuse("a result was given")
         if self.refusal is not None:
             return None
@@ -123,7 +123,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _ref_of(self, result: Tensor, taken: set[int]) -> ValueRef:
         for i, given in enumerate(self._given):
             if result is given:
-                return ValueRef("given", i)
+                return ValueRef(Origin.GIVEN, i)
         source, distance = self._find(result.data_ptr()) if result.numel() else (0, 0)
         shape, strides = tuple(result.shape), result.stride()
         if not result.numel() or type(result) is not Tensor:
@@ -133,10 +133,12 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result.dtype != given.dtype:
                 self.refuse("a result is a given tensor in another dtype")
             same = distance == 0 and given.shape == shape and given.stride() == strides and not result._is_view()
-            return ValueRef("detached" if same else "view", source, shape, strides, distance // result.element_size())
+            return ValueRef(
+                Origin.DETACHED if same else Origin.VIEW, source, shape, strides, distance // result.element_size()
+            )
         else:
             self._take_allocation(~source, distance, result, taken)
-        return ValueRef("allocation", ~source, shape)
+        return ValueRef(Origin.ALLOCATION, ~source, shape)
 
     def _take_allocation(self, number: int, distance: int, result: Tensor, taken: set[int]) -> None:
         allocation, _ = self._allocations[number]

@@ -8,6 +8,7 @@ elsewhere, by being rounded, say: the sizes of workspaces are on lines (test_rep
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -53,10 +54,19 @@ class Launch(NamedTuple):
     sources: tuple[tuple[int, int, int, int], ...]
 
 
+class Origin(Enum):
+    """Where a result comes from."""
+
+    GIVEN = "a tensor that was given, itself"
+    DETACHED = "a tensor that was given, detached"
+    VIEW = "a view of a tensor that was given"
+    ALLOCATION = "memory that the run has allocated"
+
+
 class ValueRef(NamedTuple):
     """What a result is: a tensor that was given, itself, detached or as a view; or an allocation."""
 
-    kind: str
+    origin: Origin
     number: int
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -122,7 +132,7 @@ class _Generalised:
     def replay(self) -> Replay:
         views, allocations = list[View](), dict[int, tuple[Affine, ...] | None]()
         for one in self.refs():
-            if one[0].kind == "allocation":
+            if one[0].origin is Origin.ALLOCATION:
                 allocations[one[0].number] = self.affines([ref.shape for ref in one])
         for number, allocation in enumerate(self.first.allocations):
             if allocation.nbytes >= _LARGE and number not in allocations:
@@ -151,14 +161,14 @@ class _Generalised:
         resolved: list[int | None] = []
         for refs in zip(*results, strict=True):
             ref = refs[0]
-            if ref is None or ref.kind == "given":
+            if ref is None or ref.origin is Origin.GIVEN:
                 resolved.append(ref and ref.number)
-            elif ref.kind == "allocation":
+            elif ref.origin is Origin.ALLOCATION:
                 resolved.append(order[ref.number])
             else:
                 shape = self.affines([p.shape for p in refs if p is not None])
                 resolved.append(first_view + len(views))
-                views.append(View(ref.number, shape, ref.strides, ref.start, ref.kind == "detached"))
+                views.append(View(ref.number, shape, ref.strides, ref.start, ref.origin is Origin.DETACHED))
         return tuple(resolved)
 
     def nbytes(self, number: int) -> Affine:
