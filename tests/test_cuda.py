@@ -340,7 +340,7 @@ def test_fallback_says_why_and_strict_refuses_it(op, x, reason):
     model, x = Sequential(op()), x()
     step = model.explain(x, split_sizes=sizes_of()).steps[0]
 
-    assert step.kernel == "loop"
+    assert step.kernel.split(" + ")[0] == "loop"  # then the kernel that zeroes its tail
     assert reason in step.reason
     with config(strict=True), pytest.raises(RefusedError, match="the grouped GEMM falls back to loop"):
         model(x, split_sizes=sizes_of())

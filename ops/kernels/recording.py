@@ -1,0 +1,74 @@
+"""What a trace is told of the kernels that a call would run, instead of running them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...fuser import tracing as trace
+from . import unfused
+from .dispatch import Choice, activation_choice, row_choice
+from .hopper import epilogue as hopper_epilogue
+from .hopper import gemm as hopper
+from .hopper import rows as hopper_rows
+from .interface import RowKernels
+from .problem import ActivateBackward, GroupedGemm, Matrices, first, nbytes
+
+
+def product(problem: GroupedGemm, choice: Choice) -> None:
+    """A product, and the activation that follows it where that is a kernel of its own."""
+    backend, why = choice.backend, choice.epilogue_reason
+    if why is None:
+        trace.record(_call_of(problem, choice))
+        return
+    alone, activated = unfused.product_of(problem), problem.epilogue
+    split = f"its epilogue {why}" if backend is hopper else f"{backend.NAME} {why}"
+    reason = "; ".join(filter(None, (choice.reason, split)))
+    trace.record(_call_of(alone, choice._replace(reason=reason)))
+    rows = first(alone.out)
+    if isinstance(activated, ActivateBackward):
+        activation(activated.preact, activated.scales, rows, *activated.grads[:3])
+    elif activated is not None:
+        activation(rows, activated.scales, first(problem.out))
+
+
+def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
+    """What a trace is told of a product."""
+    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes)
+    if choice.backend is not hopper:
+        return call
+    name = hopper.NAME if problem.epilogue is None else hopper_epilogue.NAME
+    return call._replace(kernel=name, configuration=hopper.configuration(problem))
+
+
+def activation(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
+    """An activation, or its backward, with ``rows`` that are read or written beside ``pre``."""
+    kernels, reason = activation_choice(pre, scales, *rows[:1])
+    trace.record(trace.KernelCall(kernels.NAME, _shown(reason, pre), 0, nbytes(pre, scales, *rows)))
+
+
+def column_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
+    """The sums of the rows of each group."""
+    kernels, reason = row_choice(tokens, split_sizes, out)
+    _rows("column sums", kernels, _shown(reason, tokens), tokens, scale, out)
+
+
+def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
+    """The product of each row with the vector of its group."""
+    kernels, reason = row_choice(tokens, split_sizes, out)
+    _rows("row dots", kernels, _shown(reason, tokens), tokens, vectors, out)
+
+
+def zero_tail(kernels: RowKernels, reason: str, out: Tensor) -> None:
+    """The zeroing of a tail, of which no bytes are counted: with every row in use there is none."""
+    _rows("zero tail", kernels, _shown(reason, out))
+
+
+def _rows(name: str, kernels: RowKernels, reason: str, *moved: Matrices | None) -> None:
+    """A pass over rows: by our own kernel of that name, or as part of what another backend is."""
+    kernel = f"{hopper.NAME} ({name})" if kernels is hopper_rows else kernels.NAME
+    trace.record(trace.KernelCall(kernel, reason, 0, nbytes(*moved)))
+
+
+def _shown(reason: str, tensor: Tensor) -> str:
+    """The reason against our own kernels, which nobody expects on a CPU."""
+    return reason if tensor.is_cuda else ""
