@@ -15,12 +15,10 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
-from . import outputs, traced, unfused
-from .dispatch import Choice, activation_choice, activation_kernels, choose, choose_ragged, row_choice, row_kernels
-from .hopper import epilogue as hopper_epilogue
+from . import outputs, recording, traced, unfused
+from .dispatch import Choice, activation_kernels, choose, choose_ragged, row_choice, row_kernels
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
-from .interface import RowKernels
 from .problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, Matrices, first, nbytes
 from .ragged import RaggedGemm
 
@@ -207,7 +205,7 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
         return traced.column_sums(tokens, split_sizes, dtype, scale)
     out = outputs.new_sums(tokens, split_sizes, dtype)
     if trace.active():
-        _record_sums(tokens, split_sizes, out, scale)
+        recording.column_sums(tokens, split_sizes, out, scale)
     elif not tokens.is_meta:
         row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
     return out
@@ -219,8 +217,7 @@ def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torc
         return traced.row_dots(tokens, vectors, split_sizes, dtype)
     out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
     if trace.active():
-        kernels, reason = row_choice(tokens, split_sizes, out)
-        _record_rows("row dots", kernels, reason if tokens.is_cuda else "", tokens, vectors, out)
+        recording.row_dots(tokens, vectors, split_sizes, out)
     elif not tokens.is_meta:
         row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
     return out
@@ -233,19 +230,16 @@ def _finish_by_rows(grads: ActivationGrads, split_sizes: Tensor, choice: Choice)
     if grads.bias is None:
         return
     if trace.active():
-        _record_sums(grads.pre, split_sizes, grads.bias, None)
+        recording.column_sums(grads.pre, split_sizes, grads.bias, None)
     else:
         row_kernels(grads.pre, split_sizes, grads.bias).column_sums(grads.pre, split_sizes, grads.bias, None)
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
-    """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else.
-
-    A trace counts no bytes: with every row in use there is no tail.
-    """
+    """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else."""
     kernels, reason = (hopper_rows, "") if choice.backend is hopper else row_choice(out, split_sizes, out)
     if trace.active():
-        _record_rows("zero tail", kernels, reason if out.is_cuda else "")
+        recording.zero_tail(kernels, reason, out)
     else:
         kernels.zero_tail(out, split_sizes)
 
@@ -266,9 +260,7 @@ def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
 def _activation_runs(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        kernels, reason = activation_choice(pre, scales, *rows[:1])
-        shown = reason if pre.is_cuda else ""  # on a CPU nobody expects another
-        trace.record(trace.KernelCall(kernels.NAME, shown, 0, nbytes(pre, scales, *rows)))
+        recording.activation(pre, scales, *rows)
         return False
     return not pre.is_meta
 
@@ -278,7 +270,7 @@ def _run(problem: GroupedGemm) -> Choice | None:
     tracing = trace.active()
     choice = choose(problem, tracing)
     if tracing:
-        _record_product(problem, choice)
+        recording.product(problem, choice)
         return choice
     if not problem.a.shape[0] or problem.a.is_meta:
         return None
@@ -287,40 +279,3 @@ def _run(problem: GroupedGemm) -> Choice | None:
     else:
         unfused.run(choice.backend, problem)
     return choice
-
-
-def _record_product(problem: GroupedGemm, choice: Choice) -> None:
-    """Tells a trace of a product, and of the activation that follows it as a kernel of its own."""
-    backend, why = choice.backend, choice.epilogue_reason
-    if why is None:
-        trace.record(_call_of(problem, choice))
-        return
-    product, activated = unfused.product_of(problem), problem.epilogue
-    split = f"its epilogue {why}" if backend is hopper else f"{backend.NAME} {why}"
-    reason = "; ".join(filter(None, (choice.reason, split)))
-    trace.record(_call_of(product, choice._replace(reason=reason)))
-    rows = first(product.out)
-    if isinstance(activated, ActivateBackward):
-        _activation_runs(activated.preact, activated.scales, rows, *activated.grads[:3])
-    elif activated is not None:
-        _activation_runs(rows, activated.scales, first(problem.out))
-
-
-def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
-    """What a trace is told of a product."""
-    call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes)
-    if choice.backend is not hopper:
-        return call
-    name = hopper.NAME if problem.epilogue is None else hopper_epilogue.NAME
-    return call._replace(kernel=name, configuration=hopper.configuration(problem))
-
-
-def _record_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
-    kernels, reason = row_choice(tokens, split_sizes, out)
-    _record_rows("column sums", kernels, reason if tokens.is_cuda else "", tokens, scale, out)
-
-
-def _record_rows(name: str, kernels: RowKernels, reason: str, *moved: Matrices | None) -> None:
-    """Tells a trace of a pass over rows: by our own kernel of that name, or as part of what another backend is."""
-    kernel = f"{hopper.NAME} ({name})" if kernels is hopper_rows else kernels.NAME
-    trace.record(trace.KernelCall(kernel, reason, 0, nbytes(*moved)))
