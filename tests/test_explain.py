@@ -25,6 +25,7 @@ from fusible import (
     Linear,
     MakeExtraOutput,
     Op,
+    Scale,
     Sequential,
     SwiGLU,
     config,
