@@ -121,7 +121,7 @@ def test_name_that_is_taken_raises():
 
 def test_unregistering_what_is_not_there_raises():
     with pytest.raises(
-        KeyError, match="no fusion is named 'Product'; there are GroupedMLP, GroupedLinearGLU, GLUScale"
+        KeyError, match="no fusion is named 'Product'; there are RoutedMLP, GroupedMLP, GroupedLinearGLU, GLUScale"
     ):
         unregister("Product")
 
