@@ -66,10 +66,7 @@ def grouped_gemm(
         ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
     """
     if torch.compiler.is_dynamo_compiling():
-        result: Tensor | GroupedTensor = _traced(
-            a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements
-        )
-        return result
+        return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
     check_types(a=a, b=b, bias=bias, out=out)
     which, b = _as_it_lies(layout, b)
     how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)

@@ -45,7 +45,7 @@ def test_demo_trains_explains_and_compares(capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
 
     assert re.search(r"\[#+\] 100% +step +3 +loss \d", printed)
-    assert re.search(r"RoutedMLP +0 1 2 3 +taken", printed)
+    assert re.search(r"RoutedMLP +0 1 2 3 4 5 +taken", printed)
     for name in ("fused", "unfused", "loop"):
         assert re.search(rf"\| {name} +\| +\d+\.\d+ \| +\d+\.\d \| +\d+\.\d \| +\d\.\de", printed)
 

@@ -98,7 +98,7 @@ def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
 
 def test_a_cpu_asks_nobody():
     assert dispatch.choose(with_block(24), tracing=False) == (loop, "", None)
-    assert dispatch.activation_choice(dense(T, F), None) == (activation, "hopper needs a CUDA device")
+    assert dispatch.activation_choice(dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")
     with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
         dispatch.activation_kernels(dense(T, F), None)
     with config(strict=True):  # a CPU has no other kernels: nothing fell back

@@ -276,6 +276,7 @@ def test_dispatch_to_combine(name: str) -> None:
     moe.check_trains("cpu", name)
     moe.check_fusion_changes_nothing("cpu", name)
     moe.check_same_bits_again("cpu", name)
+    moe.check_without_gradients("cpu", name)
 
 
 def test_routed_layer_and_autograd() -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks.moe import Layer, check_fusion_changes_nothing, check_same_bits_again, check_trains
+from checks.moe import (
+    Layer,
+    check_fusion_changes_nothing,
+    check_same_bits_again,
+    check_trains,
+    check_without_gradients,
+)
 from checks.routed import CASES
 
 from fusible import config
@@ -32,6 +38,11 @@ def test_fusion_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "gpt-oss", "absent"])
 def test_same_bits_again(name: str) -> None:
     check_same_bits_again("cuda", name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_gradients(name: str) -> None:
+    check_without_gradients("cuda", name)
 
 
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])

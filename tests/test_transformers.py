@@ -590,7 +590,7 @@ def test_explain_says_what_routes(gate: str) -> None:
     step(model, "fusible")
     layers = fusible.explain(model).layers
 
-    assert {layer.routing for layer in layers} == {"torch: needs a CUDA device, got cpu"}
+    assert {layer.routing for layer in layers} == {"torch: hopper needs a CUDA device, got cpu"}
     assert all(
         layer.routing in row for layer, row in zip(layers, str(fusible.explain(model)).splitlines()[2:], strict=True)
     )

@@ -19,6 +19,7 @@ from ..checks import product_dtype
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..moe import ROUTING, Combine, Dispatch, scales_of
+from ..routed_mlp import Experts, routed_mlp
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
@@ -97,7 +98,11 @@ class RoutedMLP(FusedOp):
         top_k_weights: Tensor,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved]:
+    ) -> tuple[Tensor, Saved | None]:
+        if not needs_grad and type(x) is Tensor and x.is_cuda and autocast_dtype in (None, x.dtype):
+            experts = self._in_one_call(x.dtype)
+            if experts is not None:
+                return routed_mlp(experts, x, top_k_index, top_k_weights), None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales = scales_of(routing, top_k_weights)
@@ -115,6 +120,19 @@ class RoutedMLP(FusedOp):
         trains = tokens if "fc1.weight" in needs else None
         routing = routing._replace(scales=None)
         return permutation.add(y, routing), self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
+
+    def _in_one_call(self, dtype: torch.dtype) -> Experts | None:
+        """The experts as the one call of a whole layer takes them: stacked, and scaled after the second linear."""
+        fc1, fc2 = self.fc1, self.fc2
+        if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
+            return None
+        if any(fc1.per_group.values()) or any(fc2.per_group.values()):
+            return None
+        weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
+        if weights[0].dtype != dtype or weights[1].dtype != dtype:
+            return None
+        up_bias, down_bias = (fc.one_parameter("bias") if fc.has_bias else None for fc in (fc1, fc2))
+        return Experts(*weights, up_bias, down_bias, self.act.spec, fc1.transposed_weight)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         needs, routing, tokens = self._needs_of_mlp(needs_grad), saved.routing, saved.tokens

@@ -144,7 +144,7 @@ def activation_kernels(pre: Tensor, scales: Tensor | None, *rows: Tensor | None)
 def activation_choice(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     refusal = partial(hopper_rows.activation_refusal, pre, scales, *rows)
-    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", pre.is_cuda)
+    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", pre)
 
 
 def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
@@ -157,18 +157,18 @@ def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKer
     # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
     fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
     refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
-    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens.is_cuda)
+    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens)
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:
     """Why our own kernels do not permute rows of this dtype by these ids; None: they do."""
     refusal = partial(hopper_permute.refusal, ids, num_experts, dtype)
-    ours, why = _ours_or(False, True, refusal, "permutation of rows", ids.is_cuda)
+    ours, why = _ours_or(False, True, refusal, "permutation of rows", ids)
     return None if ours else why
 
 
-def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: str, on_cuda: bool) -> tuple[K, str]:
-    """Our own kernels where they are allowed and take the tensors, else the fallback and why.
+def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: str, read: Tensor) -> tuple[K, str]:
+    """Our own kernels where they are allowed and take the tensors, else the fallback and why; ``read`` is a tensor.
 
     Raises:
         RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
@@ -176,8 +176,8 @@ def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: s
     config = active_config()
     if config.backend not in ("auto", hopper.NAME):
         return fallback, f"config(backend={config.backend!r})"
-    if not on_cuda and config.backend == "auto":
-        return fallback, "hopper needs a CUDA device"
+    if not read.is_cuda and config.backend == "auto":
+        return fallback, f"{hopper.NAME} needs a CUDA device, got {read.device.type}"
     why = refusal()
     if why is None:
         return ours, ""

@@ -110,3 +110,12 @@ def check_same_bits_again(device: str, name: str) -> None:
     first = layer.results()
     for _ in range(3):
         assert all(torch.equal(*pair) for pair in zip(first, layer.results(), strict=True))
+
+
+def check_without_gradients(device: str, name: str) -> None:
+    """A call that keeps nothing, and may be one launch of all kernels, has the bits of one that trains."""
+    layer = Layer(device, name)
+    expected = layer.run().detach()
+    for _ in range(3):
+        with torch.no_grad():
+            assert torch.equal(layer.run(), expected)
