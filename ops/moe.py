@@ -9,8 +9,8 @@ after all others, adds nothing, and gets no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ class Dispatch(Op):
         check_floats(x)
         if len(x.shape) != 2:
             raise ArgumentError(f"x must be tokens [T, H], got shape {list(x.shape)}; flatten the leading dimensions")
-        _check_slots("top_k_index", top_k_index, x, "int32 or int64", top_k_index.dtype in _INDICES)
-        _check_slots("top_k_weights", top_k_weights, x, "floating-point", top_k_weights.is_floating_point())
+        _check_slots("top_k_index", top_k_index, x, "int32 or int64", _INDICES.__contains__)
+        _check_slots("top_k_weights", top_k_weights, x, "floating-point", _is_floating_point)
         if top_k_index.shape != top_k_weights.shape:
             raise ArgumentError(
                 f"top_k_index and top_k_weights must have one shape [T, k], "
@@ -91,7 +91,7 @@ class Dispatch(Op):
         outputs = {
             "y": permutation.spread(x, routing),
             "split_sizes": routing.split_sizes,
-            "scales": scales_of(routing, top_k_weights),
+            "scales": permutation.scales_of(routing, top_k_weights),
             "num_rows": routing.every,
             "slot_of_row": routing.order,
             "row_of_slot": routing.place,
@@ -142,18 +142,15 @@ class Combine(Op):
 _INDICES = (torch.int32, torch.int64)
 
 
-def scales_of(routing: Routing, weights: Tensor) -> Tensor:
-    """[S]: the routing weights in the order of the rows, in float32 at least."""
-    if routing.scales is not None:
-        return routing.scales
-    return permutation.by_row(weights, routing).to(torch.promote_types(weights.dtype, torch.float32))
+def _is_floating_point(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
 
 
-def _check_slots(name: str, tensor: Tensor, x: Spec, kind: str, fits: bool) -> None:
+def _check_slots(name: str, tensor: Any, x: Spec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
     if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[0] != x.shape[0]:
         came = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ArgumentError(f"{name} must be [T, k], T={x.shape[0]} as x has tokens, got {came}")
-    if not fits:
+    if not fits(tensor.dtype):
         raise ArgumentError(f"{name} must be {kind}, got {tensor.dtype}")
     if tensor.device != x.device:
         raise ArgumentError(f"{name} must be on {x.device}, as x, got {tensor.device}; move it there")

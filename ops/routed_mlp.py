@@ -111,10 +111,7 @@ def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_
     e = experts
     with named_range("fusible::dispatch"):
         routing = rows_of.route(index, e.up.shape[0], x.dtype, weights.contiguous())
-        scales = routing.scales
-        if scales is None:
-            wide = torch.promote_types(weights.dtype, torch.float32)
-            scales = rows_of.by_row(weights, routing).to(wide)
+        scales = rows_of.scales_of(routing, weights)
         rows, sizes = rows_of.spread(x, routing, fill=False), routing.split_sizes
     with named_range("fusible::GroupedMLP"):
         how: dict[str, Any] = {"bias": e.up_bias, "keep_pre": keep_pre, "interior": True}

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..fuser import tracing as trace
-from ..fuser.tracing import has_no_data
 from .kernels.dispatch import permute_refusal
 from .kernels.hopper import permute as kernels
 from .kernels.problem import nbytes
@@ -130,6 +129,13 @@ def by_row(weights: Tensor, routing: Routing) -> Tensor:
     return weights.reshape(-1).index_select(0, routing.order)
 
 
+def scales_of(routing: Routing, weights: Tensor) -> Tensor:
+    """[S]: the weights [T, k] in the order of the rows, in float32 at least; those that came with the routing."""
+    if routing.scales is not None:
+        return routing.scales
+    return by_row(weights, routing).to(torch.promote_types(weights.dtype, torch.float32))
+
+
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
     if routing.own and numbers.dtype == torch.float32 and not _is_compiled(numbers):
@@ -162,7 +168,9 @@ def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype
 
 def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
     """The rows [S, H], those of no expert zero; a copy only where there may be some and no kernel skips them."""
-    if routing.own or (rows.device.type == "cpu" and not has_no_data(rows) and int(routing.every) == rows.shape[0]):
+    if routing.own or (
+        rows.device.type == "cpu" and not trace.has_no_data(rows) and int(routing.every) == rows.shape[0]
+    ):
         return rows
     inside = torch.arange(rows.shape[0], device=rows.device) < routing.every
     return torch.where(inside.unsqueeze(-1), rows, 0)

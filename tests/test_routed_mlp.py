@@ -286,6 +286,8 @@ def test_interleaved_gates():
     ("changes", "words"),
     [
         ({"top_k_index": torch.zeros(T + 1, K_SLOTS, dtype=torch.int64)}, r"top_k_index must be \[T, k\], T=11"),
+        ({"top_k_index": [[0, 1]] * T}, r"top_k_index must be \[T, k\], T=11 as x has tokens, got a list"),
+        ({"top_k_weights": [[0.5, 0.5]] * T}, r"top_k_weights must be \[T, k\], T=11 as x has tokens, got a list"),
         ({"top_k_index": torch.zeros(T, K_SLOTS)}, "top_k_index must be int32 or int64, got torch.float32"),
         ({"top_k_index": torch.zeros(T, 3, dtype=torch.int64)}, "must have one shape"),
         ({"top_k_weights": torch.zeros(T, K_SLOTS, dtype=torch.int64)}, "top_k_weights must be floating-point"),

@@ -18,7 +18,7 @@ from .. import routing as permutation
 from ..checks import product_dtype
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear
-from ..moe import ROUTING, Combine, Dispatch, scales_of
+from ..moe import ROUTING, Combine, Dispatch
 from ..routed_mlp import Experts, routed_mlp
 from ..routing import Routing
 from ..scale import Scale
@@ -105,7 +105,7 @@ class RoutedMLP(FusedOp):
                 return routed_mlp(experts, x, top_k_index, top_k_weights), None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
-        scales = scales_of(routing, top_k_weights)
+        scales = permutation.scales_of(routing, top_k_weights)
         factors = {keyword: scales for role, keyword in _SCALES.items() if getattr(self, role) is not None}
         rows, needs = permutation.spread(tokens, routing, fill=False), self._needs_of_mlp(needs_grad)
         y, saved = self.experts.fwd(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fusible import Combine, Dispatch, Explanation, GroupedLinear, Scale, Sequential, config
-from fusible.ops.activation import Activation
-from fusible.ops.glu import GLU
+from fusible import GLU, Activation, Combine, Dispatch, Explanation, GroupedLinear, Scale, Sequential, config
 
 from .routed import CASES, Problem, distance
 
