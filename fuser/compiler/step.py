@@ -66,8 +66,8 @@ class Step:
                 if x is None or keywords is None:
                     x = _check_part(look, op, x, reads, values, runtime, extras)
                 else:
-                    known = look(op, x, keywords, runtime)
-                    x = _noted(op, known, extras) if op.extra_outputs else known  # type: ignore[assignment]
+                    specs = look(op, x, keywords, runtime)
+                    x = _noted(op, specs, extras) if op.extra_outputs else specs  # type: ignore[assignment]
             except ArgumentError as error:
                 raise error.located(str(self.leaves[i])) from None
         if not whole or not self.module._forward_hooks:
@@ -148,9 +148,9 @@ def _check_part(
     return None
 
 
-def _noted(op: Op, known: Specs, extras: dict[str, Spec]) -> Spec | None:
-    """What a check says of ``y``; what it says of extra outputs is added to those that are known."""
-    if known is None or isinstance(known, Spec):
-        return known
-    extras.update({name: known[name] for name in op.extra_outputs if name in known})
-    return known.get("y")
+def _noted(op: Op, specs: Specs, extras: dict[str, Spec]) -> Spec | None:
+    """What a check says of ``y``. What it says of extra outputs is added to ``extras``."""
+    if specs is None or isinstance(specs, Spec):
+        return specs
+    extras.update({name: specs[name] for name in op.extra_outputs if name in specs})
+    return specs.get("y")

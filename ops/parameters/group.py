@@ -109,17 +109,17 @@ class ExpertGroup:
         """:meth:`values` of tensors that are of a known form and lie where the group's do; None if they do not."""
         addresses = list(map(Tensor.data_ptr, tensors))
         for form in reversed(self._forms):  # that of backwards is kept last
-            known = form.values
-            if known is not None and known.addresses == addresses and form.matches(*tensors):
+            values = form.values
+            if values is not None and values.addresses == addresses and form.matches(*tensors):
                 if form is not self._forms[-1]:
                     self._forms = [*(other for other in self._forms if other is not form), form]
-                return known.matrices
+                return values.matrices
         return None
 
     def _values_of(self, form: _Form) -> Matrices:
-        addresses, known = list(map(Tensor.data_ptr, self.tensors)), form.values
-        if known is not None and addresses == known.addresses:
-            return known.matrices
+        addresses, values = list(map(Tensor.data_ptr, self.tensors)), form.values
+        if values is not None and addresses == values.addresses:
+            return values.matrices
         one = as_one(self.tensors)
         matrices: Matrices = self.tensors if one is None else one
         for other in self._forms:
@@ -140,10 +140,10 @@ class ExpertGroup:
         return self._whole_of(self._form(), stand_ins)
 
     def _whole_of(self, form: _Form, stand_ins: bool) -> Tensor:
-        stream, known = stream_of(self.tensors[0]), self._whole
-        if known is not None and known.form is form and known.stream == stream and known.stand_ins == stand_ins:
-            return known.tensor
-        self._whole = known = None  # before the next is made, which would share its nodes
+        stream, kept = stream_of(self.tensors[0]), self._whole
+        if kept is not None and kept.form is form and kept.stream == stream and kept.stand_ins == stand_ins:
+            return kept.tensor
+        self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
             whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
         if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():

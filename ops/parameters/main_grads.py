@@ -80,14 +80,14 @@ class MainGrads:
         fetchers, grads, overwrite, flags, zeros = _attributes(parameters)
         if any(fetchers):
             grads = [g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)]
-        known, ids, kind = self._judged, list(map(id, grads)), (parameters[0].shape, parameters[0].device)
-        if known is None or known.ids != ids or known.kind != kind or known.addresses != _addresses(grads):
+        judged, ids, kind = self._judged, list(map(id, grads)), (parameters[0].shape, parameters[0].device)
+        if judged is None or judged.ids != ids or judged.kind != kind or judged.addresses != _addresses(grads):
             group = ExpertGroup(tuple([_judge(op, *each) for each in zip(names, parameters, grads, strict=True)]))
             _refuse_overlaps(op, names, group.tensors, [p for p in (*parameters, *read) if p is not None])
             forget = _forget(weakref.ref(self), weakref.ref(group))
             owners = [weakref.ref(grad, forget) for grad in grads]
-            known = self._judged = _Judged(ids, _addresses(grads), kind, owners, group)
-        return Destination(known.group, [not o for o in overwrite], [flag is not None for flag in flags], any(zeros))
+            judged = self._judged = _Judged(ids, _addresses(grads), kind, owners, group)
+        return Destination(judged.group, [not o for o in overwrite], [flag is not None for flag in flags], any(zeros))
 
 
 def foreseen(
@@ -101,10 +101,10 @@ def foreseen(
         RuntimeError: one does not fit.
     """
     fetchers, grads, overwrite, *_ = _attributes(parameters)
-    known = [grad if fetch is None else None for fetch, grad in zip(fetchers, grads, strict=True)]
-    missing = [name for name, grad in zip(names, known, strict=True) if grad is None]
+    set_by_user = [grad if fetch is None else None for fetch, grad in zip(fetchers, grads, strict=True)]
+    missing = [name for name, grad in zip(names, set_by_user, strict=True) if grad is None]
     tensors: list[Tensor] = []
-    for name, parameter, grad in zip(names, parameters, known, strict=True):
+    for name, parameter, grad in zip(names, parameters, set_by_user, strict=True):
         if grad is None:
             tensors.append(torch.empty_like(parameter, dtype=torch.float32))
             continue
