@@ -13,6 +13,7 @@ from .grouped_tensor import GroupedTensor
 from .kernels import custom_ops as _library  # noqa: F401  # register the custom ops
 from .linear import Linear
 from .moe import Combine, Dispatch
+from .pointwise import Pointwise
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -37,6 +38,7 @@ __all__ = [
     "Identity",
     "Linear",
     "MakeExtraOutput",
+    "Pointwise",
     "ReGLU",
     "RoutedMLP",
     "SReGLU",

@@ -1,0 +1,189 @@
+"""A pointwise function as straight-line code, one operation a line, which PyTorch runs and kernels compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Value = str | float
+"""The name of an input or of a line, or a constant."""
+
+
+class Operation(NamedTuple):
+    """An operation of a line.
+
+    Attributes:
+        run: computes it on tensors.
+        code: its C++ expression; ``{n}`` is an argument, ``M`` has the elementary functions.
+        is_boolean: whether the result is a truth value.
+        commutes: whether the two arguments may be exchanged; a constant is then the second.
+        with_constant: computes it on a tensor and a number.
+    """
+
+    run: Callable[..., Tensor]
+    code: str
+    is_boolean: bool = False
+    commutes: bool = False
+    with_constant: Callable[..., Tensor] | None = None
+
+
+OPERATIONS: dict[str, Operation] = {
+    "neg": Operation(torch.neg, "-{0}"),
+    "abs": Operation(torch.abs, "fabsf({0})"),
+    "exp": Operation(torch.exp, "M::exp({0})"),
+    "expm1": Operation(torch.expm1, "M::expm1({0})"),
+    "log": Operation(torch.log, "M::log({0})"),
+    "log1p": Operation(torch.log1p, "M::log1p({0})"),
+    "sqrt": Operation(torch.sqrt, "M::sqrt({0})"),
+    "rsqrt": Operation(torch.rsqrt, "M::rsqrt({0})"),
+    "reciprocal": Operation(torch.reciprocal, "M::reciprocal({0})"),
+    "sigmoid": Operation(torch.sigmoid, "M::sigmoid({0})"),
+    "tanh": Operation(torch.tanh, "M::tanh({0})"),
+    "erf": Operation(torch.erf, "erff({0})"),
+    "sin": Operation(torch.sin, "M::sin({0})"),
+    "cos": Operation(torch.cos, "M::cos({0})"),
+    "atan": Operation(torch.atan, "atanf({0})"),
+    "round": Operation(torch.round, "rintf({0})"),
+    "floor": Operation(torch.floor, "floorf({0})"),
+    "add": Operation(torch.add, "{0} + {1}", commutes=True, with_constant=torch.add),
+    "sub": Operation(torch.sub, "{0} - {1}", with_constant=torch.sub),
+    "mul": Operation(torch.mul, "{0} * {1}", commutes=True, with_constant=torch.mul),
+    "div": Operation(torch.div, "M::divide({0}, {1})", with_constant=torch.div),
+    "pow": Operation(torch.pow, "powf({0}, {1})", with_constant=torch.pow),
+    # NaN stays NaN, as in PyTorch
+    "maximum": Operation(torch.maximum, "ptx::max_nan({0}, {1})", commutes=True, with_constant=torch.clamp_min),
+    "minimum": Operation(torch.minimum, "ptx::min_nan({0}, {1})", commutes=True, with_constant=torch.clamp_max),
+    "lt": Operation(torch.lt, "{0} < {1}", is_boolean=True, with_constant=torch.lt),
+    "le": Operation(torch.le, "{0} <= {1}", is_boolean=True, with_constant=torch.le),
+    "eq": Operation(torch.eq, "{0} == {1}", is_boolean=True, commutes=True, with_constant=torch.eq),
+    "and": Operation(torch.logical_and, "{0} && {1}", is_boolean=True, commutes=True),
+    "or": Operation(torch.logical_or, "{0} || {1}", is_boolean=True, commutes=True),
+    "not": Operation(torch.logical_not, "!{0}", is_boolean=True),
+    "where": Operation(torch.where, "{0} ? {1} : {2}"),
+}
+
+
+class Line(NamedTuple):
+    """``name = operation(*arguments)``."""
+
+    name: str
+    operation: str
+    arguments: tuple[Value, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.operation} {' '.join(map(str, self.arguments))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Straight-line code. Two programs of one text compute the same, so the text is a key.
+
+    Attributes:
+        inputs: the names of what it reads: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, …
+            (numbers of a row), ``dy`` (the gradient of ``y``).
+        lines: in an order in which they can be computed.
+        outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, by name.
+    """
+
+    inputs: tuple[str, ...]
+    lines: tuple[Line, ...]
+    outputs: tuple[tuple[str, Value], ...]
+
+    def only(self, names: Iterable[str]) -> Program:
+        """What these outputs need and no more, with the lines renumbered. The inputs stay."""
+        names = frozenset(names)
+        outputs = [(name, value) for name, value in self.outputs if name in names]
+        needed, kept = {value for _, value in outputs}, list[Line]()
+        for line in reversed(self.lines):
+            if line.name in needed:
+                kept.append(line)
+                needed |= set(line.arguments)
+        kept.reverse()
+        renamed: dict[Value, Value] = {line.name: f"t{i}" for i, line in enumerate(kept)}
+        lines = [Line(str(renamed[n]), op, tuple([renamed.get(a, a) for a in args])) for n, op, args in kept]
+        return Program(self.inputs, tuple(lines), tuple([(n, renamed.get(v, v)) for n, v in outputs]))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The inputs on which the outputs depend."""
+        values = {argument for line in self.lines for argument in line.arguments}
+        return frozenset(self.inputs) & (values | {value for _, value in self.outputs})
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every output, in the dtype of the inputs, which broadcast. An output of no input has no dimension."""
+        first = next(iter(inputs.values()))
+        values: dict[Value, Tensor] = {name: inputs[name] for name in inputs}
+
+        def tensor(value: Value) -> Tensor:
+            if isinstance(value, str):
+                return values[value]
+            return torch.full((), value, dtype=first.dtype, device=first.device)
+
+        for name, kind, arguments in self.lines:
+            operation, last = OPERATIONS[kind], arguments[-1]
+            if isinstance(last, float) and operation.with_constant is not None and isinstance(arguments[0], str):
+                values[name] = operation.with_constant(values[arguments[0]], last)
+            else:
+                values[name] = operation.run(*map(tensor, arguments))
+        return {name: tensor(value) for name, value in self.outputs}
+
+    @cached_property
+    def text(self) -> str:
+        """The canonical text, which :func:`parse` reads. It has no names of the user's."""
+        return "\n".join(
+            [" ".join(("in", *self.inputs)), *map(str, self.lines), *(f"{n} = {v}" for n, v in self.outputs)]
+        )
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@lru_cache(maxsize=1024)
+def part_of(program: Program, outputs: tuple[str, ...]) -> Program:
+    """:meth:`Program.only`, computed once."""
+    return program.only(outputs)
+
+
+@lru_cache(maxsize=1024)
+def parse(text: str) -> Program:
+    """The inverse of :attr:`Program.text`.
+
+    Raises:
+        ValueError: a text that no program has.
+    """
+    head, *rest = text.split("\n")
+    keyword, *inputs = head.split(" ")
+    if keyword != "in" or not inputs:
+        raise ValueError(f"a program starts with its inputs, 'in x dy'; got {head!r}")
+    lines, outputs, known = list[Line](), list[tuple[str, Value]](), set(inputs)
+    for number, row in enumerate(rest, start=2):
+        name, _, value = row.partition(" = ")
+        words = value.split(" ")
+        if not value or name in known:
+            raise ValueError(f"line {number} of a program: expected a new name, '=' and a value, got {row!r}")
+        if len(words) == 1:
+            outputs.append((name, _value(words[0], known)))
+        elif outputs or words[0] not in OPERATIONS:
+            raise ValueError(f"line {number} of a program: {words[0]!r} is no operation, or follows an output")
+        else:
+            lines.append(Line(name, words[0], tuple([_value(word, known) for word in words[1:]])))
+            known.add(name)
+    program = Program(tuple(inputs), tuple(lines), tuple(outputs))
+    if program.text != text:
+        raise ValueError("the text of a program is not in canonical form")
+    return program
+
+
+def _value(word: str, known: set[str]) -> Value:
+    return word if word in known else float(word)

@@ -1,0 +1,249 @@
+"""Reads a user's function of tensors as a program, gradients included: PyTorch runs it under autograd and is observed.
+
+So gradients mean what PyTorch means by them, also at the corners of ``relu`` and ``clamp`` and in the
+``torch.autograd.Function`` of a user.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .builder import Builder
+from .program import Program, Value
+from .rules import RULES
+
+Function = Callable[..., Tensor]
+
+_SHAPE = (5, 7)
+_TRIAL = (8, 48)
+_OF_WHOLE_NUMBERS = frozenset({"where", "full", "full_like", "zeros_like", "ones_like"})
+"""What may have an integer dtype: a choice among constants, which becomes float32 where it meets x."""
+_READ_BY_NAME = frozenset({"alpha", "rounding_mode", "approximate", "min", "max", "dtype"})
+
+
+class UnknownFunctionError(ValueError):
+    """The function is computed by operations that kernels do not know. PyTorch can still run it."""
+
+
+class NotPointwiseError(ValueError):
+    """The function is none of one element of each argument."""
+
+
+def trace(function: Function, inputs: tuple[str, ...]) -> Program:
+    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ….
+
+    Runs in a thread of its own, so under no mode of the caller: inference, another trace, a default device. The state
+    of the user's random numbers does not change.
+
+    Args:
+        function: takes a tensor for each input, all of the same shape.
+        inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row.
+
+    Raises:
+        UnknownFunctionError: an operation that kernels do not know.
+        NotPointwiseError: an element depends on more than its own inputs.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_trace, function, inputs).result()
+
+
+def check_pointwise(function: Function, inputs: tuple[str, ...]) -> None:
+    """Tries out a function that cannot be traced: parts of its arguments must give the same parts of its result.
+
+    Raises:
+        NotPointwiseError: they do not.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_check_pointwise, function, inputs).result()
+
+
+def _trace(function: Function, inputs: tuple[str, ...]) -> Program:
+    tracer = _Tracer(function, (*inputs, "dy"))
+    generator = torch.Generator().manual_seed(0)
+    *leaves, dy = [_random(_SHAPE, generator, name != "dy") for name in (*inputs, "dy")]
+    for name, leaf in zip((*inputs, "dy"), [*leaves, dy], strict=True):
+        tracer.values[_memory(leaf)] = name
+    with tracer:
+        y = _call(function, leaves)
+        if y.dtype != torch.float32 or y.shape != _SHAPE:
+            raise NotPointwiseError(_expected_result(function, y))
+        outputs = {"y": tracer.value(y)}
+        for name, grad in zip(inputs, _gradients(y, leaves, dy), strict=True):
+            outputs[f"d{name}"] = 0.0 if grad is None else tracer.value(grad)
+    program = tracer.builder.program(outputs)
+    _try_out(function, program, inputs)
+    return program
+
+
+def _try_out(function: Function, program: Program, inputs: tuple[str, ...]) -> None:
+    """Compares the program with the function on other numbers of another shape, where a row has one number."""
+    leaves = _trial_inputs(inputs)
+    y = _call(function, leaves)
+    dy = _random(_TRIAL, torch.Generator().manual_seed(2), requires_grad=False)
+    computed = program.run({**{name: t.detach() for name, t in zip(inputs, leaves, strict=True)}, "dy": dy})
+    same = y.shape == _TRIAL and _close(y, computed["y"].expand(_TRIAL), 1e-4)
+    for name, leaf, grad in zip(inputs, leaves, _gradients(y, leaves, dy), strict=True):
+        summed = computed[f"d{name}"].expand(_TRIAL).sum_to_size(leaf.shape)
+        same = same and _close(torch.zeros_like(leaf) if grad is None else grad, summed, 1e-3)
+    if not same:
+        raise NotPointwiseError(_depends_on_more(function))
+
+
+def _check_pointwise(function: Function, inputs: tuple[str, ...]) -> None:
+    with torch.random.fork_rng(devices=()):  # it may draw random numbers
+        _compare_parts(function, inputs)
+
+
+def _compare_parts(function: Function, inputs: tuple[str, ...]) -> None:
+    leaves = [leaf.detach() for leaf in _trial_inputs(inputs)]
+    y, again = _call(function, leaves), _call(function, leaves)
+    if y.shape != _TRIAL or not y.dtype.is_floating_point:
+        raise NotPointwiseError(_expected_result(function, y))
+    rows = _call(function, [leaf[2:5] for leaf in leaves])
+    columns = _call(function, [leaf if leaf.shape[1] == 1 else leaf[:, 7:20] for leaf in leaves])
+    if not (_close(y, again, 0) and _close(y[2:5], rows, 1e-4) and _close(y[:, 7:20], columns, 1e-4)):
+        raise NotPointwiseError(_depends_on_more(function))
+
+
+def _call(function: Function, leaves: Sequence[Tensor]) -> Tensor:
+    y = function(*[leaf * 1.0 for leaf in leaves])  # not the leaves themselves: it may write in place
+    if not isinstance(y, Tensor):
+        raise NotPointwiseError(f"{name_of(function)}: must return one tensor, returned a {type(y).__name__}")
+    return y
+
+
+def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tensor | None]:
+    if not y.requires_grad:
+        return [None] * len(leaves)
+    return torch.autograd.grad(y, leaves, dy, allow_unused=True)
+
+
+def _trial_inputs(inputs: tuple[str, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(_TRIAL[0], 1) if name[0] == "r" else _TRIAL for name in inputs]
+    return [_random(shape, generator, True, 3.0) for shape in shapes]
+
+
+def _random(shape: tuple[int, int], generator: torch.Generator, requires_grad: bool, scale: float = 1.0) -> Tensor:
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") * scale
+    return numbers.requires_grad_(requires_grad)
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return torch.allclose(a, b, tolerance, tolerance / 10, equal_nan=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Tracer(TorchDispatchMode):
+    """Adds a line for each operation. A value belongs to memory, so that writing in place and views need nothing."""
+
+    def __init__(self, function: Function, inputs: tuple[str, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.builder, self.values = Builder(inputs), dict[int, Value]()
+        self._function, self._alive = function, list[Tensor]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch._dynamo, which takes two seconds
+
+    def value(self, argument: Any) -> Any:
+        """What an argument is in the program; itself if it is neither tensor nor number."""
+        if isinstance(argument, bool | int | float):
+            return float(argument)
+        if not isinstance(argument, Tensor):
+            return argument
+        if _memory(argument) in self.values:
+            return self.values[_memory(argument)]
+        if argument.numel() != 1 or argument.requires_grad:
+            raise NotPointwiseError(
+                f"{name_of(self._function)}: reads a tensor of shape {list(argument.shape)} that is none of its "
+                f"arguments{_line_of(self._function)}; make it an argument, or a number"
+            )
+        return float(argument)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
+        rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
+        if rule is None:
+            return self._decomposed(func, name, args, kwargs)
+        values = [*map(self.value, args)], {k: self.value(v) for k, v in kwargs.items() if k in _READ_BY_NAME}
+        result = func(*args, **kwargs)
+        self._check_result(name, result)
+        try:
+            self.values[_memory(result)] = rule(self.builder, *values[0], **values[1])
+        except TypeError:  # the rule has no such argument
+            raise self._unknown(f"{name} with {values[1] or args}") from None
+        self._alive.append(result)  # so that no other tensor gets its memory
+        return result
+
+    def _decomposed(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        decomposition = _decompositions().get(func, func.decompose)
+        with self:
+            result = decomposition(*args, **kwargs)
+        if result is NotImplemented:
+            raise self._unknown(name)
+        return result
+
+    def _check_result(self, name: str, result: Tensor) -> None:
+        at = _line_of(self._function)
+        if result.numel() != 1 and result.shape != _SHAPE:
+            raise NotPointwiseError(
+                f"{name_of(self._function)}: {name} returns shape {list(result.shape)} for elements of shape "
+                f"{list(_SHAPE)}{at}"
+            )
+        of_elements = result.numel() != 1 and name not in _OF_WHOLE_NUMBERS
+        if of_elements and result.dtype not in (torch.float32, torch.bool):
+            raise self._unknown(f"{name} to {result.dtype}")
+
+    def _unknown(self, operation: str) -> UnknownFunctionError:
+        return UnknownFunctionError(
+            f"{name_of(self._function)}: kernels do not know {operation}{_line_of(self._function)}"
+        )
+
+
+@cache
+def _decompositions() -> Any:
+    """PyTorch's, for what has no rule. Reading them takes a second."""
+    from torch._decomp import core_aten_decompositions
+
+    return dict(core_aten_decompositions().items())  # type: ignore[no-untyped-call]
+
+
+def name_of(function: Any) -> str:
+    """What errors call a function."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _expected_result(function: Function, y: Tensor) -> str:
+    return (
+        f"{name_of(function)}: must return a float32 tensor of the shape of its arguments, {list(_SHAPE)} while it is "
+        f"read; returned {y.dtype} of shape {list(y.shape)}"
+    )
+
+
+def _depends_on_more(function: Function) -> str:
+    return f"{name_of(function)}: an element depends on more than its own inputs: a shape, other elements, or chance"
+
+
+def _line_of(function: Any) -> str:
+    """The line of the user's function that is running, if there is one."""
+    code, frame = getattr(inspect.unwrap(function), "__code__", None), sys._getframe()
+    while frame is not None and code is not None:
+        if frame.f_code.co_filename == code.co_filename:
+            return f", {frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
