@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusible.benchmarks import (
     arguments,
+    compare,
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
@@ -502,3 +503,23 @@ def test_the_time_of_many_experts_is_printed(capsys: pytest.CaptureFixture[str])
     rows = capsys.readouterr().out.splitlines()
     assert sum("E=2" in row for row in rows) == 5
     assert sum("other rows in each call" in row for row in rows) == 1
+
+
+def test_two_trees_take_turns(capfd):
+    tree = Path(compare.__file__).resolve().parent.parent
+    compare.main(
+        [str(tree), str(tree), "--preset", "small", "--tokens", "4", "--rounds", "1", "--kind", "wgrad1", "backward"]
+    )
+    printed = capfd.readouterr().out
+    rows = [line.split("|") for line in printed.splitlines()[2:]]
+    assert [row[1].strip() for row in rows] == ["small wgrad1", "small backward"]
+    assert all(
+        float(row[2]) > 0 and float(row[4]) == pytest.approx(float(row[3]) / float(row[2]), rel=0.1) for row in rows
+    )
+
+
+def test_a_tree_that_does_not_start_is_an_error(tmp_path):
+    (tmp_path / "fusible.py").write_text("raise SystemExit(3)")
+    case = compare.Case("fc1", 8, 8, (1, 2), "float32")
+    with pytest.raises(RuntimeError, match="ended with status 3"):
+        list(compare.compare([tmp_path, tmp_path], {"fc1": case}, 1))
