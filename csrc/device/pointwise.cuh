@@ -1,0 +1,18 @@
+// What a pointwise program computes for an element: the contract between generated functions and the kernels that take
+// them. A function is a type with
+//
+//   kGated, kRows            whether there is an up half; how many numbers of the row it reads
+//   forward(x, u, r)         the value for x (the gate), u (the up) and the numbers r of the row
+//   backward(x, u, r, dy)    that value again, and the gradients of all of these
+#pragma once
+#include "device/math.cuh"
+
+namespace fusible {
+
+template <int kRows>
+struct Gradients {
+  float y, dx, du;
+  float dr[kRows ? kRows : 1];
+};
+
+}  // namespace fusible

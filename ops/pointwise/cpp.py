@@ -1,0 +1,63 @@
+"""A program as a C++ type, which kernels take as their function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .program import OPERATIONS, Program, Value, part_of
+
+
+def function_type(program: Program, name: str = "Function", *, fast: bool = True) -> str:
+    """The definition of a type that computes a program, for elements of a kernel.
+
+    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``forward(x, u, r)``, and
+    ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. Nothing of the text is the user's.
+
+    Args:
+        fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
+    """
+    rows = [i for i in program.inputs if i.startswith("r")]
+    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{row}" for row in rows))
+    names = {**dict(zip(rows, (f"r[{i}]" for i in range(len(rows))), strict=True)), "x": "x", "u": "u", "dy": "dy"}
+    forward, backward = part_of(program, ("y",)), part_of(program, outputs)
+    results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
+    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{row}"], names) for row in rows)
+    return f"""struct {name} {{
+  using M = Math<{_bool(fast)}>;
+  static constexpr bool kGated = {_bool("u" in program.inputs)};
+  static constexpr int kRows = {len(rows)};
+  DEVICE static float forward(float x, float u, const float* r) {{
+    {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
+  }}
+  DEVICE static Gradients<kRows> backward(float x, float u, const float* r, float dy) {{
+    {_statements(backward, names)}return {{{", ".join(results)}, {{{row_results}}}}};
+  }}
+}};
+"""
+
+
+def number(x: float) -> str:
+    """A float of C++ with the value that x has in float32."""
+    x = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
+    if math.isnan(x):
+        return "NAN"
+    return f"{x.hex()}f" if math.isfinite(x) else "INFINITY" if x > 0 else "-INFINITY"
+
+
+def _statements(program: Program, names: dict[str, str]) -> str:
+    lines = []
+    for name, kind, arguments in program.lines:
+        operation = OPERATIONS[kind]
+        code = operation.code.format(*[_expression(argument, names) for argument in arguments])
+        lines.append(f"const {'bool' if operation.is_boolean else 'float'} {name} = {code};\n    ")
+    return "".join(lines)
+
+
+def _expression(value: Value, names: dict[str, str]) -> str:
+    return number(value) if isinstance(value, float) else names.get(value, value)
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
