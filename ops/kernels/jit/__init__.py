@@ -1,0 +1,1 @@
+"""Compiles kernels while the program runs: NVRTC from memory, a cache on disk, and launches by the driver."""

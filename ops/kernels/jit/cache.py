@@ -1,0 +1,144 @@
+"""Compiled kernels on disk: a file for each, which nothing but the owner of the process may have written.
+
+A cubin can read and write all of a process's memory on a GPU. So a folder or a file that somebody else could have
+written is not used. A file holds a magic line, a SHA-256 of its key and the cubin, and the cubin itself: nothing that a
+CPU would run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+_MAGIC = b"fusible kernel 1\n"
+_DIGEST_BYTES = 32
+_log = logging.getLogger("fusible")
+
+
+class KernelCache:
+    """Cubins by a key of everything that they depend on. Where it cannot be used, it finds and keeps nothing.
+
+    Attributes:
+        refusal: why it is not used; None if it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.refusal = folder, _refusal_of(folder)
+        if self.refusal is not None:
+            _log.warning("kernels are not kept on disk: %s %s", folder, self.refusal)
+
+    def find(self, key: str, compile_kernel: Callable[[], bytes]) -> bytes:
+        """The cubin of a key; compiled and kept if it is not there. One process compiles, others of its host wait."""
+        kept = self._read(key)
+        if kept is not None:
+            return kept
+        with self._turn(key):
+            kept = self._read(key)
+            if kept is None:
+                kept = compile_kernel()
+                self._write(key, kept)
+        return kept
+
+    def clear(self) -> int:
+        """Removes every kernel; returns the number of them."""
+        removed = 0
+        for path in self._kernels():
+            path.unlink(missing_ok=True)
+            removed += 1
+        return removed
+
+    def sizes(self) -> list[int]:
+        """The bytes of every kernel."""
+        return [path.stat().st_size for path in self._kernels()]
+
+    def _kernels(self) -> list[Path]:
+        return [] if self.refusal is not None else sorted(self.folder.glob("*.cubin"))
+
+    def _read(self, key: str) -> bytes | None:
+        """None for what is not there, not ours, or not whole."""
+        if self.refusal is not None:
+            return None
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            with open(os.open(self.folder / f"{key}.cubin", flags), "rb") as file:
+                content = b"" if _distrust(os.fstat(file.fileno()), stat.S_ISREG) else file.read()
+        except OSError:
+            return None
+        start = len(_MAGIC) + _DIGEST_BYTES
+        return content[start:] if content[:start] == _head(key, content[start:]) else None
+
+    def _write(self, key: str, cubin: bytes) -> None:
+        """Whole or not at all, whoever else writes it at the same time. A full disk is no error."""
+        if self.refusal is not None:
+            return
+        name = None
+        try:
+            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+            with open(handle, "wb") as file:
+                file.write(_head(key, cubin) + cubin)
+            os.replace(name, self.folder / f"{key}.cubin")
+        except OSError as error:
+            _log.warning("a kernel is not kept on disk: %s", error)
+            if name is not None:
+                with suppress(OSError):
+                    os.unlink(name)
+
+    @contextmanager
+    def _turn(self, key: str) -> Iterator[None]:
+        """Excludes other processes, where the file system can lock."""
+        if self.refusal is not None:
+            yield
+            return
+        handle = None
+        with suppress(OSError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            handle = os.open(self.folder / f"{key[:2]}.lock", flags, 0o600)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+@cache
+def kernel_cache() -> KernelCache:
+    """The cache of this process: ``FUSIBLE_CACHE_DIR``, else ``fusible`` in the user's cache folder."""
+    chosen = os.environ.get("FUSIBLE_CACHE_DIR")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return KernelCache(Path(chosen) if chosen else Path(home) / "fusible")
+
+
+def key_of(*parts: object) -> str:
+    """A name for what is compiled from these: their texts are all that it depends on."""
+    return hashlib.sha256(repr((_MAGIC, parts)).encode()).hexdigest()
+
+
+def _head(key: str, cubin: bytes) -> bytes:
+    """The digest has the key in it, so that a file under another one's name is not taken for it."""
+    return _MAGIC + hashlib.sha256(key.encode() + cubin).digest()
+
+
+def _refusal_of(folder: Path) -> str | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return _distrust(os.lstat(folder), stat.S_ISDIR)
+    except OSError as error:
+        return f"cannot be used: {error.strerror}"
+
+
+def _distrust(status: os.stat_result, is_kind: Callable[[int], bool]) -> str | None:
+    """Why a file or folder is not used; None: only the owner of this process can have written it."""
+    if not is_kind(status.st_mode):
+        return "is a link or another kind of file"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}"
+    return "can be written by others" if status.st_mode & 0o022 else None
