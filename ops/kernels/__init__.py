@@ -2,6 +2,7 @@
 
 Every function takes split sizes as a tensor on the device of the rows, writes into ``out`` where it is given, and then
 leaves the rows past the last group as they are; in what it allocates they are zero. Arguments have been checked.
+:func:`kernel` makes each a custom op of its name, which is what a call becomes while a compiler traces.
 Weights that are the transposed view of dense ones are read as they lie, by the layout that says so.
 """
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
-from . import outputs, recording, traced, unfused
+from . import outputs, recording, unfused
+from .custom_ops import kernel
 from .dispatch import Choice, activation_kernels, choose, choose_ragged, row_choice, row_kernels
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
@@ -33,6 +35,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     return torch.as_tensor(split_sizes, device=device)
 
 
+@kernel(outputs.new_product, only_with_out=("beta",), only_without_out=("out_dtype",))
 def grouped_gemm(
     layout: Layout,
     a: Tensor,
@@ -56,12 +59,9 @@ def grouped_gemm(
         out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
         out_dtype: of what is allocated here; that of ``a`` by default.
     """
-    if type(a) is not Tensor and trace.is_traced(a):
-        how = {"alpha": alpha, "beta": beta, "bias": bias, "bias_scale": bias_scale, "row_scale": row_scale}
-        return traced.grouped_gemm(layout, a, b, split_sizes, out=out, out_dtype=out_dtype, **how)  # type: ignore[arg-type]
     fresh = out is None
     if out is None:
-        out = outputs.new_output(layout, a, b, split_sizes, out_dtype)
+        out = outputs.new_product(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
     layout, b = _fold_transpose(layout, b)
@@ -103,6 +103,7 @@ def ragged_gemm(
         backend.run(problem)
 
 
+@kernel(outputs.new_hidden)
 def grouped_linear_activation(
     x: Tensor,
     weight: Matrices,
@@ -119,9 +120,6 @@ def grouped_linear_activation(
 
     Both are zero in the tail, or unspecified there if they are ``interior``: read by what knows of the tail only.
     """
-    if type(x) is not Tensor and trace.is_traced(x):
-        how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
-        return traced.grouped_linear_activation(x, weight, split_sizes, activation, **how)  # type: ignore[arg-type]
     pre, hidden = outputs.new_hidden(x, weight, activation, keep_pre)
     layout, weight = _fold_transpose(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
@@ -134,6 +132,7 @@ def grouped_linear_activation(
     return pre, hidden
 
 
+@kernel(outputs.new_grads)
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
@@ -151,12 +150,7 @@ def grouped_linear_activation_backward(
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
     """
-    if type(dy) is not Tensor and trace.is_traced(dy):
-        how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
-        return traced.grouped_linear_activation_backward(dy, weight, pre, split_sizes, activation, **how)  # type: ignore[arg-type]
-    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
-    if bias_dtype is not None:
-        out = out._replace(bias=outputs.new_sums(pre, split_sizes, bias_dtype))
+    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden, split_sizes, bias_dtype)
     layout, weight = _fold_transpose(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
     problem.epilogue = ActivateBackward(activation, scales, pre, out)
@@ -169,16 +163,16 @@ def grouped_linear_activation_backward(
     return out
 
 
+@kernel(outputs.new_activated, obeys_switches=False)
 def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """``act(pre) * scales[:, None]``, rounded once."""
-    if type(pre) is not Tensor and trace.is_traced(pre):
-        return traced.activate(pre, activation, scales)
     hidden = outputs.new_activated(pre, activation)
     if _activation_runs(pre, scales, hidden):
         activation_kernels(pre, scales, hidden).forward(pre, activation, scales, hidden)
     return hidden
 
 
+@kernel(outputs.new_grads, obeys_switches=False)
 def activate_backward(
     dhidden: Tensor,
     pre: Tensor,
@@ -189,9 +183,6 @@ def activate_backward(
     want_hidden: bool = False,
 ) -> ActivationGrads:
     """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    if type(pre) is not Tensor and trace.is_traced(pre):
-        wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
-        return traced.activate_backward(dhidden, pre, activation, scales, **wanted)
     out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
     if _activation_runs(pre, scales, dhidden, *out):
         kernels = activation_kernels(pre, scales, dhidden, out.pre, out.hidden)
@@ -199,10 +190,9 @@ def activate_backward(
     return out
 
 
+@kernel(outputs.new_sums, obeys_switches=False)
 def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
-    if type(tokens) is not Tensor and trace.is_traced(tokens):
-        return traced.column_sums(tokens, split_sizes, dtype, scale)
     out = outputs.new_sums(tokens, split_sizes, dtype)
     if trace.active():
         recording.column_sums(tokens, split_sizes, out, scale)
@@ -211,11 +201,10 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
     return out
 
 
+@kernel(outputs.new_dots, obeys_switches=False)
 def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
-    if type(tokens) is not Tensor and trace.is_traced(tokens):
-        return traced.row_dots(tokens, vectors, split_sizes, dtype)
-    out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
+    out = outputs.new_dots(tokens, dtype)
     if trace.active():
         recording.row_dots(tokens, vectors, split_sizes, out)
     elif not tokens.is_meta:

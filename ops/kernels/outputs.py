@@ -9,12 +9,12 @@ from ..activation_spec import ActivationSpec
 from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, first, stacked
 
 
-def new_output(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, dtype: torch.dtype | None) -> Tensor:
+def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     """Room for a product, of the dtype of ``a`` if none is given."""
     if layout is Layout.TN:
         assert isinstance(b, Tensor)
-        return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=dtype or a.dtype)
-    return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=dtype or a.dtype)
+        return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype)
+    return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=out_dtype or a.dtype)
 
 
 def new_hidden(x: Tensor, weight: Matrices, activation: ActivationSpec, keep_pre: bool) -> tuple[Tensor | None, Tensor]:
@@ -30,17 +30,29 @@ def new_activated(pre: Tensor, activation: ActivationSpec) -> Tensor:
 
 
 def new_grads(
-    pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
+    pre: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    want_scales: bool,
+    want_hidden: bool,
+    split_sizes: Tensor | None = None,
+    bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
-    """Room for the gradients that are wanted; not of a bias, for which :func:`new_sums` makes room."""
+    """Room for the gradients that are wanted; with a ``bias_dtype`` also for that of a bias, a row a group."""
     dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
     hidden = new_activated(pre, activation) if want_hidden else None
-    return ActivationGrads(torch.empty_like(pre), dscales, hidden)
+    dbias = None if split_sizes is None or bias_dtype is None else new_sums(pre, split_sizes, bias_dtype)
+    return ActivationGrads(torch.empty_like(pre), dscales, hidden, dbias)
 
 
-def new_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Room for a row a group."""
-    return rows.new_empty((split_sizes.shape[0], rows.shape[1]), dtype=dtype)
+    return tokens.new_empty((split_sizes.shape[0], tokens.shape[1]), dtype=dtype)
+
+
+def new_dots(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Room for a number a row."""
+    return tokens.new_empty((tokens.shape[0],), dtype=dtype)
 
 
 def fill_without_rows(problem: GroupedGemm) -> None:
