@@ -34,6 +34,10 @@ class Codec(NamedTuple):
     flatten: Callable[[Any], Any] = lambda value: (value,)
     unflatten: Callable[..., Any] = itself
 
+    def named(self, name: str) -> Codec:
+        """That of a parameter of this name."""
+        return self._replace(schemas=tuple(schema.format(name) for schema in self.schemas))
+
 
 def _listed(matrices: Matrices | None) -> tuple[list[Tensor] | None]:
     """A stacked tensor travels as a list of one. So a list of one matrix travels as a stack of one."""
@@ -79,7 +83,7 @@ def codec_of(annotation: Any) -> Codec:
     if not is_dataclass(annotation):
         raise TypeError(f"a kernel cannot take a parameter of type {annotation}: it has no codec")
     hints = get_type_hints(annotation)
-    schemas = tuple(codec_of(hint).schemas[0].format(name) for name, hint in hints.items())
+    schemas = tuple(schema for name, hint in hints.items() for schema in codec_of(hint).named(name).schemas)
     return Codec(schemas, lambda value: [getattr(value, name) for name in hints], cache(cast(Any, annotation)))
 
 

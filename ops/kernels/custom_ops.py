@@ -8,10 +8,11 @@ call that a compiler traces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...fuser.config import Config, active_config, config_of, use_config
 from ...fuser.tracing import is_traced
 from ..activation_spec import ActivationSpec
-from .codecs import CODECS, NO_RESULT, OUT, Codec, codec_of, codec_of_result, itself
+from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, itself
 
 F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
@@ -34,6 +35,7 @@ def kernel(
     obeys_switches: bool = True,
     only_with_out: Collection[str] = (),
     only_without_out: Collection[str] = (),
+    schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
     """Declares a function of the door as a kernel: registers its custom op, and calls that for traced tensors.
 
@@ -44,18 +46,19 @@ def kernel(
         allocate: makes the result from those of the parameters that it names. On tensors without data it is the fake.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
+        schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
     def declared(function: F) -> F:
         name, hints, signature = function.__name__, get_type_hints(function), inspect.signature(function)
-        codecs = {parameter: codec_of(hints[parameter]) for parameter in signature.parameters}
-        first_tensor = list(codecs.values()).index(CODECS[Tensor])
+        first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
+        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in signature.parameters}
         if obeys_switches:
-            codecs["switches"] = CODECS[str]
+            codecs["switches"] = codec_of(str).named("switches")
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"])
         allocates = _define(name, function, allocate, *new)
         if "out" in codecs:
-            into_out = _without(codecs | {"out": OUT}, *only_without_out), NO_RESULT
+            into_out = _without(codecs | {"out": OUT.named("out")}, *only_without_out), NO_RESULT
             writes = _define(f"{name}_out", function, lambda: None, *into_out)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -105,8 +108,8 @@ def _define(
         returned = getattr(torch.ops.fusible, name)(*values)
         return result.unflatten(*returned if len(result.schemas) > 1 else [returned])
 
-    declared = [schema.format(parameter) for parameter, codec in codecs.items() for schema in codec.schemas]
-    register(f"{name}({', '.join(declared)}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
+    declared = ", ".join(schema for codec in codecs.values() for schema in codec.schemas)
+    register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
     return call
 
 
