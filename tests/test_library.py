@@ -132,7 +132,7 @@ def test_every_custom_op_is_checked() -> None:
 def test_custom_ops_are_the_door() -> None:
     layout, spec = kernels.Layout.NT, ActivationSpec(*SPEC)
     gemm = kernels.grouped_gemm(layout, X, WEIGHT, SIZES, alpha=2.0, bias=BIAS, bias_scale=SCALES, row_scale=SCALES)
-    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_pre": True}
+    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_preact": True}
 
     assert_same(OPS.grouped_gemm(*CALLS["NT"][1]), gemm)
     assert_same(

@@ -103,7 +103,7 @@ def ragged_gemm(
         backend.run(problem)
 
 
-@kernel(outputs.new_hidden)
+@kernel(outputs.new_preact_and_postact, schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"})
 def grouped_linear_activation(
     x: Tensor,
     weight: Matrices,
@@ -113,47 +113,47 @@ def grouped_linear_activation(
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     scales: Tensor | None = None,
-    keep_pre: bool,
-    interior: bool = False,
+    keep_preact: bool,
+    tail_unspecified: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
-    """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept.
+    """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
-    Both are zero in the tail, or unspecified there if they are ``interior``: read by what knows of the tail only.
+    Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything.
     """
-    pre, hidden = outputs.new_hidden(x, weight, activation, keep_pre)
+    preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight = _fold_transpose(Layout.NT, weight)
-    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue = Activate(activation, scales, pre)
+    problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
+    problem.epilogue = Activate(activation, scales, preact)
     choice = _run(problem)
-    if choice is not None and not interior:
-        for tokens in (pre, hidden):
+    if choice is not None and not tail_unspecified:
+        for tokens in (preact, postact):
             if tokens is not None:
                 _zero_tail(tokens, split_sizes, choice)
-    return pre, hidden
+    return preact, postact
 
 
 @kernel(outputs.new_grads)
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
-    pre: Tensor,
+    preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
     *,
     scales: Tensor | None = None,
     want_scales: bool,
-    want_hidden: bool,
+    want_postact: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
-    """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`.
+    """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
 
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
     """
-    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden, split_sizes, bias_dtype)
+    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact, split_sizes, bias_dtype)
     layout, weight = _fold_transpose(Layout.NN, weight)
-    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
-    problem.epilogue = ActivateBackward(activation, scales, pre, out)
+    problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
+    problem.epilogue = ActivateBackward(activation, scales, preact, out)
     choice = _run(problem)
     if choice is not None:
         if choice.backend is not hopper or choice.epilogue_reason is not None:
@@ -163,30 +163,30 @@ def grouped_linear_activation_backward(
     return out
 
 
-@kernel(outputs.new_activated, obeys_switches=False)
-def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """``act(pre) * scales[:, None]``, rounded once."""
-    hidden = outputs.new_activated(pre, activation)
-    if _activation_runs(pre, scales, hidden):
-        activation_kernels(pre, scales, hidden).forward(pre, activation, scales, hidden)
-    return hidden
+@kernel(outputs.new_postact, obeys_switches=False, schema_names={"preact": "pre"})
+def activate(preact: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
+    """``act(preact) * scales[:, None]``, rounded once."""
+    postact = outputs.new_postact(preact, activation)
+    if _activation_runs(preact, scales, postact):
+        activation_kernels(preact, scales, postact).forward(preact, activation, scales, postact)
+    return postact
 
 
 @kernel(outputs.new_grads, obeys_switches=False)
 def activate_backward(
-    dhidden: Tensor,
-    pre: Tensor,
+    dpostact: Tensor,
+    preact: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None = None,
     *,
     want_scales: bool = False,
-    want_hidden: bool = False,
+    want_postact: bool = False,
 ) -> ActivationGrads:
-    """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
-    if _activation_runs(pre, scales, dhidden, *out):
-        kernels = activation_kernels(pre, scales, dhidden, out.pre, out.hidden)
-        kernels.backward(dhidden, pre, activation, scales, out)
+    """Gradients of ``preact`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
+    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact)
+    if _activation_runs(preact, scales, dpostact, *out):
+        kernels = activation_kernels(preact, scales, dpostact, out.preact, out.postact)
+        kernels.backward(dpostact, preact, activation, scales, out)
     return out
 
 
@@ -219,9 +219,9 @@ def _finish_by_rows(grads: ActivationGrads, split_sizes: Tensor, choice: Choice)
     if grads.bias is None:
         return
     if trace.active():
-        recording.column_sums(grads.pre, split_sizes, grads.bias, None)
+        recording.column_sums(grads.preact, split_sizes, grads.bias, None)
     else:
-        row_kernels(grads.pre, split_sizes, grads.bias).column_sums(grads.pre, split_sizes, grads.bias, None)
+        row_kernels(grads.preact, split_sizes, grads.bias).column_sums(grads.preact, split_sizes, grads.bias, None)
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
@@ -246,12 +246,12 @@ def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _activation_runs(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
+def _activation_runs(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        recording.activation(pre, scales, *rows)
+        recording.activation(preact, scales, *rows)
         return False
-    return not pre.is_meta
+    return not preact.is_meta
 
 
 def _run(problem: GroupedGemm) -> Choice | None:

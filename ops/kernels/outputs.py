@@ -17,32 +17,34 @@ def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out
     return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=out_dtype or a.dtype)
 
 
-def new_hidden(x: Tensor, weight: Matrices, activation: ActivationSpec, keep_pre: bool) -> tuple[Tensor | None, Tensor]:
+def new_preact_and_postact(
+    x: Tensor, weight: Matrices, activation: ActivationSpec, keep_preact: bool
+) -> tuple[Tensor | None, Tensor]:
     """Room for the pre-activation, if it shall be kept, and for the hidden rows."""
     columns = first(weight).shape[-2]
-    pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
-    return pre, x.new_empty((x.shape[0], activation.out_features(columns)))
+    preact = x.new_empty((x.shape[0], columns)) if keep_preact else None
+    return preact, x.new_empty((x.shape[0], activation.out_features(columns)))
 
 
-def new_activated(pre: Tensor, activation: ActivationSpec) -> Tensor:
+def new_postact(preact: Tensor, activation: ActivationSpec) -> Tensor:
     """Room for the activation."""
-    return pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
+    return preact.new_empty((*preact.shape[:-1], activation.out_features(preact.shape[-1])))
 
 
 def new_grads(
-    pre: Tensor,
+    preact: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None,
     want_scales: bool,
-    want_hidden: bool,
+    want_postact: bool,
     split_sizes: Tensor | None = None,
     bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
     """Room for the gradients that are wanted; with a ``bias_dtype`` also for that of a bias, a row a group."""
-    dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
-    hidden = new_activated(pre, activation) if want_hidden else None
-    dbias = None if split_sizes is None or bias_dtype is None else new_sums(pre, split_sizes, bias_dtype)
-    return ActivationGrads(torch.empty_like(pre), dscales, hidden, dbias)
+    dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
+    postact = new_postact(preact, activation) if want_postact else None
+    dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
+    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias)
 
 
 def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:

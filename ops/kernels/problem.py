@@ -30,12 +30,12 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
+    ``bias`` [E, C] is for what knows groups: the sums of ``preact`` over the rows of each, the gradient of its bias.
     """
 
-    pre: Tensor
+    preact: Tensor
     scales: Tensor | None
-    hidden: Tensor | None
+    postact: Tensor | None
     bias: Tensor | None = None
 
     def rows(self, rows: slice) -> ActivationGrads:
@@ -60,7 +60,7 @@ class Activate:
 @final
 @dataclass(slots=True)
 class ActivateBackward:
-    """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.pre`` [T, C].
+    """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.preact``.
 
     Attributes:
         grads: what is wanted of the gradients, and the activation computed again.

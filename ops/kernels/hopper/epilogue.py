@@ -41,12 +41,12 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 
 def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
-    hidden, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
-    if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
+    postact, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
+    if block is not None and block not in (*_NARROW, postact.shape[-1]) and (block % 8 or _TILE % (2 * block)):
         return f"has no tile for blocks of {block} columns"
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
-    rows = (hidden,) if preact is None else (hidden, preact)
+    rows = (postact,) if preact is None else (postact, preact)
     return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
@@ -58,7 +58,7 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
         return "takes no factors"
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
-    rows = (epilogue.preact, grads.pre) if grads.hidden is None else (epilogue.preact, grads.pre, grads.hidden)
+    rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
     return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
@@ -87,14 +87,14 @@ def forward(problem: GroupedGemm, epilogue: Activate, weights: Place, biases: Pl
         biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias, ((at, pitch, _), each_at), hidden = problem, problem.bias, biases, first(problem.out)
+    p, bias, ((at, pitch, _), each_at), postact = problem, problem.bias, biases, first(problem.out)
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, epilogue.spec, hidden.shape[-1], p.mnk[1], weights),
+        *_head(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
         *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(epilogue.scales)),
-        *(address(epilogue.preact), hidden.data_ptr(), workspace.data_ptr(), variant),
+        *(address(epilogue.preact), postact.data_ptr(), workspace.data_ptr(), variant),
     )
 
 
@@ -107,7 +107,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Place, v
     library.linear_activation_backward(
         *_head(p, epilogue.spec, columns, columns, weights),
         *(*scale_arguments(epilogue.scales), epilogue.preact.data_ptr()),
-        *(grads.pre.data_ptr(), address(grads.scales), address(grads.hidden)),
+        *(grads.preact.data_ptr(), address(grads.scales), address(grads.postact)),
         *(address(grads.bias), bias_type, workspace.data_ptr(), variant),
     )
 

@@ -65,9 +65,9 @@ def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
     preact, grads = epilogue.preact, epilogue.grads
     for sizes, first_group, rows in _spans(problem):
-        dhidden = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
-        _multiply_groups(problem, sizes, _split(dhidden, sizes), first_group, rows.start)
-        activation.backward(dhidden, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
+        dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
+        _multiply_groups(problem, sizes, _split(dpostact, sizes), first_group, rows.start)
+        activation.backward(dpostact, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
 
 
 def multiply(
