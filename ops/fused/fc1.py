@@ -112,17 +112,17 @@ def names_of(part: Part, needs_grad: frozenset[str]) -> frozenset[str]:
     """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
     prefix = f"{part.role}."
     inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
-    return frozenset(inside | {name for own, name in part.inputs if own in needs_grad})
+    return frozenset(inside | {name for outer, name in part.inputs if outer in needs_grad})
 
 
 def filed(part: Part, grads: Grads) -> dict[str, Gradient]:
     """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
-    return {_own_name(part, name): gradient for name, gradient in grads.items()}
+    return {_outer_name(part, name): gradient for name, gradient in grads.items()}
 
 
 @lru_cache(maxsize=4096)
-def _own_name(part: Part, name: str) -> str:
-    return next((own for own, inner in part.inputs if inner == name), f"{part.role}.{name}")
+def _outer_name(part: Part, name: str) -> str:
+    return next((outer for outer, inner in part.inputs if inner == name), f"{part.role}.{name}")
 
 
 __all__ = ["FC1", "FirstLinear", "Part", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

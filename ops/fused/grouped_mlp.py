@@ -73,9 +73,13 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        through = _through(needs_grad)
-        how = names_of(FC1, needs_grad), autocast_dtype, through or _trains(needs_grad), True, x_is_inner
-        half = first_linear.forward(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, *how)
+        half = first_linear.forward(
+            *(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale),
+            *(names_of(FC1, needs_grad), autocast_dtype),
+            keep_preact=_through(needs_grad) or _trains(needs_grad),
+            tail_unspecified=True,
+            x_is_inner=x_is_inner,
+        )
         postact, sizes = half.postact, half.saved.split_sizes
         weight, bias = self.fc2.matrices("weight", postact.dtype), self._bias()
         out = None if output is None else output.view(-1, self.fc2.out_features)
@@ -131,8 +135,8 @@ class GroupedMLP(FusedOp):
 
     def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:
         """Of the gradient of the first bias where it is the plain sum of that of the pre-activation; else None."""
-        plain = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
-        return self.fc1.one_parameter("bias").dtype if plain else None
+        unscaled = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
+        return self.fc1.one_parameter("bias").dtype if unscaled else None
 
     def _fc2_grads(self, saved: Saved, dy: Tensor, postact: Tensor | None, needs_grad: frozenset[str]) -> Grads:
         """Of the parameters and the bias scale of the second linear, by its names."""

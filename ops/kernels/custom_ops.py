@@ -149,8 +149,8 @@ def switches() -> str:
 
 def obeying(switches: str | None) -> AbstractContextManager[Any]:
     """Puts the switches of compiled code in force, if it has any, unless they are."""
-    wanted = None if switches is None else config(switches)
-    return _UNCHANGED if wanted is None or active_config() is wanted else use_config(wanted)
+    recorded = None if switches is None else config(switches)
+    return _UNCHANGED if recorded is None or active_config() is recorded else use_config(recorded)
 
 
 @cache

@@ -92,12 +92,12 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
 def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if tracing:
         return _ask(problem, only)
-    kind = problem.kind if only in ("auto", hopper.NAME) else None
-    if kind in _first_takes:
+    key = problem.cache_key if only in ("auto", hopper.NAME) else None
+    if key in _first_takes:
         return _HOPPER
     choice = _ask(problem, only)
-    if kind is not None and choice.backend is hopper:
-        _first_takes.add(kind)
+    if key is not None and choice.backend is hopper:
+        _first_takes.add(key)
     return choice
 
 

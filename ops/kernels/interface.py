@@ -42,7 +42,7 @@ class ActivationKernels(Protocol):
     def backward(
         self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
     ) -> None:
-        """From ``dpostact`` [..., F] what ``out`` has room for; the activation is computed again from ``preact``."""
+        """From ``dpostact`` [..., F] what ``out`` has tensors for; computes the activation again from ``preact``."""
 
 
 class RowKernels(Protocol):

@@ -1,4 +1,4 @@
-"""Room for results: what the door allocates, and what a trace is told that it will."""
+"""Allocates the results of kernels, for the door and for the fakes of custom ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, first, stac
 
 
 def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    """Room for a product, of the dtype of ``a`` if none is given."""
+    """A product, of the dtype of ``a`` if none is given."""
     if layout is Layout.TN:
         assert isinstance(b, Tensor)
         return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype)
@@ -20,14 +20,14 @@ def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out
 def new_preact_and_postact(
     x: Tensor, weight: Matrices, activation: ActivationSpec, keep_preact: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Room for the pre-activation, if it shall be kept, and for the hidden rows."""
+    """The pre-activation, if it shall be kept, and the activation."""
     columns = first(weight).shape[-2]
     preact = x.new_empty((x.shape[0], columns)) if keep_preact else None
     return preact, x.new_empty((x.shape[0], activation.out_features(columns)))
 
 
 def new_postact(preact: Tensor, activation: ActivationSpec) -> Tensor:
-    """Room for the activation."""
+    """The activation."""
     return preact.new_empty((*preact.shape[:-1], activation.out_features(preact.shape[-1])))
 
 
@@ -40,7 +40,7 @@ def new_grads(
     split_sizes: Tensor | None = None,
     bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
-    """Room for the gradients that are wanted; with a ``bias_dtype`` also for that of a bias, a row a group."""
+    """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
@@ -48,12 +48,12 @@ def new_grads(
 
 
 def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a row a group."""
+    """A row per group."""
     return tokens.new_empty((split_sizes.shape[0], tokens.shape[1]), dtype=dtype)
 
 
 def new_dots(tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a number a row."""
+    """A number per row."""
     return tokens.new_empty((tokens.shape[0],), dtype=dtype)
 
 

@@ -124,8 +124,8 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem.epilogue = Activate(case.spec, t.scales, preact)
     assert hopper.refusal(problem) is None
     assert hopper.epilogue_refusal(problem) is None
-    places = hopper.place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
-    epilogue.forward(problem, problem.epilogue, *places, case.variant)
+    addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
+    epilogue.forward(problem, problem.epilogue, *addressings, case.variant)
     return preact, postact
 
 
@@ -148,7 +148,7 @@ def backward(
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
     problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out)
     assert hopper.epilogue_refusal(problem) is None
-    epilogue.backward(problem, problem.epilogue, hopper.place(weights), case.variant)
+    epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
     return out
 
 

@@ -65,7 +65,7 @@ class RoutedMlp:
         self._run = compiled().RoutedMlp(
             *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
             *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
-            *(hopper.place(e.up)[0], hopper.place(e.down)[0], *biases[0], *biases[1], bias_type),
+            *(hopper.addressing(e.up)[0], hopper.addressing(e.down)[0], *biases[0], *biases[1], bias_type),
         )
         self._bytes: dict[int, int] = {}
 

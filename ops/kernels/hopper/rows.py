@@ -55,18 +55,18 @@ def _device_refusal(rows: Tensor) -> str | None:
 def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
     """``out`` [..., F] = activation of ``preact`` [..., C], times ``scales`` [...], rounded once."""
     columns = out.shape[-1]
-    places = preact.data_ptr(), *scale_arguments(scales), out.data_ptr()
-    compiled().activate(*curve_arguments(spec, columns), *_rows(preact, columns), *places)
+    addresses = preact.data_ptr(), *scale_arguments(scales), out.data_ptr()
+    compiled().activate(*curve_arguments(spec, columns), *_rows(preact, columns), *addresses)
 
 
 def backward(
     dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
-    """From ``dpostact`` [..., F] what ``out`` has room for; the activation is computed again from ``preact``."""
+    """From ``dpostact`` [..., F] what ``out`` holds tensors for; the activation is computed again from ``preact``."""
     columns = dpostact.shape[-1]
-    given = dpostact.data_ptr(), preact.data_ptr(), *scale_arguments(scales)
-    wanted = map(address, (out.preact, out.scales, out.postact))
-    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(preact, columns), *given, *wanted)
+    inputs = dpostact.data_ptr(), preact.data_ptr(), *scale_arguments(scales)
+    grads = map(address, (out.preact, out.scales, out.postact))
+    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(preact, columns), *inputs, *grads)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -83,10 +83,10 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-    every = stacked(vectors)
-    every = (every if every.dtype in (rows.dtype, torch.float32) else every.float()).contiguous()
+    matrix = stacked(vectors)
+    matrix = (matrix if matrix.dtype in (rows.dtype, torch.float32) else matrix.float()).contiguous()
     dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    compiled().row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
+    compiled().row_dots(*_of_groups(rows, split_sizes), matrix.data_ptr(), TYPE_CODES[matrix.dtype], dots.data_ptr())
     if dots is not out:
         out.copy_(dots)
     torch.autograd.graph.increment_version(out)
@@ -97,8 +97,8 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     size, device = out.element_size(), out.get_device()
     row_bytes = out.shape[1] * size if out.dim() == 2 else size
     rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
-    wide = split_sizes.dtype == torch.int64
-    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
+    is_int64 = split_sizes.dtype == torch.int64
+    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], is_int64)
 
 
 @cache

@@ -84,7 +84,7 @@ def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Te
 def backward(
     dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
-    """From ``dpostact`` [rows, F] what ``out`` has room for; the activation is computed again from ``preact``.
+    """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
 
     With v the curve's value: ``postact = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
@@ -93,12 +93,12 @@ def backward(
     value, grad = curve.value(gate), dpostact.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)
     factor = _product(up, column)
-    own = up is not None and column is not None
+    is_temporary = up is not None and column is not None
     if out.postact is not None:
         _multiply_into(out.postact.view(gate.shape), value, factor)
     dgate, dup = _halves(out.preact, spec) if spec.gated else (out.preact, None)
-    above = grad if factor is None else factor.mul_(grad) if own else (grad * factor).to(gate.dtype)
-    _slope(curve, above, gate, dgate)
+    dvalue = grad if factor is None else factor.mul_(grad) if is_temporary else (grad * factor).to(gate.dtype)
+    _slope(curve, dvalue, gate, dgate)
     value.mul_(grad)
     if dup is not None:
         _multiply_into(dup, value, column)
@@ -142,8 +142,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _halves(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns, [rows, blocks, block] each."""
     block = spec.block or preact.shape[-1] // 2
-    both = preact.view(*preact.shape[:-1], preact.shape[-1] // max(1, 2 * block), 2, block)
-    return both.select(-2, 0), both.select(-2, 1)
+    gate_and_up = preact.view(*preact.shape[:-1], preact.shape[-1] // max(1, 2 * block), 2, block)
+    return gate_and_up.select(-2, 0), gate_and_up.select(-2, 1)
 
 
 def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
