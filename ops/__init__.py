@@ -10,7 +10,6 @@ from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
-from .kernels import custom_ops as _library  # noqa: F401  # register the custom ops
 from .linear import Linear
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise

@@ -14,7 +14,7 @@ from ..fuser.spec import layout_of, not_dense
 from ..fuser.tracing import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
-_PLAIN = (Tensor, nn.Parameter)
+_TENSOR_TYPES = (Tensor, nn.Parameter)
 _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
 
 
@@ -171,7 +171,7 @@ def check_matrix_input(
 
 def is_plain(kind: type[Tensor]) -> bool:
     """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
-    if kind in _PLAIN or issubclass(kind, WITHOUT_DATA):
+    if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True
     function: Any = kind.__torch_function__
     default = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl

@@ -15,7 +15,7 @@ from . import kernels
 from .checks import is_dense, is_free_to_read
 from .grouped_tensor import GroupedTensor
 from .kernels import Layout
-from .product import Factor, Product, output, output_shape, room_for
+from .product import Factor, Product, output, output_shape, shape_to_allocate
 from .product_checks import check_factors, check_output, check_types
 
 
@@ -68,17 +68,16 @@ def grouped_gemm(
     if torch.compiler.is_dynamo_compiling():
         return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
     check_types(a=a, b=b, bias=bias, out=out)
-    which, b = _as_it_lies(layout, b)
-    how = _how(a, b, _sizes(split_sizes, offsets), which, alpha)
-    check_factors(how, bias, beta)
-    check_output(how, out, out_elements, accumulate, beta, {"a": how.a.data, "b": how.b.data, "bias": bias})
+    folded, b = _fold_transpose(layout, b)
+    product = _product_of(a, b, _sizes(split_sizes, offsets), folded, alpha)
+    check_factors(product, bias, beta)
+    check_output(product, out, out_elements, accumulate, beta, {"a": product.a.data, "b": product.b.data, "bias": bias})
     if out is not None:
-        _multiply(how, bias, output(how, out if isinstance(out, Tensor) else out.data), _counts(accumulate, beta))
-        return out
-    how = how._replace(shape=room_for(how, out_elements))
-    keywords = {"b": how.b.data, "how": how} | ({} if bias is None else {"bias": bias})
-    data = run(_GroupedGemm(), how.a.data, keywords, Runtime.of(how.a.data))[0]
-    return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(how, data)
+        return _multiply_into(out, product, bias, _beta_or_none(accumulate, beta))
+    product = product._replace(shape=shape_to_allocate(product, out_elements))
+    keywords = {"b": product.b.data, "product": product} | ({} if bias is None else {"bias": bias})
+    data = run(_GroupedGemm(), product.a.data, keywords, Runtime.of(product.a.data))[0]
+    return data if isinstance(a, Tensor) and isinstance(b, Tensor) else output(product, data)
 
 
 def _traced(a: Any, b: Any, *arguments: Any) -> Tensor | GroupedTensor:
@@ -136,20 +135,20 @@ class _GroupedGemm(Op):
     class Saved(NamedTuple):
         x: Tensor
         b: Tensor
-        how: Product
+        product: Product
 
-    def fwd(self, x: Tensor, *, b: Tensor, how: Product, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        return _multiply(how, bias), self.Saved(x, b, how)
+    def fwd(self, x: Tensor, *, b: Tensor, product: Product, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
+        return _multiply(product, bias), self.Saved(x, b, product)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        a, b = saved.how.a.with_data(saved.x), saved.how.b.with_data(saved.b)
-        dc, alpha = output(saved.how, dy.contiguous()), saved.how.alpha
+        a, b = saved.product.a.with_data(saved.x), saved.product.b.with_data(saved.b)
+        dc, alpha = output(saved.product, dy.contiguous()), saved.product.alpha
         by_layout = {
             Layout.NT: (Product(dc, b, Layout.NN, alpha), Product(dc, a, Layout.TN, alpha)),
             Layout.NN: (Product(dc, b, Layout.NT, alpha), Product(a, dc, Layout.TN, alpha)),
             Layout.TN: (Product(b, dc, Layout.NT, alpha), Product(a, dc, Layout.NN, alpha)),
         }
-        da, db = by_layout[saved.how.layout]
+        da, db = by_layout[saved.product.layout]
         grads: dict[str, Gradient] = {
             "x": lambda: _gradient(da, a),
             "b": lambda: _gradient(db, b),
@@ -160,22 +159,22 @@ class _GroupedGemm(Op):
         return grads
 
 
-def _as_it_lies(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor | GroupedTensor]:
+def _fold_transpose(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor | GroupedTensor]:
     """The layout; of a transposed view of dense matrices that of the matrices themselves, so that nothing is copied."""
     if not isinstance(layout, str) or layout not in Layout.__members__:
         raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
-    which = Layout[layout]
+    stated = Layout[layout]
     if isinstance(b, Tensor) and b.dim() == 3 and not b.is_contiguous() and b.mT.is_contiguous():
-        return {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(which, which), b.mT
-    return which, b
+        return {Layout.NT: Layout.NN, Layout.NN: Layout.NT}.get(stated, stated), b.mT
+    return stated, b
 
 
 def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
-    for name, given in (("split_sizes", split_sizes), ("offsets", offsets)):
-        if isinstance(given, Tensor) and not is_dense(given):
-            raise not_dense(f"grouped_gemm: {name}", layout_of(given))
-        if given is not None and not (isinstance(given, Tensor) and given.dim() == 1):
-            came = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+    for name, sizes in (("split_sizes", split_sizes), ("offsets", offsets)):
+        if isinstance(sizes, Tensor) and not is_dense(sizes):
+            raise not_dense(f"grouped_gemm: {name}", layout_of(sizes))
+        if sizes is not None and not (isinstance(sizes, Tensor) and sizes.dim() == 1):
+            came = f"shape {list(sizes.shape)}" if isinstance(sizes, Tensor) else f"a {type(sizes).__name__}"
             raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")
     if offsets is None:
         return split_sizes
@@ -184,18 +183,18 @@ def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 
-def _how(
+def _product_of(
     a: Tensor | GroupedTensor, b: Tensor | GroupedTensor, sizes: Tensor | None, layout: Layout, alpha: Factor
 ) -> Product:
     """Both operands with their groups."""
-    groups_a = a if isinstance(a, GroupedTensor) else _plain("a", a, sizes, ragged=True)
-    groups_b = b if isinstance(b, GroupedTensor) else _plain("b", b, sizes, ragged=layout is Layout.TN)
+    groups_a = a if isinstance(a, GroupedTensor) else _as_groups("a", a, sizes, ragged=True)
+    groups_b = b if isinstance(b, GroupedTensor) else _as_groups("b", b, sizes, ragged=layout is Layout.TN)
     if sizes is not None and isinstance(a, GroupedTensor) and (isinstance(b, GroupedTensor) or layout is not Layout.TN):
         raise ArgumentError("grouped_gemm: a GroupedTensor has its own dims; split_sizes would be a second opinion")
-    for what in ("dtype", "device", "num_groups"):
-        if getattr(groups_a, what) != getattr(groups_b, what):
-            came = f"a has {getattr(groups_a, what)}, b has {getattr(groups_b, what)}"
-            raise ArgumentError(f"grouped_gemm: operands of one {what} expected; {came}")
+    for attribute in ("dtype", "device", "num_groups"):
+        if getattr(groups_a, attribute) != getattr(groups_b, attribute):
+            came = f"a has {getattr(groups_a, attribute)}, b has {getattr(groups_b, attribute)}"
+            raise ArgumentError(f"grouped_gemm: operands of one {attribute} expected; {came}")
     if groups_a.dtype.is_complex:
         raise ArgumentError(f"grouped_gemm: a and b must hold real numbers, got {groups_a.dtype}")
     if groups_a.dtype.itemsize == 1:
@@ -223,7 +222,7 @@ def _check_depths(layout: Layout, deep_a: Tensor | int, deep_b: Tensor | int, gr
             raise ArgumentError(f"grouped_gemm: group {g}: the depths {left} and {right} of a and b must be equal")
 
 
-def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> GroupedTensor:
+def _as_groups(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> GroupedTensor:
     dims = 2 if ragged else 3
     if tensor.dim() != dims:
         raise ArgumentError(f"grouped_gemm: {name} must have {dims} dimensions, got shape {list(tensor.shape)}")
@@ -244,7 +243,7 @@ def _plain(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) -> Gro
     return GroupedTensor(tensor.contiguous(), sizes.to(tensor.device))
 
 
-def _counts(accumulate: bool, beta: Factor) -> Factor:
+def _beta_or_none(accumulate: bool, beta: Factor) -> Factor:
     """How much what stands in ``out`` counts; None where it is not read."""
     return 1.0 if accumulate else beta if isinstance(beta, Tensor) or beta else None
 
@@ -256,16 +255,16 @@ def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
     return t.data.flatten(0, -2), sizes
 
 
-def _has_one_width(how: Product) -> bool:
+def _has_one_width(product: Product) -> bool:
     """Whether rows alone are ragged, or the depth alone: what the kernels of :class:`GroupedLinear` multiply."""
-    one_width = how.a.last_dims is None and how.b.last_dims is None
-    return one_width and (how.layout is Layout.TN or how.b.first_dims is None)
+    one_width = product.a.last_dims is None and product.b.last_dims is None
+    return one_width and (product.layout is Layout.TN or product.b.first_dims is None)
 
 
-def _multiply(how: Product, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
+def _multiply(product: Product, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
     """The data of the output, which is allocated here if it is not given."""
-    a, b, layout, alpha, shape = how
-    if _has_one_width(how):
+    a, b, layout, alpha, shape = product
+    if _has_one_width(product):
         rows, sizes = _by_rows(a)
         other = _by_rows(b)[0] if layout is Layout.TN else b.data
         by_group = shape if out is None else tuple(out.data.shape)
@@ -275,15 +274,22 @@ def _multiply(how: Product, bias: Tensor | None, out: GroupedTensor | None = Non
         return data.view(by_group)
     fresh = out is None
     if out is None:
-        out = output(how, a.data.new_empty(shape))
+        out = output(product, a.data.new_empty(shape))
     kernels.ragged_gemm(layout, a, b, out, alpha=alpha, beta=beta, bias=bias, fresh=fresh)
     return out.data
 
 
-def _gradient(how: Product, of: GroupedTensor) -> Tensor:
+def _multiply_into(
+    out: Tensor | GroupedTensor, product: Product, bias: Tensor | None, beta: Factor
+) -> Tensor | GroupedTensor:
+    _multiply(product, bias, output(product, out if isinstance(out, Tensor) else out.data), beta)
+    return out
+
+
+def _gradient(product: Product, operand: GroupedTensor) -> Tensor:
     """Of an operand: its own groups, so nothing is to be asked for."""
-    if _has_one_width(how) and output_shape(how) == tuple(of.data.shape):
-        return _multiply(how._replace(shape=tuple(of.data.shape)), None)
-    room = of.with_data(torch.empty_like(of.data))
-    kernels.ragged_gemm(how.layout, how.a, how.b, room, alpha=how.alpha, fresh=True)
-    return room.data
+    if _has_one_width(product) and output_shape(product) == tuple(operand.data.shape):
+        return _multiply(product._replace(shape=tuple(operand.data.shape)), None)
+    grad = operand.with_data(torch.empty_like(operand.data))
+    kernels.ragged_gemm(product.layout, product.a, product.b, grad, alpha=product.alpha, fresh=True)
+    return grad.data

@@ -20,7 +20,7 @@ class Activated(Op):
     replayable = True
 
     class Saved(NamedTuple):
-        pre: Tensor | None
+        preact: Tensor | None
 
     def check(self, x: Spec) -> Spec:
         check_floats(x)
@@ -34,8 +34,8 @@ class Activated(Op):
         return kernels.activate(x, self.spec), self.Saved(x if "x" in needs_grad else None)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
-        pre = saved.pre
-        return {} if pre is None else {"x": kernels.activate_backward(dy, pre, self.spec).pre}
+        preact = saved.preact
+        return {} if preact is None else {"x": kernels.activate_backward(dy, preact, self.spec).preact}
 
 
 class GLU(Activated):

@@ -24,22 +24,22 @@ class Product(NamedTuple):
     shape: tuple[int, ...] = ()  # of the data of an output that is allocated here
 
 
-def rows_of(how: Product) -> Tensor | int:
-    return how.a.columns if how.layout is Layout.TN else how.a.rows
+def rows_of(product: Product) -> Tensor | int:
+    return product.a.columns if product.layout is Layout.TN else product.a.rows
 
 
-def columns_of(how: Product) -> Tensor | int:
-    return how.b.rows if how.layout is Layout.NT else how.b.columns
+def columns_of(product: Product) -> Tensor | int:
+    return product.b.rows if product.layout is Layout.NT else product.b.columns
 
 
-def output_shape(how: Product) -> tuple[int | None, ...]:
+def output_shape(product: Product) -> tuple[int | None, ...]:
     """The shape of the output's data, as far as the operands' shapes say; None is for the device to say."""
-    rows, columns = rows_of(how), columns_of(how)
+    rows, columns = rows_of(product), columns_of(product)
     if isinstance(rows, int) and isinstance(columns, int):
-        return how.a.num_groups, rows, columns
+        return product.a.num_groups, rows, columns
     if isinstance(columns, int):
-        return _sum_of_rows(how.a, how.layout is Layout.TN), columns
-    total = _sum_of_rows(how.b, how.layout is not Layout.NT)
+        return _sum_of_rows(product.a, product.layout is Layout.TN), columns
+    total = _sum_of_rows(product.b, product.layout is not Layout.NT)
     return (rows * total if isinstance(rows, int) and total is not None else None,)
 
 
@@ -61,9 +61,9 @@ def in_words(shape: tuple[int | None, ...]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
-def room_for(how: Product, elements: int | None) -> tuple[int, ...]:
+def shape_to_allocate(product: Product, elements: int | None) -> tuple[int, ...]:
     """The shape of the data to allocate for the output; waits for the device only if nothing else says it."""
-    shape = output_shape(how)
+    shape = output_shape(product)
     first, rest = shape[0], [size for size in shape[1:] if size is not None]
     if first is not None:
         if elements is not None:
@@ -72,40 +72,40 @@ def room_for(how: Product, elements: int | None) -> tuple[int, ...]:
             )
         return first, *rest
     if elements is None:
-        return needed(how), *rest
+        return needed(product), *rest
     if not isinstance(elements, SupportsIndex) or elements < 0:
         raise ArgumentError(f"grouped_gemm: out_elements must be an int that is not negative, got {elements!r}")
-    room = elements // max(1, *rest, 1)
-    if is_counted_on_the_host(how) and needed(how) > room:
-        least = needed(how) * max(1, *rest, 1)
+    capacity = elements // max(1, *rest, 1)
+    if is_counted_on_the_host(product) and needed(product) > capacity:
+        least = needed(product) * max(1, *rest, 1)
         raise ArgumentError(f"grouped_gemm: out_elements must be at least {least}, got {elements}")
-    return room, *rest
+    return capacity, *rest
 
 
-def needed(how: Product) -> int:
+def needed(product: Product) -> int:
     """The rows of all groups of the output, or its elements where columns are ragged too. Waits for the device."""
-    by_elements = isinstance(columns_of(how), Tensor)
-    return sum(rows * columns if by_elements else rows for rows, columns in shapes(how))
+    by_elements = isinstance(columns_of(product), Tensor)
+    return sum(rows * columns if by_elements else rows for rows, columns in shapes(product))
 
 
-def shapes(how: Product) -> list[tuple[int, int]]:
+def shapes(product: Product) -> list[tuple[int, int]]:
     """Of the output's groups, in numbers of Python, whose products and sums do not wrap. Waits for the device."""
-    rows, columns = (d.tolist() if isinstance(d, Tensor) else [d] * how.a.num_groups for d in dims(how))
+    rows, columns = (d.tolist() if isinstance(d, Tensor) else [d] * product.a.num_groups for d in dims(product))
     return list(zip(rows, columns, strict=True))
 
 
-def is_counted_on_the_host(how: Product) -> bool:
+def is_counted_on_the_host(product: Product) -> bool:
     """Whether :func:`shapes` costs no wait."""
-    return all(is_free_to_read(d) for d in dims(how) if isinstance(d, Tensor))
+    return all(is_free_to_read(d) for d in dims(product) if isinstance(d, Tensor))
 
 
-def dims(how: Product) -> tuple[Tensor | int, Tensor | int]:
+def dims(product: Product) -> tuple[Tensor | int, Tensor | int]:
     """Rows and columns of the output's groups."""
-    return rows_of(how), columns_of(how)
+    return rows_of(product), columns_of(product)
 
 
-def output(how: Product, data: Tensor) -> GroupedTensor:
+def output(product: Product, data: Tensor) -> GroupedTensor:
     """The output's groups around its data."""
-    rows, columns = rows_of(how), columns_of(how)
+    rows, columns = rows_of(product), columns_of(product)
     first, last = (d if isinstance(d, Tensor) else None for d in (rows, columns))
     return GroupedTensor(data, first, last, rows=rows if first is None and last is not None else None)  # type: ignore[arg-type]

@@ -30,10 +30,10 @@ def check_types(**tensors: Any) -> None:
             raise not_dense(f"grouped_gemm: {name}", layout_of(tensor))
 
 
-def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
+def check_factors(product: Product, bias: Tensor | None, beta: Factor) -> None:
     """``alpha`` and ``beta`` are a number, or one a group; the bias has a row for each group."""
-    groups, columns = how.a.num_groups, columns_of(how)
-    for name, factor in (("alpha", how.alpha), ("beta", beta)):
+    groups, columns = product.a.num_groups, columns_of(product)
+    for name, factor in (("alpha", product.alpha), ("beta", beta)):
         if not isinstance(factor, (int, float, Tensor, type(None))):
             raise ArgumentError(
                 f"grouped_gemm: {name} must be a number or a tensor [{groups}], got a {type(factor).__name__}"
@@ -47,27 +47,27 @@ def check_factors(how: Product, bias: Tensor | None, beta: Factor) -> None:
                 f"grouped_gemm: {name} must be a number or a tensor [{groups}], got shape {list(factor.shape)}"
             )
         if isinstance(factor, Tensor):
-            _check_reals(name, factor, how, or_on_host=not factor.dim())
+            _check_reals(name, factor, product, or_on_host=not factor.dim())
     if bias is not None and isinstance(columns, Tensor):
         raise ArgumentError("grouped_gemm: a bias needs an output whose groups have the same number of columns")
     if bias is not None and tuple(bias.shape) != (groups, columns):
         raise ArgumentError(f"grouped_gemm: bias must be [{groups}, {columns}], got shape {list(bias.shape)}")
     if bias is not None:
-        _check_reals("bias", bias, how)
+        _check_reals("bias", bias, product)
 
 
-def _check_reals(name: str, tensor: Tensor, how: Product, or_on_host: bool = False) -> None:
-    is_there = tensor.device == how.a.device or (or_on_host and tensor.device.type == "cpu")
+def _check_reals(name: str, tensor: Tensor, product: Product, or_on_host: bool = False) -> None:
+    is_there = tensor.device == product.a.device or (or_on_host and tensor.device.type == "cpu")
     if tensor.is_complex() or not is_there:
         raise ArgumentError(
-            f"grouped_gemm: {name} must hold real numbers, on {how.a.device}; got {tensor.dtype} on {tensor.device}"
+            f"grouped_gemm: {name} must hold real numbers, on {product.a.device}; got {tensor.dtype} on {tensor.device}"
         )
     if is_narrow_float(tensor.dtype):
         raise ArgumentError(f"grouped_gemm: {name} must hold numbers of at least 16 bits, got {tensor.dtype}")
 
 
 def check_output(
-    how: Product,
+    product: Product,
     out: Tensor | GroupedTensor | None,
     out_elements: int | None,
     accumulate: bool,
@@ -83,18 +83,18 @@ def check_output(
         return
     if out_elements is not None:
         raise ArgumentError("grouped_gemm: give out or out_elements, not both")
-    data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(how)
+    data, shape = (out.data if isinstance(out, GroupedTensor) else out), output_shape(product)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (data, *tensors.values())):
         raise ArgumentError("grouped_gemm: out= is not differentiable; leave it out, or use torch.no_grad()")
-    if not fits(data, shape) or not data.is_contiguous() or data.device != how.a.device:
+    if not fits(data, shape) or not data.is_contiguous() or data.device != product.a.device:
         raise ArgumentError(
-            f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {how.a.device}; "
+            f"grouped_gemm: out must be contiguous, of shape {in_words(shape)}, on {product.a.device}; "
             f"got shape {list(data.shape)} on {data.device}"
         )
-    if is_counted_on_the_host(how):
-        _check_groups(how, out, data)
-    if not torch.can_cast(how.a.dtype, data.dtype) or data.is_complex() or is_narrow_float(data.dtype):
-        raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {how.a.dtype}")
+    if is_counted_on_the_host(product):
+        _check_groups(product, out, data)
+    if not torch.can_cast(product.a.dtype, data.dtype) or data.is_complex() or is_narrow_float(data.dtype):
+        raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {product.a.dtype}")
     if not is_free_to_write(data):
         raise ArgumentError(
             "grouped_gemm: out was made under torch.inference_mode(), outside of which nothing may write it"
@@ -104,10 +104,10 @@ def check_output(
             raise ArgumentError(f"grouped_gemm: out overlaps {name} in memory; give a tensor of its own")
 
 
-def _check_groups(how: Product, out: Tensor | GroupedTensor, data: Tensor) -> None:
+def _check_groups(product: Product, out: Tensor | GroupedTensor, data: Tensor) -> None:
     """``out`` holds the product's groups, and calls them what they are."""
-    if data.dim() < 3 and needed(how) > data.shape[0]:
+    if data.dim() < 3 and needed(product) > data.shape[0]:
         unit = "rows" if data.dim() > 1 else "elements"
-        raise ArgumentError(f"grouped_gemm: out must have {needed(how)} {unit} at least, got {data.shape[0]}")
-    if isinstance(out, GroupedTensor) and out.shapes() != shapes(how):
-        raise ArgumentError(f"grouped_gemm: out must have groups of shapes {shapes(how)}, got {out.shapes()}")
+        raise ArgumentError(f"grouped_gemm: out must have {needed(product)} {unit} at least, got {data.shape[0]}")
+    if isinstance(out, GroupedTensor) and out.shapes() != shapes(product):
+        raise ArgumentError(f"grouped_gemm: out must have groups of shapes {shapes(product)}, got {out.shapes()}")

@@ -97,7 +97,7 @@ def _grads(
     if not needs.through:
         return None, None, kernels.activate(pre, e.spec, scales), None
     bias_dtype = e.up_bias.dtype if needs.up_bias and e.up_bias is not None else None
-    wanted: dict[str, Any] = {"want_scales": needs.weights, "want_hidden": needs.down, "bias_dtype": bias_dtype}
+    wanted: dict[str, Any] = {"want_scales": needs.weights, "want_postact": needs.down, "bias_dtype": bias_dtype}
     down = oriented(e.down, e.transposed)
     return kernels.grouped_linear_activation_backward(rows, down, pre, sizes, e.spec, scales=scales, **wanted)
 

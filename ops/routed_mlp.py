@@ -114,7 +114,7 @@ def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_
         scales = rows_of.scales_of(routing, weights)
         rows, sizes = rows_of.spread(x, routing, fill=False), routing.split_sizes
     with named_range("fusible::GroupedMLP"):
-        how: dict[str, Any] = {"bias": e.up_bias, "keep_pre": keep_pre, "interior": True}
+        how: dict[str, Any] = {"bias": e.up_bias, "keep_preact": keep_pre, "tail_unspecified": True}
         up, down = oriented(e.up, e.transposed), oriented(e.down, e.transposed)
         pre, hidden = kernels.grouped_linear_activation(rows, up, sizes, e.spec, **how)
         del rows

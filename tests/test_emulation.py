@@ -207,11 +207,11 @@ def test_epilogues_with_weights_stored_transposed(name: str) -> None:
 
 
 @pytest.mark.parametrize("want_scales", [False, True])
-@pytest.mark.parametrize("want_hidden", [False, True])
-def test_gradients_that_are_wanted(want_hidden: bool, want_scales: bool) -> None:
+@pytest.mark.parametrize("want_postact", [False, True])
+def test_gradients_that_are_wanted(want_postact: bool, want_scales: bool) -> None:
     case = fused.Case(fused.SPECS["silu glu"], RAGGED)
     for bias in (None, torch.bfloat16, torch.float16) if want_scales else (None,):
-        fused.check_backward("cpu", case, want_hidden=want_hidden, want_scales=want_scales, bias_dtype=bias)
+        fused.check_backward("cpu", case, want_postact=want_postact, want_scales=want_scales, bias_dtype=bias)
 
 
 def test_epilogues_of_many_groups() -> None:

@@ -140,15 +140,15 @@ def test_bias_and_scales(name: str, scales: torch.dtype | None, bias: torch.dtyp
 
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("want_scales", [False, True])
-@pytest.mark.parametrize("want_hidden", [False, True])
+@pytest.mark.parametrize("want_postact", [False, True])
 @pytest.mark.parametrize("scales", [None, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gradients_that_are_wanted(
-    scales: torch.dtype | None, want_hidden: bool, want_scales: bool, bias: torch.dtype | None
+    scales: torch.dtype | None, want_postact: bool, want_scales: bool, bias: torch.dtype | None
 ) -> None:
     for name in SOME:
         for variant in BACKWARD:
             case = Case(SPECS[name], scales=scales, variant=variant)
-            check_backward("cuda", case, want_hidden=want_hidden, want_scales=want_scales, bias_dtype=bias)
+            check_backward("cuda", case, want_postact=want_postact, want_scales=want_scales, bias_dtype=bias)
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -169,10 +169,10 @@ def test_repeats_are_bitwise_equal(name: str) -> None:
     case = Case(SPECS[name], (700, 0, 1301, 5), features=520, columns=776)
     for variant in BACKWARD:
         t = Tensors("cuda", replace(case, variant=variant))
-        pre = t.rows(case.width)
-        first = backward(t, pre)
+        preact = t.rows(case.width)
+        first = backward(t, preact)
         for _ in range(5):
-            again = backward(t, pre)
+            again = backward(t, preact)
             assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first[:3], again[:3], strict=True))
             assert torch.equal(first.bias, again.bias)
     for variant in FORWARD:
@@ -184,15 +184,15 @@ def test_repeats_are_bitwise_equal(name: str) -> None:
 
 def test_graph_replay_with_other_sizes() -> None:
     t = Tensors("cuda", Case(SPECS["silu glu"], (100, 0, 200, 3, 1, 60), tail=0, columns=520))
-    pre = t.rows(t.case.width)
-    forward(t), backward(t, pre)
+    preact = t.rows(t.case.width)
+    forward(t), backward(t, preact)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = (*forward(t), *backward(t, pre))
+        replayed = (*forward(t), *backward(t, preact))
     for sizes in [(0, 131, 1, 0, 200, 5), (0, 0, 0, 0, 0, 0), (0, 0, 364, 0, 0, 0), (60, 60, 61, 61, 61, 61)]:
         t.sizes.copy_(torch.tensor(sizes))
         graph.replay()
-        direct, n = (*forward(t), *backward(t, pre)), sum(sizes)
+        direct, n = (*forward(t), *backward(t, preact)), sum(sizes)
         assert all(torch.equal(a[:n], b[:n]) for a, b in zip(replayed[:-1], direct[:-1], strict=True))
         assert torch.equal(replayed[-1], direct[-1]), "the bias of every group, empty or not"
 
@@ -202,29 +202,31 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     """Fused and unfused results agree to a step of rounding; tails that others than products read are zero."""
     t = Tensors("cuda", Case(SPECS[name], columns=320, bias=torch.bfloat16))
     spec, scales, n = t.case.spec, t.scales, t.valid
-    pre, hidden = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, scales=scales, keep_pre=True)
-    assert pre is not None
+    preact, postact = kernels.grouped_linear_activation(
+        t.x, t.w1, t.sizes, spec, bias=t.bias, scales=scales, keep_preact=True
+    )
+    assert preact is not None
     grads = kernels.grouped_linear_activation_backward(
-        t.dy, t.w2, pre, t.sizes, spec, scales=scales, want_scales=True, want_hidden=True, bias_dtype=torch.float32
+        t.dy, t.w2, preact, t.sizes, spec, scales=scales, want_scales=True, want_postact=True, bias_dtype=torch.float32
     )
     assert grads.scales is not None
     assert grads.bias is not None
-    apart = kernels.column_sums(grads.pre, t.sizes, torch.float32)
+    apart = kernels.column_sums(grads.preact, t.sizes, torch.float32)
     torch.testing.assert_close(grads.bias, apart, rtol=1e-6, atol=1e-4)
-    assert hidden[n:].eq(0).all()
+    assert postact[n:].eq(0).all()
     assert grads.scales[n:].eq(0).all()
-    two_pre, two_hidden = torch.empty_like(pre), torch.empty_like(hidden)
-    problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, two_hidden, bias=t.bias)
-    unfused.run(hopper, replace(problem, epilogue=Activate(spec, scales, two_pre)))
-    assert_near(pre[:n], two_pre[:n].double(), steps=2)
-    assert_near(hidden[:n], two_hidden[:n].double(), steps=2, absolute=1e-5)
+    two_preact, two_postact = torch.empty_like(preact), torch.empty_like(postact)
+    problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, two_postact, bias=t.bias)
+    unfused.run(hopper, replace(problem, epilogue=Activate(spec, scales, two_preact)))
+    assert_near(preact[:n], two_preact[:n].double(), steps=2)
+    assert_near(postact[:n], two_postact[:n].double(), steps=2, absolute=1e-5)
     two = ActivationGrads(*(torch.empty_like(g) for g in grads[:3] if g is not None))
-    problem = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.pre)
-    unfused.run(hopper, replace(problem, epilogue=ActivateBackward(spec, scales, pre, two)))
-    assert two.hidden is not None
-    assert grads.hidden is not None
-    assert_near(grads.pre[:n], two.pre[:n].double(), steps=2, absolute=1e-5)
-    assert_near(grads.hidden[:n], two.hidden[:n].double(), steps=2, absolute=1e-5)
+    problem = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.preact)
+    unfused.run(hopper, replace(problem, epilogue=ActivateBackward(spec, scales, preact, two)))
+    assert two.postact is not None
+    assert grads.postact is not None
+    assert_near(grads.preact[:n], two.preact[:n].double(), steps=2, absolute=1e-5)
+    assert_near(grads.postact[:n], two.postact[:n].double(), steps=2, absolute=1e-5)
     torch.testing.assert_close(grads.scales[:n], two.scales[:n], rtol=1e-5, atol=1e-4)  # type: ignore[index]
 
 
@@ -234,8 +236,8 @@ def test_weights_and_biases_anywhere_in_memory() -> None:
 
 def test_refusals_say_why() -> None:
     t = Tensors("cuda", Case(SPECS["silu glu"], columns=192))
-    hidden, spec = poisoned(t, 192, dtype=torch.bfloat16), gated("silu", None, 1.0, 0.0, interleaved(24))
-    problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, hidden)
+    postact, spec = poisoned(t, 192, dtype=torch.bfloat16), gated("silu", None, 1.0, 0.0, interleaved(24))
+    problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, postact)
     wide = torch.rand(t.tokens, device="cuda", dtype=torch.float64)
 
     def why(spec: ActivationSpec, scales: Tensor | None = None, **changes: object) -> str:
@@ -252,9 +254,9 @@ def test_refusals_say_why() -> None:
 def test_blocks_that_no_tile_has_run_as_two_kernels() -> None:
     spec = gated("silu", None, 1.0, 0.0, interleaved(24))
     t = Tensors("cuda", Case(spec, columns=192))
-    pre, hidden = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, scales=t.scales, keep_pre=True)
-    assert pre is not None
-    expected = hidden[: t.valid].double().clone()
+    preact, postact = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, scales=t.scales, keep_preact=True)
+    assert preact is not None
+    expected = postact[: t.valid].double().clone()
     assert t.scales is not None
-    pointwise.forward(pre[: t.valid].double(), spec, t.scales[: t.valid].double(), expected)
-    assert_near(hidden[: t.valid], expected, absolute=1e-5)
+    pointwise.forward(preact[: t.valid].double(), spec, t.scales[: t.valid].double(), expected)
+    assert_near(postact[: t.valid], expected, absolute=1e-5)

@@ -8,7 +8,7 @@ from reference import assert_close_to, assert_same, unit
 
 from fusible import ArgumentError, DoubleBackwardError, GroupedTensor, grouped_gemm
 from fusible.ops.kernels import Layout
-from fusible.ops.product import Product, room_for
+from fusible.ops.product import Product, shape_to_allocate
 
 E, M, N, K, T = 3, 4, 5, 6, 9
 SIZES = torch.tensor([3, 0, 5])
@@ -429,7 +429,7 @@ def test_sizes_that_wrap_do_not_fit(call):
 def test_room_for_more_elements_than_32_bits_count():
     operand = GroupedTensor(torch.empty(2**16 + 1, 0), torch.tensor([2**16, 1], dtype=torch.int32))
 
-    assert room_for(Product(operand, operand, Layout.NT, None), None) == (2**32 + 1,)
+    assert shape_to_allocate(Product(operand, operand, Layout.NT, None), None) == (2**32 + 1,)
 
 
 def nested():

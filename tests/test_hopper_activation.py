@@ -73,15 +73,15 @@ def test_products_that_an_epilogue_does_not_take(changes, words):
 
 
 def test_rows_and_scales_that_an_epilogue_does_not_take():
-    def why(scales=None, pre=None, hidden=None):
-        problem = product() if hidden is None else replace(product(), out=hidden)
-        return forward_refusal(problem, SWIGLU, scales, pre) or ""
+    def why(scales=None, preact=None, postact=None):
+        problem = product() if postact is None else replace(product(), out=postact)
+        return forward_refusal(problem, SWIGLU, scales, preact) or ""
 
     assert "dense scales of 16 or 32 bits" in why(scales=torch.ones(T, dtype=torch.float64))
     assert "dense scales of 16 or 32 bits" in why(scales=torch.ones(2 * T)[::2])
-    assert "in the dtype of the operands" in why(pre=rows(2 * F, torch.float32))
-    assert "dense and aligned" in why(pre=rows(4 * F)[:, : 2 * F])
-    assert "dense and aligned" in why(hidden=torch.zeros(T * F + 1, dtype=torch.bfloat16)[1:].view(T, F))
+    assert "in the dtype of the operands" in why(preact=rows(2 * F, torch.float32))
+    assert "dense and aligned" in why(preact=rows(4 * F)[:, : 2 * F])
+    assert "dense and aligned" in why(postact=torch.zeros(T * F + 1, dtype=torch.bfloat16)[1:].view(T, F))
 
 
 def test_weights_either_way():

@@ -16,6 +16,7 @@ from torch.library import opcheck
 
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.kernels import codecs, custom_ops
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 OPS = torch.ops.fusible
@@ -131,13 +132,105 @@ def test_every_custom_op_is_checked() -> None:
 def test_custom_ops_are_the_door() -> None:
     layout, spec = kernels.Layout.NT, ActivationSpec(*SPEC)
     gemm = kernels.grouped_gemm(layout, X, WEIGHT, SIZES, alpha=2.0, bias=BIAS, bias_scale=SCALES, row_scale=SCALES)
-    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_pre": True}
+    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_preact": True}
 
     assert_same(OPS.grouped_gemm(*CALLS["NT"][1]), gemm)
     assert_same(
         OPS.grouped_linear_activation(*CALLS["fc1"][1]),
         kernels.grouped_linear_activation(X, WEIGHT, WHOLE, spec, **how),
     )
+
+
+GEMM = "str layout, Tensor a, Tensor[] b, Tensor split_sizes"
+ALPHA, BETA = "float? alpha, Tensor? alphas", "float? beta, Tensor? betas"
+EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale, str switches"
+ACTIVATION = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
+SCHEMAS = {  # exported programs name the arguments
+    "grouped_gemm": f"({GEMM}, ScalarType? out_dtype, {ALPHA}, {EPILOGUE}) -> Tensor",
+    "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
+    "grouped_linear_activation": f"(Tensor x, Tensor[] weight, Tensor split_sizes, {ACTIVATION}, Tensor[]? bias, "
+    "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches) -> (Tensor, Tensor)",
+    "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales) -> Tensor",
+    "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_signature_of_a_kernel_is_its_schema(name: str) -> None:
+    assert str(getattr(OPS, name).default._schema) == f"fusible::{name}{SCHEMAS[name]}"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "flat"),
+    [
+        (kernels.Matrices, WEIGHT, ([WEIGHT],)),
+        (kernels.Matrices, [X, SCALES], ([X, SCALES],)),
+        (kernels.Matrices | None, None, (None,)),
+        (float | Tensor | None, 2.0, (2.0, None)),
+        (float | Tensor | None, SCALES, (None, SCALES)),
+        (float | Tensor | None, None, (None, None)),
+        (torch.dtype | None, torch.float16, (torch.float16,)),
+        (kernels.Layout, kernels.Layout.TN, ("TN",)),
+        (ActivationSpec, ActivationSpec(*SPEC), SPEC),
+    ],
+)
+def test_parameters_come_out_of_a_schema_as_they_went_in(annotation: Any, value: Any, flat: tuple[Any, ...]) -> None:
+    codec = codecs.codec_of(annotation)
+
+    assert tuple(codec.flatten(value)) == flat
+    assert codec.unflatten(*flat) is value or codec.unflatten(*flat) == value
+
+
+def test_one_matrix_travels_as_a_stack_of_one() -> None:
+    codec = codecs.codec_of(kernels.Matrices)
+
+    assert torch.equal(codec.unflatten(*codec.flatten([X])), X[None])
+
+
+def test_what_is_not_wanted_is_none_whatever_the_number_of_rows() -> None:
+    codec, grads = codecs.codec_of_result(kernels.ActivationGrads), kernels.ActivationGrads(WIDE[:0], SCALES[:0], None)
+    returned = codec.flatten(grads)
+
+    assert [t.numel() for t in returned] == [0] * 4
+    assert [t is None for t in codec.unflatten(*returned)] == [False, False, True, True]
+
+
+def test_a_parameter_that_no_schema_declares_is_refused() -> None:
+    def rotate(x: Tensor, angles: dict[str, float]) -> Tensor: ...
+
+    with pytest.raises(
+        TypeError, match=r"a kernel cannot take a parameter of type dict\[str, float\]: it has no codec"
+    ):
+        custom_ops.kernel(lambda x: x)(rotate)
+
+
+OWN_KERNEL = """
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from fusible.ops.kernels.custom_ops import kernel
+
+def new_halves(x: Tensor, want_high: bool) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(x), torch.empty_like(x) if want_high else None
+
+@kernel(new_halves)
+def halves(x: Tensor, factor: float | Tensor | None = None, *, want_high: bool) -> tuple[Tensor, Tensor | None]:
+    low, high = new_halves(x, want_high)
+    low.copy_(x / 2 if factor is None else x / 2 * factor)
+    return low, high
+
+x = torch.ones(3)
+graph = make_fx(lambda x: halves(x, 3.0, want_high=False), tracing_mode="fake")(x)
+print(*[node.target for node in graph.graph.nodes if node.op == "call_function" and "fusible" in str(node.target)])
+print(halves(x, 3.0, want_high=False), graph(x))
+"""
+
+
+def test_a_kernel_is_one_declaration() -> None:
+    done = subprocess.run([sys.executable, "-c", OWN_KERNEL], capture_output=True, text=True, check=True)
+
+    result = "(tensor([1.5000, 1.5000, 1.5000]), None)"
+    assert done.stdout == f"fusible.halves.default\n{result} {result}\n"
 
 
 class Layer(nn.Module):

@@ -40,13 +40,13 @@ def test_groups_without_rows_are_not_multiplied(monkeypatch: pytest.MonkeyPatch)
     assert multiplied == [3, 2]
 
 
-@pytest.mark.parametrize(("interior", "cleared"), [(True, 0), (False, 2)])
+@pytest.mark.parametrize(("tail_unspecified", "cleared"), [(True, 0), (False, 2)])
 def test_tails_that_only_grouped_products_read_are_not_cleared(
-    interior: bool, cleared: int, monkeypatch: pytest.MonkeyPatch
+    tail_unspecified: bool, cleared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
     monkeypatch.setattr(loop, "zero_tail", lambda out, sizes: calls.append(len(out)))
-    how = {"keep_pre": True, "interior": interior}
+    how = {"keep_preact": True, "tail_unspecified": tail_unspecified}
     kernels.grouped_linear_activation(
         torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 1, 2]), activation("silu"), **how
     )

@@ -54,10 +54,10 @@ def test_zero_tail_writes_the_tail_and_nothing_else(columns, dtype, sizes, index
 
 def test_results_are_the_same_from_run_to_run():
     spec = SPECS["silu glu"]
-    pre, dhidden, s = tensors("cuda", spec, torch.bfloat16, 768, torch.float32)
-    runs = [grads_like(pre, dhidden, s) for _ in range(2)]
+    preact, dpostact, s = tensors("cuda", spec, torch.bfloat16, 768, torch.float32)
+    runs = [grads_like(preact, dpostact, s) for _ in range(2)]
     for grads in runs:
-        rows.backward(dhidden, pre, spec, s, grads)
+        rows.backward(dpostact, preact, spec, s, grads)
 
     assert all(torch.equal(a, b) for a, b in zip(*(grads[:3] for grads in runs), strict=True))
 

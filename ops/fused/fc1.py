@@ -32,8 +32,8 @@ FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 class FirstLinear(NamedTuple):
     """What the forward of the half gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
 
-    hidden: Tensor
-    pre: Tensor | None
+    postact: Tensor
+    preact: Tensor | None
     saved: GroupedLinear.Saved
 
 
@@ -47,30 +47,32 @@ def forward(
     bias_scale: Tensor | None,
     needs_grad: frozenset[str],
     autocast_dtype: torch.dtype | None,
-    keep_pre: bool,
-    interior: bool,
+    keep_preact: bool,
+    tail_unspecified: bool,
     x_is_inner: bool,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
-    pre, hidden = kernels.grouped_linear_activation(
+    preact, postact = kernels.grouped_linear_activation(
         rows,
         weight,
         sizes,
         activation,
-        keep_pre=keep_pre,
-        interior=interior,
+        keep_preact=keep_preact,
+        tail_unspecified=tail_unspecified,
         **factors,  # type: ignore[arg-type]
     )
-    return FirstLinear(hidden, pre, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
+    return FirstLinear(
+        postact, preact, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+    )
 
 
 def backward(
     fc1: GroupedLinear,
     saved: GroupedLinear.Saved,
-    dpre: Tensor,
+    dpreact: Tensor,
     needs_grad: frozenset[str],
     dbias: Tensor | None = None,
     input_rows: Callable[[], Tensor] | None = None,
@@ -78,13 +80,13 @@ def backward(
     """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``.
 
     Args:
-        dbias: the gradient of the bias, where it has come with ``dpre``.
+        dbias: the gradient of the bias, where it has come with ``dpreact``.
         input_rows: gives the input where ``saved`` does not hold it; called for the gradient of the weight alone.
     """
     later = needs_grad & {"weight"} if input_rows is not None else frozenset()
-    grads = dict(fc1.bwd(saved, dpre, needs_grad=needs_grad - later))
+    grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad - later))
     if later and input_rows is not None:
-        grads["weight"] = partial(_weight_grad, fc1, saved, dpre, needs_grad, input_rows)
+        grads["weight"] = partial(_weight_grad, fc1, saved, dpreact, needs_grad, input_rows)
     if dbias is not None:
         grads["bias"] = dbias
     return {name: gradient for name, gradient in grads.items() if name in needs_grad}
@@ -93,11 +95,11 @@ def backward(
 def _weight_grad(
     fc1: GroupedLinear,
     saved: GroupedLinear.Saved,
-    dpre: Tensor,
+    dpreact: Tensor,
     needs_grad: frozenset[str],
     input_rows: Callable[[], Tensor],
 ) -> Tensor | None:
-    return evaluate(fc1.weight_grads(dpre, input_rows(), saved.split_sizes, needs_grad)["weight"])
+    return evaluate(fc1.weight_grads(dpreact, input_rows(), saved.split_sizes, needs_grad)["weight"])
 
 
 def flat(column: Tensor | None) -> Tensor | None:
@@ -110,17 +112,17 @@ def names_of(part: Part, needs_grad: frozenset[str]) -> frozenset[str]:
     """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
     prefix = f"{part.role}."
     inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
-    return frozenset(inside | {name for own, name in part.inputs if own in needs_grad})
+    return frozenset(inside | {name for outer, name in part.inputs if outer in needs_grad})
 
 
 def filed(part: Part, grads: Grads) -> dict[str, Gradient]:
     """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
-    return {_own_name(part, name): gradient for name, gradient in grads.items()}
+    return {_outer_name(part, name): gradient for name, gradient in grads.items()}
 
 
 @lru_cache(maxsize=4096)
-def _own_name(part: Part, name: str) -> str:
-    return next((own for own, inner in part.inputs if inner == name), f"{part.role}.{name}")
+def _outer_name(part: Part, name: str) -> str:
+    return next((outer for outer, inner in part.inputs if inner == name), f"{part.role}.{name}")
 
 
 __all__ = ["FC1", "FirstLinear", "Part", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

@@ -20,14 +20,14 @@ class GLUScale(FusedOp):
     act: Activated
 
     class Saved(NamedTuple):
-        pre: Tensor
+        preact: Tensor
         scales: Tensor
 
     def fwd(self, x: Tensor, *, scales: Tensor) -> tuple[Tensor, Saved]:
         return kernels.activate(x, self.act.spec, scales), self.Saved(x, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        pre, scales = saved
-        grads = kernels.activate_backward(dy, pre, self.act.spec, scales, want_scales="scales" in needs_grad)
-        named: dict[str, Gradient] = {"x": grads.pre, "scales": grads.scales}
+        preact, scales = saved
+        grads = kernels.activate_backward(dy, preact, self.act.spec, scales, want_scales="scales" in needs_grad)
+        named: dict[str, Gradient] = {"x": grads.preact, "scales": grads.scales}
         return {name: gradient for name, gradient in named.items() if name in needs_grad}

@@ -29,7 +29,7 @@ class GroupedLinearGLU(FusedOp):
 
     class Saved(NamedTuple):
         fc1: GroupedLinear.Saved
-        pre: Tensor | None
+        preact: Tensor | None
         scales: Tensor | None
 
     def fwd(
@@ -45,18 +45,22 @@ class GroupedLinearGLU(FusedOp):
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         needs, spec = names_of(FC1, needs_grad), self.act.spec
-        how = autocast_dtype, bool(needs_grad), False, x_is_inner
-        half = first_linear.forward(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, *how)
-        return with_rows_of(x, half.hidden), self.Saved(half.saved, half.pre, scales)
+        half = first_linear.forward(
+            *(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype),
+            keep_preact=bool(needs_grad),
+            tail_unspecified=False,
+            x_is_inner=x_is_inner,
+        )
+        return with_rows_of(x, half.postact), self.Saved(half.saved, half.preact, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        if saved.pre is None:
+        if saved.preact is None:
             return {}
         want_scales = "scales" in needs_grad
         activated = kernels.activate_backward(
-            as_rows(dy), saved.pre, self.act.spec, flat(saved.scales), want_scales=want_scales
+            as_rows(dy), saved.preact, self.act.spec, flat(saved.scales), want_scales=want_scales
         )
-        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.pre, names_of(FC1, needs_grad))
+        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.preact, names_of(FC1, needs_grad))
         grads: dict[str, Gradient] = first_linear.filed(FC1, fc1)
         if saved.scales is not None and activated.scales is not None:
             grads["scales"] = activated.scales.view_as(saved.scales)

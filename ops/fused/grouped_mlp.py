@@ -1,7 +1,7 @@
 """The experts of a mixture-of-experts layer: GroupedLinear -> GLU or Activation -> [Scale] -> GroupedLinear -> [Scale].
 
 With s the scales before the second linear and o those after it (1 where there are none), per row:
-``pre = W1 x + b1``, ``a = act(pre)``, ``y = o (W2 (s a) + b2)``. The backward keeps neither ``a`` nor ``y``: with
+``preact = W1 x + b1``, ``a = act(preact)``, ``y = o (W2 (s a) + b2)``. The backward keeps neither ``a`` nor ``y``: with
 ``u = W2^T dy`` it is ``da = s o u``, ``ds = o <u, a>``, ``do = s <u, a> + <dy, b2>``, ``dW2 = dy (s o a)^T``: one
 kernel that is given the product ``s o`` serves both places of the scale.
 """
@@ -54,7 +54,7 @@ class GroupedMLP(FusedOp):
     class Saved(NamedTuple):
         fc1: GroupedLinear.Saved
         fc2: GroupedLinear.Saved
-        pre: Tensor | None
+        preact: Tensor | None
         scales: Tensor | None
         out_scales: Tensor | None
 
@@ -73,18 +73,22 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        through = _through(needs_grad)
-        how = names_of(FC1, needs_grad), autocast_dtype, through or _trains(needs_grad), True, x_is_inner
-        half = first_linear.forward(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale, *how)
-        hidden, sizes = half.hidden, half.saved.split_sizes
-        weight, bias = self.fc2.matrices("weight", hidden.dtype), self._bias()
+        half = first_linear.forward(
+            *(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale),
+            *(names_of(FC1, needs_grad), autocast_dtype),
+            keep_preact=_through(needs_grad) or _trains(needs_grad),
+            tail_unspecified=True,
+            x_is_inner=x_is_inner,
+        )
+        postact, sizes = half.postact, half.saved.split_sizes
+        weight, bias = self.fc2.matrices("weight", postact.dtype), self._bias()
         out = None if output is None else output.view(-1, self.fc2.out_features)
         factors = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
-        y = kernels.grouped_gemm(Layout.NT, hidden, weight, sizes, out=out, **factors)  # type: ignore[arg-type]
+        y = kernels.grouped_gemm(Layout.NT, postact, weight, sizes, out=out, **factors)  # type: ignore[arg-type]
         assert isinstance(y, Tensor)
         needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
-        fc2 = self.fc2.saved(hidden, hidden, weight, sizes, fc2_bias_scale, None, needs, True)
-        saved = self.Saved(half.saved, fc2, half.pre, scales, out_scale_scales)
+        fc2 = self.fc2.saved(postact, postact, weight, sizes, fc2_bias_scale, None, needs, True)
+        saved = self.Saved(half.saved, fc2, half.preact, scales, out_scale_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
@@ -96,11 +100,11 @@ class GroupedMLP(FusedOp):
         """:meth:`bwd`; ``input_rows`` gives x where ``saved`` does not hold it."""
         rows = as_rows(dy)
         activated = self._through_fc2(saved, rows, needs_grad)
-        fc2 = self._fc2_grads(saved, rows, activated.hidden, names_of(_FC2, needs_grad))
+        fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
         needs = names_of(FC1, needs_grad)
         if needs:
-            inner = first_linear.backward(self.fc1, saved.fc1, activated.pre, needs, activated.bias, input_rows)
+            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias, input_rows)
             grads |= filed(FC1, inner)
         if activated.scales is not None:
             grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
@@ -113,31 +117,31 @@ class GroupedMLP(FusedOp):
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
         total = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype)
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, self.act.spec
-        if saved.pre is None:
+        if saved.preact is None:
             return ActivationGrads(dy, None, None)
         if weight is None or not _through(needs_grad):
-            return ActivationGrads(dy, None, kernels.activate(saved.pre, spec, total))
+            return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total))
         return kernels.grouped_linear_activation_backward(
             dy,
             weight,
-            saved.pre,
+            saved.preact,
             sizes,
             spec,
             scales=total,
             want_scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
-            want_hidden=_trains(needs_grad),
+            want_postact=_trains(needs_grad),
             bias_dtype=self._bias_dtype(saved, needs_grad),
         )
 
     def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:
         """Of the gradient of the first bias where it is the plain sum of that of the pre-activation; else None."""
-        plain = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
-        return self.fc1.one_parameter("bias").dtype if plain else None
+        unscaled = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
+        return self.fc1.one_parameter("bias").dtype if unscaled else None
 
-    def _fc2_grads(self, saved: Saved, dy: Tensor, hidden: Tensor | None, needs_grad: frozenset[str]) -> Grads:
+    def _fc2_grads(self, saved: Saved, dy: Tensor, postact: Tensor | None, needs_grad: frozenset[str]) -> Grads:
         """Of the parameters and the bias scale of the second linear, by its names."""
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
-        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, hidden, sizes, needs_grad))
+        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, postact, sizes, needs_grad))
         if self.fc2.has_bias:
             biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales, dy.dtype))
             grads |= {name: gradient for name, gradient in biases.items() if name in needs_grad}

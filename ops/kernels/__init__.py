@@ -2,6 +2,7 @@
 
 Every function takes split sizes as a tensor on the device of the rows, writes into ``out`` where it is given, and then
 leaves the rows past the last group as they are; in what it allocates they are zero. Arguments have been checked.
+:func:`kernel` makes each a custom op of its name, which is what a call becomes while a compiler traces.
 Weights that are the transposed view of dense ones are read as they lie, by the layout that says so.
 """
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
-from . import outputs, recording, traced, unfused
+from . import outputs, recording, unfused
+from .custom_ops import kernel
 from .dispatch import Choice, activation_kernels, choose, choose_ragged, row_choice, row_kernels
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
@@ -33,6 +35,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     return torch.as_tensor(split_sizes, device=device)
 
 
+@kernel(outputs.new_product, only_with_out=("beta",), only_without_out=("out_dtype",))
 def grouped_gemm(
     layout: Layout,
     a: Tensor,
@@ -56,12 +59,9 @@ def grouped_gemm(
         out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
         out_dtype: of what is allocated here; that of ``a`` by default.
     """
-    if type(a) is not Tensor and trace.is_traced(a):
-        how = {"alpha": alpha, "beta": beta, "bias": bias, "bias_scale": bias_scale, "row_scale": row_scale}
-        return traced.grouped_gemm(layout, a, b, split_sizes, out=out, out_dtype=out_dtype, **how)  # type: ignore[arg-type]
     fresh = out is None
     if out is None:
-        out = outputs.new_output(layout, a, b, split_sizes, out_dtype)
+        out = outputs.new_product(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
     layout, b = _fold_transpose(layout, b)
@@ -103,6 +103,7 @@ def ragged_gemm(
         backend.run(problem)
 
 
+@kernel(outputs.new_preact_and_postact, schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"})
 def grouped_linear_activation(
     x: Tensor,
     weight: Matrices,
@@ -112,54 +113,47 @@ def grouped_linear_activation(
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     scales: Tensor | None = None,
-    keep_pre: bool,
-    interior: bool = False,
+    keep_preact: bool,
+    tail_unspecified: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
-    """``pre = x W^T + bias`` and ``hidden = act(pre) * scales``; ``pre`` is None unless it shall be kept.
+    """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
-    Both are zero in the tail, or unspecified there if they are ``interior``: read by what knows of the tail only.
+    Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything.
     """
-    if type(x) is not Tensor and trace.is_traced(x):
-        how = {"bias": bias, "bias_scale": bias_scale, "scales": scales, "keep_pre": keep_pre, "interior": interior}
-        return traced.grouped_linear_activation(x, weight, split_sizes, activation, **how)  # type: ignore[arg-type]
-    pre, hidden = outputs.new_hidden(x, weight, activation, keep_pre)
+    preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight = _fold_transpose(Layout.NT, weight)
-    problem = GroupedGemm(layout, x, weight, split_sizes, hidden, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue = Activate(activation, scales, pre)
+    problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
+    problem.epilogue = Activate(activation, scales, preact)
     choice = _run(problem)
-    if choice is not None and not interior:
-        for tokens in (pre, hidden):
+    if choice is not None and not tail_unspecified:
+        for tokens in (preact, postact):
             if tokens is not None:
                 _zero_tail(tokens, split_sizes, choice)
-    return pre, hidden
+    return preact, postact
 
 
+@kernel(outputs.new_grads)
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
-    pre: Tensor,
+    preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
     *,
     scales: Tensor | None = None,
     want_scales: bool,
-    want_hidden: bool,
+    want_postact: bool,
     bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
-    """Through the linear after an activation, and the activation: ``dhidden = dy W``, :func:`activate_backward`.
+    """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
 
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
     """
-    if type(dy) is not Tensor and trace.is_traced(dy):
-        how = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
-        return traced.grouped_linear_activation_backward(dy, weight, pre, split_sizes, activation, **how)  # type: ignore[arg-type]
-    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
-    if bias_dtype is not None:
-        out = out._replace(bias=outputs.new_sums(pre, split_sizes, bias_dtype))
+    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact, split_sizes, bias_dtype)
     layout, weight = _fold_transpose(Layout.NN, weight)
-    problem = GroupedGemm(layout, dy, weight, split_sizes, out.pre, fresh=True)
-    problem.epilogue = ActivateBackward(activation, scales, pre, out)
+    problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
+    problem.epilogue = ActivateBackward(activation, scales, preact, out)
     choice = _run(problem)
     if choice is not None:
         if choice.backend is not hopper or choice.epilogue_reason is not None:
@@ -169,40 +163,36 @@ def grouped_linear_activation_backward(
     return out
 
 
-def activate(pre: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """``act(pre) * scales[:, None]``, rounded once."""
-    if type(pre) is not Tensor and trace.is_traced(pre):
-        return traced.activate(pre, activation, scales)
-    hidden = outputs.new_activated(pre, activation)
-    if _activation_runs(pre, scales, hidden):
-        activation_kernels(pre, scales, hidden).forward(pre, activation, scales, hidden)
-    return hidden
+@kernel(outputs.new_postact, obeys_switches=False, schema_names={"preact": "pre"})
+def activate(preact: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
+    """``act(preact) * scales[:, None]``, rounded once."""
+    postact = outputs.new_postact(preact, activation)
+    if _activation_runs(preact, scales, postact):
+        activation_kernels(preact, scales, postact).forward(preact, activation, scales, postact)
+    return postact
 
 
+@kernel(outputs.new_grads, obeys_switches=False)
 def activate_backward(
-    dhidden: Tensor,
-    pre: Tensor,
+    dpostact: Tensor,
+    preact: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None = None,
     *,
     want_scales: bool = False,
-    want_hidden: bool = False,
+    want_postact: bool = False,
 ) -> ActivationGrads:
-    """Gradients of ``pre`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    if type(pre) is not Tensor and trace.is_traced(pre):
-        wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
-        return traced.activate_backward(dhidden, pre, activation, scales, **wanted)
-    out = outputs.new_grads(pre, activation, scales, want_scales, want_hidden)
-    if _activation_runs(pre, scales, dhidden, *out):
-        kernels = activation_kernels(pre, scales, dhidden, out.pre, out.hidden)
-        kernels.backward(dhidden, pre, activation, scales, out)
+    """Gradients of ``preact`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
+    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact)
+    if _activation_runs(preact, scales, dpostact, *out):
+        kernels = activation_kernels(preact, scales, dpostact, out.preact, out.postact)
+        kernels.backward(dpostact, preact, activation, scales, out)
     return out
 
 
+@kernel(outputs.new_sums, obeys_switches=False)
 def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
-    if type(tokens) is not Tensor and trace.is_traced(tokens):
-        return traced.column_sums(tokens, split_sizes, dtype, scale)
     out = outputs.new_sums(tokens, split_sizes, dtype)
     if trace.active():
         recording.column_sums(tokens, split_sizes, out, scale)
@@ -211,11 +201,10 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
     return out
 
 
+@kernel(outputs.new_dots, obeys_switches=False)
 def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
-    if type(tokens) is not Tensor and trace.is_traced(tokens):
-        return traced.row_dots(tokens, vectors, split_sizes, dtype)
-    out = tokens.new_empty((tokens.shape[0],), dtype=dtype)
+    out = outputs.new_dots(tokens, dtype)
     if trace.active():
         recording.row_dots(tokens, vectors, split_sizes, out)
     elif not tokens.is_meta:
@@ -230,9 +219,9 @@ def _finish_by_rows(grads: ActivationGrads, split_sizes: Tensor, choice: Choice)
     if grads.bias is None:
         return
     if trace.active():
-        recording.column_sums(grads.pre, split_sizes, grads.bias, None)
+        recording.column_sums(grads.preact, split_sizes, grads.bias, None)
     else:
-        row_kernels(grads.pre, split_sizes, grads.bias).column_sums(grads.pre, split_sizes, grads.bias, None)
+        row_kernels(grads.preact, split_sizes, grads.bias).column_sums(grads.preact, split_sizes, grads.bias, None)
 
 
 def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
@@ -257,12 +246,12 @@ def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _activation_runs(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
+def _activation_runs(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        recording.activation(pre, scales, *rows)
+        recording.activation(preact, scales, *rows)
         return False
-    return not pre.is_meta
+    return not preact.is_meta
 
 
 def _run(problem: GroupedGemm) -> Choice | None:

@@ -1,34 +1,131 @@
-"""The kernel door as custom ops of ``torch.library``: what compiled code and exported programs call.
+"""One declaration per kernel: the signature of a function of the door is the schema of its custom op.
 
-A schema knows no alternatives: stacked matrices come as a list of one tensor, which has a dimension more than one of
-several; a factor as a number or as a tensor; what is not wanted is returned as an empty tensor.
+Compiled code and exported programs call kernels as custom ops of ``torch.library``. :func:`kernel` derives all of an op
+from a Python function: the schema from the type hints, the fake from the function that allocates the result, and the
+call that a compiler traces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
 
 from ...fuser.config import Config, active_config, config_of, use_config
-from .. import kernels
+from ...fuser.tracing import is_traced
 from ..activation_spec import ActivationSpec
-from . import ActivationGrads, Layout, Matrices, outputs
+from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, itself
 
+F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
-_AS_IT_IS = nullcontext()
-SPEC = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
-_EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale"
+_UNCHANGED = nullcontext()
+SPEC = ", ".join(codec_of(ActivationSpec).schemas)
 
 
-def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def kernel(
+    allocate: Callable[..., Any],
+    *,
+    obeys_switches: bool = True,
+    only_with_out: Collection[str] = (),
+    only_without_out: Collection[str] = (),
+    schema_names: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[F], F]:
+    """Declares a function of the door as a kernel: registers its custom op, and calls that for traced tensors.
+
+    The first parameter that is a tensor, passed by position, says whether a call is traced. A function with a parameter
+    ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
+
+    Args:
+        allocate: makes the result from those of the parameters that it names. On tensors without data it is the fake.
+        obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
+        only_with_out, only_without_out: parameters that one of the two ops does not have.
+        schema_names: parameters that the schema names otherwise, as exported programs do.
+    """
+
+    def declared(function: F) -> F:
+        name, hints, signature = function.__name__, get_type_hints(function), inspect.signature(function)
+        first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
+        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in signature.parameters}
+        if obeys_switches:
+            codecs["switches"] = codec_of(str).named("switches")
+        new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"])
+        allocates = _define(name, function, allocate, *new)
+        if "out" in codecs:
+            into_out = _without(codecs | {"out": OUT.named("out")}, *only_without_out), NO_RESULT
+            writes = _define(f"{name}_out", function, lambda: None, *into_out)
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = {**bound.arguments, "switches": switches()}
+            if arguments.get("out") is None:
+                return allocates(arguments)
+            writes(arguments)
+            return arguments["out"]
+
+        @wraps(function)
+        def door(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[first_tensor]
+            if type(tensor) is not Tensor and is_traced(tensor):
+                return traced(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return cast(F, door)
+
+    return declared
+
+
+def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:
+    return {name: codec for name, codec in codecs.items() if name not in names}
+
+
+def _define(
+    name: str, function: Callable[..., Any], allocate: Callable[..., Any], codecs: dict[str, Codec], result: Codec
+) -> Callable[[dict[str, Any]], Any]:
+    """Registers an op with these parameters and this result, and returns what calls it as a compiler traces it."""
+    allocated = [parameter for parameter in inspect.signature(allocate).parameters if parameter in codecs]
+
+    def fake(**arguments: Any) -> Any:
+        return allocate(**{parameter: arguments[parameter] for parameter in allocated})
+
+    def flat(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            arguments = _unflattened(codecs, values)
+            with obeying(arguments.pop("switches", None)):
+                return result.flatten(implementation(**arguments))
+
+        return run
+
+    def call(arguments: dict[str, Any]) -> Any:
+        values = [value for parameter, codec in codecs.items() for value in codec.flatten(arguments[parameter])]
+        returned = getattr(torch.ops.fusible, name)(*values)
+        return result.unflatten(*returned if len(result.schemas) > 1 else [returned])
+
+    declared = ", ".join(schema for codec in codecs.values() for schema in codec.schemas)
+    register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
+    return call
+
+
+def _unflattened(codecs: dict[str, Codec], values: Iterable[Any]) -> dict[str, Any]:
+    """The parameters of an op by name, of the values that it is called with."""
+    left, arguments = iter(values), {}
+    for name, codec in codecs.items():
+        alone = codec.unflatten is itself
+        arguments[name] = next(left) if alone else codec.unflatten(*islice(left, len(codec.schemas)))
+    return arguments
+
+
+def register(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Registers a function under the schema; ``fake`` takes the same, of tensors without data."""
 
-    def registered(function: Callable[..., Any]) -> Callable[..., Any]:
+    def registered(function: F) -> F:
         def run(*arguments: Any) -> Any:
             if not torch.is_grad_enabled():
                 return function(*arguments)
@@ -44,162 +141,20 @@ def register(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     return registered
 
 
-def _fake_gemm(
-    layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, dtype: torch.dtype | None, *_: Any
-) -> Tensor:
-    return outputs.new_output(Layout[layout], a, _right(layout, b), split_sizes, dtype)
+def switches() -> str:
+    """Those of the switches in force that a kernel obeys, as the compiled code shall, whatever is in force then."""
+    active = active_config()
+    return f"{active.backend} strict" if active.strict else active.backend
 
 
-@register(
-    "grouped_gemm(str layout, Tensor a, Tensor[] b, Tensor split_sizes, ScalarType? out_dtype, "
-    f"float? alpha, Tensor? alphas, {_EPILOGUE}, str switches) -> Tensor",
-    _fake_gemm,
-)
-def _gemm(
-    layout: str,
-    a: Tensor,
-    b: list[Tensor],
-    split_sizes: Tensor,
-    dtype: torch.dtype | None,
-    alpha: float | None,
-    alphas: Tensor | None,
-    *epilogue: Any,
-) -> Any:
-    how = {"out_dtype": dtype, "alpha": alpha if alphas is None else alphas, **_epilogue(*epilogue[:-1])}
-    with obeying(epilogue[-1]):
-        return kernels.grouped_gemm(Layout[layout], a, _right(layout, b), split_sizes, **how)
-
-
-@register(
-    "grouped_gemm_out(str layout, Tensor a, Tensor[] b, Tensor split_sizes, Tensor(a!)[] out, "
-    f"float? alpha, Tensor? alphas, float? beta, Tensor? betas, {_EPILOGUE}, str switches) -> ()",
-    lambda *_: None,
-)
-def _gemm_out(layout: str, a: Tensor, b: list[Tensor], split_sizes: Tensor, out: list[Tensor], *how: Any) -> None:
-    alpha, alphas, beta, betas, *epilogue, switches = how
-    factors = {"alpha": alpha if alphas is None else alphas, "beta": beta if betas is None else betas}
-    into = _matrices(out, 3 if layout == "TN" else 2)
-    with obeying(switches):
-        kernels.grouped_gemm(
-            Layout[layout], a, _right(layout, b), split_sizes, out=into, **factors, **_epilogue(*epilogue)
-        )
-
-
-def _fake_linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    pre, hidden = outputs.new_hidden(x, _right("NT", weight), ActivationSpec(*how[:6]), keep_pre=how[9])
-    return x.new_empty(0) if pre is None else pre, hidden
-
-
-@register(
-    f"grouped_linear_activation(Tensor x, Tensor[] weight, Tensor split_sizes, {SPEC}, "
-    "Tensor[]? bias, Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches) "
-    "-> (Tensor, Tensor)",
-    _fake_linear_activation,
-)
-def _linear_activation(x: Tensor, weight: list[Tensor], split_sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    *spec, bias, bias_scale, scales, keep_pre, interior, switches = how
-    given = {"bias": _matrices(bias, 2), "bias_scale": bias_scale, "scales": scales}
-    with obeying(switches):
-        pre, hidden = kernels.grouped_linear_activation(
-            x, _right("NT", weight), split_sizes, ActivationSpec(*spec), keep_pre=keep_pre, interior=interior, **given
-        )
-    return x.new_empty(0) if pre is None else pre, hidden
-
-
-def _fake_activation_grads(pre: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``how``: the activation, the scales, which of their gradient and the hidden rows are wanted."""
-    *spec, scales, want_scales, want_hidden = how
-    return _returned(outputs.new_grads(pre, ActivationSpec(*spec), scales, want_scales, want_hidden))
-
-
-def _fake_linear_activation_backward(
-    dy: Tensor, weight: list[Tensor], pre: Tensor, split_sizes: Tensor, *how: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *grads, bias_dtype, _ = how
-    bias = pre.new_empty(0) if bias_dtype is None else outputs.new_sums(pre, split_sizes, bias_dtype)
-    return *_fake_activation_grads(pre, *grads), bias
-
-
-@register(
-    f"grouped_linear_activation_backward(Tensor dy, Tensor[] weight, Tensor pre, Tensor split_sizes, {SPEC}, "
-    "Tensor? scales, bool want_scales, bool want_hidden, ScalarType? bias_dtype, str switches) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_linear_activation_backward,
-)
-def _linear_activation_backward(
-    dy: Tensor, weight: list[Tensor], pre: Tensor, split_sizes: Tensor, *how: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *spec, scales, want_scales, want_hidden, bias_dtype, switches = how
-    given = {"scales": scales, "want_scales": want_scales, "want_hidden": want_hidden, "bias_dtype": bias_dtype}
-    with obeying(switches):
-        made = kernels.grouped_linear_activation_backward(
-            dy, _right("NN", weight), pre, split_sizes, ActivationSpec(*spec), **given
-        )
-    return *_returned(made), pre.new_empty(0) if made.bias is None else made.bias
-
-
-@register(
-    f"activate(Tensor pre, {SPEC}, Tensor? scales) -> Tensor",
-    lambda pre, *how: outputs.new_activated(pre, ActivationSpec(*how[:-1])),
-)
-def _activate(pre: Tensor, *how: Any) -> Tensor:
-    return kernels.activate(pre, ActivationSpec(*how[:-1]), how[-1])
-
-
-@register(
-    f"activate_backward(Tensor dhidden, Tensor pre, {SPEC}, Tensor? scales, bool want_scales, bool want_hidden) "
-    "-> (Tensor, Tensor, Tensor)",
-    lambda dhidden, pre, *how: _fake_activation_grads(pre, *how),
-)
-def _activate_backward(dhidden: Tensor, pre: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *spec, scales, want_scales, want_hidden = how
-    wanted = {"want_scales": want_scales, "want_hidden": want_hidden}
-    return _returned(kernels.activate_backward(dhidden, pre, ActivationSpec(*spec), scales, **wanted))
-
-
-@register(
-    "column_sums(Tensor tokens, Tensor split_sizes, ScalarType dtype, Tensor? scale) -> Tensor",
-    lambda tokens, split_sizes, dtype, scale: outputs.new_sums(tokens, split_sizes, dtype),
-)
-def _column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
-    return kernels.column_sums(tokens, split_sizes, dtype, scale)
-
-
-@register(
-    "row_dots(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
-    lambda tokens, vectors, split_sizes, dtype: tokens.new_empty((tokens.shape[0],), dtype=dtype),
-)
-def _row_dots(tokens: Tensor, vectors: list[Tensor], split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    return kernels.row_dots(tokens, _matrices(vectors, 2), split_sizes, dtype)
-
-
-def obeying(switches: str) -> AbstractContextManager[Any]:
-    """Puts the switches of compiled code in force, unless they are."""
-    wanted = config(switches)
-    return _AS_IT_IS if active_config() is wanted else use_config(wanted)
+def obeying(switches: str | None) -> AbstractContextManager[Any]:
+    """Puts the switches of compiled code in force, if it has any, unless they are."""
+    recorded = None if switches is None else config(switches)
+    return _UNCHANGED if recorded is None or active_config() is recorded else use_config(recorded)
 
 
 @cache
 def config(switches: str) -> Config:
-    """The inverse of :func:`backends.traced.switches`."""
+    """The inverse of :func:`switches`."""
     backend, *strict = switches.split()
     return config_of(**{**vars(Config()), "backend": backend, "strict": bool(strict)})
-
-
-def _matrices(listed: list[Tensor] | None, stacked: int) -> Any:
-    """Undoes what :mod:`traced` does to matrices: the tensor alone, if it is one of so many dimensions."""
-    return listed[0] if listed is not None and len(listed) == 1 and listed[0].dim() == stacked else listed
-
-
-def _right(layout: str, b: list[Tensor]) -> Matrices:
-    matrices: Matrices = _matrices(b, 2 if layout == "TN" else 3)
-    return matrices
-
-
-def _epilogue(bias: list[Tensor] | None, bias_scale: Tensor | None, row_scale: Tensor | None) -> dict[str, Any]:
-    return {"bias": _matrices(bias, 2), "bias_scale": bias_scale, "row_scale": row_scale}
-
-
-def _returned(grads: ActivationGrads) -> tuple[Tensor, Tensor, Tensor]:
-    pre, scales, hidden = (grads.pre.new_empty(0) if t is None else t for t in grads[:3])
-    return pre, scales, hidden

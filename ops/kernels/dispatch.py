@@ -92,12 +92,12 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
 def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if tracing:
         return _ask(problem, only)
-    kind = problem.kind if only in ("auto", hopper.NAME) else None
-    if kind in _first_takes:
+    key = problem.cache_key if only in ("auto", hopper.NAME) else None
+    if key in _first_takes:
         return _HOPPER
     choice = _ask(problem, only)
-    if kind is not None and choice.backend is hopper:
-        _first_takes.add(kind)
+    if key is not None and choice.backend is hopper:
+        _first_takes.add(key)
     return choice
 
 
@@ -136,15 +136,15 @@ def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: s
     raise RefusedError(f"no backend for this {subject}: {'; '.join(refusals) or f'{only} has no kernel for it'}")
 
 
-def activation_kernels(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> ActivationKernels:
-    """For an activation of ``pre``, with ``rows`` that are read or written beside it."""
-    return activation_choice(pre, scales, *rows)[0]
+def activation_kernels(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> ActivationKernels:
+    """For an activation of ``preact``, with ``rows`` that are read or written beside it."""
+    return activation_choice(preact, scales, *rows)[0]
 
 
-def activation_choice(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> tuple[ActivationKernels, str]:
+def activation_choice(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
-    refusal = partial(hopper_rows.activation_refusal, pre, scales, *rows)
-    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", pre)
+    refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
+    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 
 
 def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:

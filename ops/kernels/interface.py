@@ -36,13 +36,13 @@ class ActivationKernels(Protocol):
     @property
     def NAME(self) -> str: ...
 
-    def forward(self, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, /) -> None:
-        """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
+    def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, /) -> None:
+        """``out`` [..., F] = activation of ``preact`` [..., C], times ``scales`` [...], rounded once."""
 
     def backward(
-        self, dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
+        self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
     ) -> None:
-        """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
+        """From ``dpostact`` [..., F] what ``out`` has tensors for; computes the activation again from ``preact``."""
 
 
 class RowKernels(Protocol):

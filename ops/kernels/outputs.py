@@ -1,4 +1,4 @@
-"""Room for results: what the door allocates, and what a trace is told that it will."""
+"""Allocates the results of kernels, for the door and for the fakes of custom ops."""
 
 from __future__ import annotations
 
@@ -9,38 +9,52 @@ from ..activation_spec import ActivationSpec
 from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, first, stacked
 
 
-def new_output(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Room for a product, of the dtype of ``a`` if none is given."""
+def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """A product, of the dtype of ``a`` if none is given."""
     if layout is Layout.TN:
         assert isinstance(b, Tensor)
-        return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=dtype or a.dtype)
-    return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=dtype or a.dtype)
+        return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or a.dtype)
+    return a.new_empty((a.shape[0], first(b).shape[-2 if layout is Layout.NT else -1]), dtype=out_dtype or a.dtype)
 
 
-def new_hidden(x: Tensor, weight: Matrices, activation: ActivationSpec, keep_pre: bool) -> tuple[Tensor | None, Tensor]:
-    """Room for the pre-activation, if it shall be kept, and for the hidden rows."""
+def new_preact_and_postact(
+    x: Tensor, weight: Matrices, activation: ActivationSpec, keep_preact: bool
+) -> tuple[Tensor | None, Tensor]:
+    """The pre-activation, if it shall be kept, and the activation."""
     columns = first(weight).shape[-2]
-    pre = x.new_empty((x.shape[0], columns)) if keep_pre else None
-    return pre, x.new_empty((x.shape[0], activation.out_features(columns)))
+    preact = x.new_empty((x.shape[0], columns)) if keep_preact else None
+    return preact, x.new_empty((x.shape[0], activation.out_features(columns)))
 
 
-def new_activated(pre: Tensor, activation: ActivationSpec) -> Tensor:
-    """Room for the activation."""
-    return pre.new_empty((*pre.shape[:-1], activation.out_features(pre.shape[-1])))
+def new_postact(preact: Tensor, activation: ActivationSpec) -> Tensor:
+    """The activation."""
+    return preact.new_empty((*preact.shape[:-1], activation.out_features(preact.shape[-1])))
 
 
 def new_grads(
-    pre: Tensor, activation: ActivationSpec, scales: Tensor | None, want_scales: bool, want_hidden: bool
+    preact: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    want_scales: bool,
+    want_postact: bool,
+    split_sizes: Tensor | None = None,
+    bias_dtype: torch.dtype | None = None,
 ) -> ActivationGrads:
-    """Room for the gradients that are wanted; not of a bias, for which :func:`new_sums` makes room."""
-    dscales = scales.new_empty(pre.shape[:-1]) if want_scales and scales is not None else None
-    hidden = new_activated(pre, activation) if want_hidden else None
-    return ActivationGrads(torch.empty_like(pre), dscales, hidden)
+    """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
+    dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
+    postact = new_postact(preact, activation) if want_postact else None
+    dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
+    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias)
 
 
-def new_sums(rows: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for a row a group."""
-    return rows.new_empty((split_sizes.shape[0], rows.shape[1]), dtype=dtype)
+def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row per group."""
+    return tokens.new_empty((split_sizes.shape[0], tokens.shape[1]), dtype=dtype)
+
+
+def new_dots(tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number per row."""
+    return tokens.new_empty((tokens.shape[0],), dtype=dtype)
 
 
 def fill_without_rows(problem: GroupedGemm) -> None:

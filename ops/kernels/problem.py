@@ -30,12 +30,12 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] is for what knows groups: the sums of ``pre`` over the rows of each, the gradient of its bias.
+    ``bias`` [E, C] is for what knows groups: the sums of ``preact`` over the rows of each, the gradient of its bias.
     """
 
-    pre: Tensor
+    preact: Tensor
     scales: Tensor | None
-    hidden: Tensor | None
+    postact: Tensor | None
     bias: Tensor | None = None
 
     def rows(self, rows: slice) -> ActivationGrads:
@@ -60,7 +60,7 @@ class Activate:
 @final
 @dataclass(slots=True)
 class ActivateBackward:
-    """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.pre`` [T, C].
+    """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.preact``.
 
     Attributes:
         grads: what is wanted of the gradients, and the activation computed again.
@@ -128,13 +128,13 @@ class GroupedGemm:
         return self.rows, first(self.b).shape[-2 if self.layout is Layout.NT else -1], self.a.shape[1]
 
     @property
-    def kind(self) -> tuple[Hashable, ...] | None:
+    def cache_key(self) -> tuple[Hashable, ...] | None:
         """What decides whether a backend takes it: all but T and the addresses; None where it takes more to say.
 
         Equal kinds are taken alike. There is none for matrices that are tensors of their own, and for factors [E].
         """
         a, b, out, sizes = self.a, self.b, self.out, self.split_sizes
-        factors = _kind_of(self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
+        factors = _factors_key(self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
         if factors is None or not (isinstance(b, Tensor) and isinstance(out, Tensor)):
             return None
         return (
@@ -144,7 +144,7 @@ class GroupedGemm:
         )
 
     @property
-    def is_plain(self) -> bool:
+    def is_product_alone(self) -> bool:
         """Whether ``out`` is the product alone, in the dtype of its operands."""
         extras = (self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
         return all([extra is None for extra in extras]) and self.a.dtype == first(self.b).dtype == first(self.out).dtype
@@ -175,7 +175,7 @@ def addresses(matrices: Matrices) -> list[int]:
     return [tensor.data_ptr() for tensor in tensors]
 
 
-def _kind_of(
+def _factors_key(
     alpha: float | Tensor | None, beta: float | Tensor | None, *vectors: Matrices | None
 ) -> tuple[Hashable, ...] | None:
     """What decides of the factors, the bias and the scales; None where it takes more to say."""
@@ -204,5 +204,5 @@ def stacked(matrices: Matrices) -> Tensor:
 
 def nbytes(*tensors: Matrices | None) -> int:
     """Bytes of all their elements; None has none."""
-    given = [t for t in tensors if t is not None]
-    return sum(m.numel() * m.element_size() for t in given for m in ([t] if isinstance(t, Tensor) else t))
+    present = [t for t in tensors if t is not None]
+    return sum(m.numel() * m.element_size() for t in present for m in ([t] if isinstance(t, Tensor) else t))

@@ -40,10 +40,10 @@ def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     return call._replace(kernel=name, configuration=hopper.configuration(problem))
 
 
-def activation(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
-    """An activation, or its backward, with ``rows`` that are read or written beside ``pre``."""
-    kernels, reason = activation_choice(pre, scales, *rows[:1])
-    trace.record(trace.KernelCall(kernels.NAME, _shown(reason, pre), 0, nbytes(pre, scales, *rows)))
+def activation(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
+    """An activation, or its backward, with ``rows`` that are read or written beside ``preact``."""
+    kernels, reason = activation_choice(preact, scales, *rows[:1])
+    trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 
 def column_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .custom_ops import switches
 from .hopper.routed_mlp import Experts
-from .traced import switches
 
 _ops = torch.ops.fusible
 

@@ -27,7 +27,7 @@ def run(backend: Backend, problem: GroupedGemm) -> None:
         out = first(problem.out)
         dispatch.activation_kernels(rows, epilogue.scales, out).forward(rows, epilogue.spec, epilogue.scales, out)
     elif epilogue is not None:
-        pre, grads = epilogue.preact, epilogue.grads
-        dispatch.activation_kernels(pre, epilogue.scales, rows, grads.pre, grads.hidden).backward(
-            rows, pre, epilogue.spec, epilogue.scales, grads
+        preact, grads = epilogue.preact, epilogue.grads
+        dispatch.activation_kernels(preact, epilogue.scales, rows, grads.preact, grads.postact).backward(
+            rows, preact, epilogue.spec, epilogue.scales, grads
         )

@@ -86,12 +86,12 @@ class Tensors:
         parts = torch.split(rows[: self.valid].double(), list(self.case.sizes))
         return torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
 
-    def exact_pre(self) -> Tensor:
-        pre = self.by_group(self.x, self.w1)
+    def exact_preact(self) -> Tensor:
+        preact = self.by_group(self.x, self.w1)
         if self.bias is not None:
             added = self.bias.double().repeat_interleave(self.sizes, dim=0, output_size=self.valid)
-            pre += added if self.bias_scale is None else added * self.bias_scale[: self.valid, None].double()
-        return pre
+            preact += added if self.bias_scale is None else added * self.bias_scale[: self.valid, None].double()
+        return preact
 
 
 def as_stored(t: Tensors, weights: Tensor, layout: Layout) -> tuple[Layout, Tensor]:
@@ -117,23 +117,23 @@ def assert_only_valid_rows_written(t: Tensors, *results: Tensor | None) -> None:
 
 def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     case = t.case
-    pre = poisoned(t, case.width, dtype=case.dtype) if keep else None
-    hidden = poisoned(t, case.columns, dtype=case.dtype)
+    preact = poisoned(t, case.width, dtype=case.dtype) if keep else None
+    postact = poisoned(t, case.columns, dtype=case.dtype)
     layout, weights = as_stored(t, t.w1, Layout.NT)
-    problem = GroupedGemm(layout, t.x, weights, t.sizes, hidden, bias=t.bias, bias_scale=t.bias_scale)
-    problem.epilogue = Activate(case.spec, t.scales, pre)
+    problem = GroupedGemm(layout, t.x, weights, t.sizes, postact, bias=t.bias, bias_scale=t.bias_scale)
+    problem.epilogue = Activate(case.spec, t.scales, preact)
     assert hopper.refusal(problem) is None
     assert hopper.epilogue_refusal(problem) is None
-    places = hopper.place(weights), hopper._NOWHERE if t.bias is None else hopper._bias_place(t.bias)
-    epilogue.forward(problem, problem.epilogue, *places, case.variant)
-    return pre, hidden
+    addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
+    epilogue.forward(problem, problem.epilogue, *addressings, case.variant)
+    return preact, postact
 
 
 def backward(
     t: Tensors,
-    pre: Tensor,
+    preact: Tensor,
     want_scales: bool = True,
-    want_hidden: bool = True,
+    want_postact: bool = True,
     bias_dtype: torch.dtype | None = torch.float32,
 ) -> ActivationGrads:
     case, experts = t.case, len(t.case.sizes)
@@ -141,14 +141,14 @@ def backward(
     out = ActivationGrads(
         poisoned(t, case.width, dtype=case.dtype),
         torch.full_like(t.scales, POISON) if wanted else None,  # type: ignore[arg-type]
-        poisoned(t, case.columns, dtype=case.dtype) if want_hidden else None,
+        poisoned(t, case.columns, dtype=case.dtype) if want_postact else None,
         None if bias_dtype is None else poisoned(t, case.width, dtype=bias_dtype, rows=experts),
     )
     layout, weights = as_stored(t, t.w2, Layout.NN)
-    problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.pre)
-    problem.epilogue = ActivateBackward(case.spec, t.scales, pre, out)
+    problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
+    problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out)
     assert hopper.epilogue_refusal(problem) is None
-    epilogue.backward(problem, problem.epilogue, hopper.place(weights), case.variant)
+    epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
     return out
 
 
@@ -162,16 +162,16 @@ def assert_near(got: Tensor, expected: Tensor, steps: float = 1.0, absolute: flo
 
 def check_forward(device: str, case: Case) -> None:
     t = Tensors(device, case)
-    pre, hidden = forward(t)
-    assert pre is not None
-    assert_only_valid_rows_written(t, pre, hidden)
+    preact, postact = forward(t)
+    assert preact is not None
+    assert_only_valid_rows_written(t, preact, postact)
     n, spec = t.valid, case.spec
-    assert_near(pre[:n], t.exact_pre(), absolute=2e-4)
-    expected = hidden[:n].double().clone()
-    pointwise.forward(pre[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
-    assert_near(hidden[:n], expected, absolute=1e-5)
+    assert_near(preact[:n], t.exact_preact(), absolute=2e-4)
+    expected = postact[:n].double().clone()
+    pointwise.forward(preact[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
+    assert_near(postact[:n], expected, absolute=1e-5)
     _, alone = forward(t, keep=False)
-    assert torch.equal(alone, hidden), "without the pre-activation the hidden rows differ"
+    assert torch.equal(alone, postact), "without the pre-activation the hidden rows differ"
 
 
 def assert_sums_of_groups(t: Tensors, rows: Tensor, sums: Tensor) -> None:
@@ -187,23 +187,23 @@ def assert_sums_of_groups(t: Tensors, rows: Tensor, sums: Tensor) -> None:
 
 def check_backward(device: str, case: Case, **wants: Any) -> None:
     t, n = Tensors(device, case), sum(case.sizes)
-    pre = t.rows(case.width)
-    out = backward(t, pre, **wants)
-    assert_only_valid_rows_written(t, out.pre, out.hidden)
-    dhidden = t.by_group(t.dy, t.w2.mT)
+    preact = t.rows(case.width)
+    out = backward(t, preact, **wants)
+    assert_only_valid_rows_written(t, out.preact, out.postact)
+    dpostact = t.by_group(t.dy, t.w2.mT)
     rounded = t.dy.new_empty(t.tokens, case.columns)
     hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes)  # what the unfused backward would start from
-    assert_near(rounded[:n], dhidden, absolute=2e-4)
+    assert_near(rounded[:n], dpostact, absolute=2e-4)
     scales = None if t.scales is None else t.scales[:n].double()
     if out.bias is not None:
-        assert_sums_of_groups(t, out.pre, out.bias)
+        assert_sums_of_groups(t, out.preact, out.bias)
     truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out[:3]))
-    pointwise.backward(rounded[:n].double(), pre[:n].double(), case.spec, scales, truth)
-    assert_near(out.pre[:n], truth.pre, absolute=4e-5)
-    if out.hidden is not None:
-        assert_near(out.hidden[:n], truth.hidden, absolute=1e-5)
+    pointwise.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
+    assert_near(out.preact[:n], truth.preact, absolute=4e-5)
+    if out.postact is not None:
+        assert_near(out.postact[:n], truth.postact, absolute=1e-5)
     if out.scales is not None and n:
-        size = (rounded[:n].double().norm(dim=1) * pre[:n].double().norm(dim=1)).clamp(min=1)
+        size = (rounded[:n].double().norm(dim=1) * preact[:n].double().norm(dim=1)).clamp(min=1)
         step = STEP.get(out.scales.dtype, 1e-5) * 1.02
         error = (out.scales[:n].double() - truth.scales).abs()
         assert (error <= truth.scales.abs() * step + 2e-6 * size).all(), error.max()
@@ -217,8 +217,8 @@ def fits(spec: ActivationSpec, variant: int) -> bool:
 def check_the_bias_changes_nothing_else(device: str, name: str) -> None:
     for variant in (-1, *extension.library().BACKWARD_VARIANTS):
         t = Tensors(device, Case(SPECS[name], columns=320, variant=variant))
-        pre = t.rows(t.case.width)
-        once, again = backward(t, pre, bias_dtype=None), backward(t, pre)
+        preact = t.rows(t.case.width)
+        once, again = backward(t, preact, bias_dtype=None), backward(t, preact)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(once[:3], again[:3], strict=True))
 
 
@@ -231,10 +231,10 @@ def check_nothing(device: str) -> None:
 
 def check_nan_of_a_group_stays_in_it(device: str) -> None:
     t = Tensors(device, Case(SPECS["silu glu"], (70, 130, 60), tail=0))
-    clean, pre = forward(t), t.rows(t.case.width)
-    grads = backward(t, pre)
+    clean, preact = forward(t), t.rows(t.case.width)
+    grads = backward(t, preact)
     t.x[70:200], t.dy[70:200], t.w1[1], t.w2[1] = (math.nan,) * 4
-    dirty, after = forward(t), backward(t, pre)
+    dirty, after = forward(t), backward(t, preact)
     others = [*range(70), *range(200, 260)]
     for one, other in [*zip(clean, dirty, strict=True), *zip(grads[:3], after[:3], strict=True)]:
         assert torch.equal(one[others], other[others])
@@ -255,17 +255,20 @@ def check_weights_and_biases_anywhere_in_memory(device: str) -> None:
     assert t.bias is not None
     w1, w2, bias = scattered(t.w1), scattered(t.w2), scattered(t.bias)
     for spec in (t.case.spec, gated("silu", None, 1.0, 0.0, interleaved(8))):
-        how = {"scales": t.scales, "keep_pre": True}
+        how = {"scales": t.scales, "keep_preact": True}
         one = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, **how)
         many = kernels.grouped_linear_activation(t.x, w1, t.sizes, spec, bias=bias, **how)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, many, strict=True))
-        pre, wants = one[0], {"scales": t.scales, "want_scales": True, "want_hidden": True, "bias_dtype": torch.float32}
-        first = kernels.grouped_linear_activation_backward(t.dy, t.w2, pre, t.sizes, spec, **wants)
-        second = kernels.grouped_linear_activation_backward(t.dy, w2, pre, t.sizes, spec, **wants)
+        preact, wants = (
+            one[0],
+            {"scales": t.scales, "want_scales": True, "want_postact": True, "bias_dtype": torch.float32},
+        )
+        first = kernels.grouped_linear_activation_backward(t.dy, t.w2, preact, t.sizes, spec, **wants)
+        second = kernels.grouped_linear_activation_backward(t.dy, w2, preact, t.sizes, spec, **wants)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, second, strict=True))
         turned = [w.mT.contiguous().mT for w in w1]
         other = kernels.grouped_linear_activation(t.x, turned, t.sizes, spec, bias=bias, **how)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, other, strict=True))
         turned = [w.mT.contiguous().mT for w in w2]
-        third = kernels.grouped_linear_activation_backward(t.dy, turned, pre, t.sizes, spec, **wants)
+        third = kernels.grouped_linear_activation_backward(t.dy, turned, preact, t.sizes, spec, **wants)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, third, strict=True))

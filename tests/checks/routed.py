@@ -135,7 +135,7 @@ def activated(pre: Tensor, spec: ActivationSpec) -> Tensor:
             (pre,) = ctx.saved_tensors
             grads = pointwise.ActivationGrads(torch.empty_like(pre), None, None)
             pointwise.backward(dout, pre, spec, None, grads)
-            return grads.pre
+            return grads.preact
 
     return Exact.apply(pre)
 

@@ -30,13 +30,16 @@ def tensors(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Pre-activations, gradients of the hidden rows, and scales."""
     wide = columns * (2 if spec.gated else 1)
-    pre, dhidden = torch.randn(T, wide, device=device, dtype=dtype), torch.randn(T, columns, device=device, dtype=dtype)
-    return pre, dhidden, None if scales is None else torch.rand(T, device=device, dtype=scales)
+    preact, dpostact = (
+        torch.randn(T, wide, device=device, dtype=dtype),
+        torch.randn(T, columns, device=device, dtype=dtype),
+    )
+    return preact, dpostact, None if scales is None else torch.rand(T, device=device, dtype=scales)
 
 
-def grads_like(pre: Tensor, dhidden: Tensor, scales: Tensor | None) -> ActivationGrads:
+def grads_like(preact: Tensor, dpostact: Tensor, scales: Tensor | None) -> ActivationGrads:
     """NaN, for a backward to write over."""
-    poison = [None if t is None else torch.full_like(t, float("nan")) for t in (pre, scales, dhidden)]
+    poison = [None if t is None else torch.full_like(t, float("nan")) for t in (preact, scales, dpostact)]
     return ActivationGrads(*poison)
 
 
@@ -48,30 +51,30 @@ def check_activation_and_its_backward(
     device: str, name: str, dtype: torch.dtype, columns: int, scales: torch.dtype | None
 ) -> None:
     spec = SPECS[name]
-    pre, dhidden, s = tensors(device, spec, dtype, columns, scales)
-    hidden, grads = torch.full_like(dhidden, float("nan")), grads_like(pre, dhidden, s)
-    rows.forward(pre, spec, s, hidden)
-    rows.backward(dhidden, pre, spec, s, grads)
+    preact, dpostact, s = tensors(device, spec, dtype, columns, scales)
+    postact, grads = torch.full_like(dpostact, float("nan")), grads_like(preact, dpostact, s)
+    rows.forward(preact, spec, s, postact)
+    rows.backward(dpostact, preact, spec, s, grads)
 
-    exact = [None if t is None else t.double() for t in (pre, dhidden, s)]
+    exact = [None if t is None else t.double() for t in (preact, dpostact, s)]
     expected, truth = torch.empty_like(exact[1]), grads_like(*exact)
     pointwise.forward(exact[0], spec, exact[2], expected)
     pointwise.backward(exact[1], exact[0], spec, exact[2], truth)
-    assert_near(hidden, expected, dtype)
-    assert_near(grads.pre, truth.pre, dtype)
-    assert_near(grads.hidden, truth.hidden, dtype)
+    assert_near(postact, expected, dtype)
+    assert_near(grads.preact, truth.preact, dtype)
+    assert_near(grads.postact, truth.postact, dtype)
     if s is not None:
         torch.testing.assert_close(grads.scales.double(), truth.scales, rtol=STEP[scales], atol=1e-3)
 
 
 def check_nan_stays_nan(device: str, name: str) -> None:
-    pre, dhidden, _ = tensors(device, SPECS[name], torch.bfloat16, 64, None)
-    pre[3] = float("nan")
-    hidden = torch.empty_like(dhidden)
-    rows.forward(pre, SPECS[name], None, hidden)
+    preact, dpostact, _ = tensors(device, SPECS[name], torch.bfloat16, 64, None)
+    preact[3] = float("nan")
+    postact = torch.empty_like(dpostact)
+    rows.forward(preact, SPECS[name], None, postact)
 
-    assert hidden[3].isnan().all()
-    assert hidden[[2, 4]].isfinite().all()
+    assert postact[3].isnan().all()
+    assert postact[[2, 4]].isfinite().all()
 
 
 def check_zero_tail_writes_the_tail_and_nothing_else(

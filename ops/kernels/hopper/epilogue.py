@@ -16,7 +16,7 @@ NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
 _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
-Place = tuple[tuple[int, int, int], list[int]]
+Addressing = tuple[tuple[int, int, int], list[int]]
 """Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
 
@@ -25,8 +25,8 @@ def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -
     p, (_, n, k), spec = problem, problem.mnk, epilogue.spec
     backward = isinstance(epilogue, ActivateBackward)
     columns = n // 2 if spec.gated and not backward else n
-    about = backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
-    chosen = compiled().linear_activation_config(*about, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
+    shape = backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
+    chosen = compiled().linear_activation_config(*shape, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
     return f"{p}: {chosen}"
 
 
@@ -41,12 +41,12 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 
 def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
-    hidden, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
-    if block is not None and block not in (*_NARROW, hidden.shape[-1]) and (block % 8 or _TILE % (2 * block)):
+    postact, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
+    if block is not None and block not in (*_NARROW, postact.shape[-1]) and (block % 8 or _TILE % (2 * block)):
         return f"has no tile for blocks of {block} columns"
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
-    rows = (hidden,) if preact is None else (hidden, preact)
+    rows = (postact,) if preact is None else (postact, preact)
     return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
@@ -58,7 +58,7 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
         return "takes no factors"
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
-    rows = (epilogue.preact, grads.pre) if grads.hidden is None else (epilogue.preact, grads.pre, grads.hidden)
+    rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
     return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
 
 
@@ -68,10 +68,10 @@ def _scales_refusal(scales: Tensor | None) -> str | None:
     return "needs dense scales of 16 or 32 bits"
 
 
-def _rows_refusal(problem: GroupedGemm, given: tuple[Tensor, ...]) -> str | None:
+def _rows_refusal(problem: GroupedGemm, buffers: tuple[Tensor, ...]) -> str | None:
     """Rows are read and written in pieces of 16 bytes."""
     dtype = problem.a.dtype
-    for rows in given:
+    for rows in buffers:
         if rows.dtype != dtype or rows.shape[-1] % 8:
             return "needs hidden rows of a multiple of 8 columns, in the dtype of the operands"
         if not rows.is_contiguous() or rows.storage_offset() % 8:
@@ -79,7 +79,9 @@ def _rows_refusal(problem: GroupedGemm, given: tuple[Tensor, ...]) -> str | None
     return None
 
 
-def forward(problem: GroupedGemm, epilogue: Activate, weights: Place, biases: Place, variant: int = -1) -> None:
+def forward(
+    problem: GroupedGemm, epilogue: Activate, weights: Addressing, biases: Addressing, variant: int = -1
+) -> None:
     """``out`` = activation of the product, times the scales; the product itself into ``preact``, if there is one.
 
     Args:
@@ -87,19 +89,19 @@ def forward(problem: GroupedGemm, epilogue: Activate, weights: Place, biases: Pl
         biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias, ((at, pitch, _), each_at), hidden = problem, problem.bias, biases, first(problem.out)
+    p, bias, ((bias_address, pitch, _), bias_addresses), postact = problem, problem.bias, biases, first(problem.out)
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, epilogue.spec, hidden.shape[-1], p.mnk[1], weights),
-        *(at, bias_type, pitch, each_at, address(bias_scale), *scale_arguments(epilogue.scales)),
-        *(address(epilogue.preact), hidden.data_ptr(), workspace.data_ptr(), variant),
+        *_head(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
+        *(bias_address, bias_type, pitch, bias_addresses, address(bias_scale), *scale_arguments(epilogue.scales)),
+        *(address(epilogue.preact), postact.data_ptr(), workspace.data_ptr(), variant),
     )
 
 
-def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Place, variant: int = -1) -> None:
-    """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` has room for."""
+def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressing, variant: int = -1) -> None:
+    """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
     size = library.backward_workspace_bytes(p.groups, p.rows, columns, grads.scales is not None, bias_columns)
@@ -107,12 +109,12 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Place, v
     library.linear_activation_backward(
         *_head(p, epilogue.spec, columns, columns, weights),
         *(*scale_arguments(epilogue.scales), epilogue.preact.data_ptr()),
-        *(grads.pre.data_ptr(), address(grads.scales), address(grads.hidden)),
+        *(grads.preact.data_ptr(), address(grads.scales), address(grads.postact)),
         *(address(grads.bias), bias_type, workspace.data_ptr(), variant),
     )
 
 
-def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Place) -> tuple[Any, ...]:
+def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> tuple[Any, ...]:
     """What both directions begin with: the activation, the stream, the product, its operands and groups."""
     device, sizes = p.a.get_device(), p.split_sizes
     where = device, stream(device), int(p.layout is Layout.NN)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....fuser.replay import capture
 from ..problem import Activate, GroupedGemm, Layout, Matrices, addresses, first
 from . import epilogue
-from .epilogue import Place
+from .epilogue import Addressing
 from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
 
 NAME = "hopper"
@@ -35,7 +35,7 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
     if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
-    return _factor_refusal(p) or _place_refusal(p)
+    return _factor_refusal(p) or _alignment_refusal(p)
 
 
 def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | None:
@@ -74,10 +74,13 @@ def run(problem: GroupedGemm) -> None:
         _run_product(problem)
     elif type(ending) is Activate:
         epilogue.forward(
-            problem, ending, place(problem.b), _NOWHERE if problem.bias is None else _bias_place(problem.bias)
+            problem,
+            ending,
+            addressing(problem.b),
+            NO_MATRICES if problem.bias is None else bias_addressing(problem.bias),
         )
     else:
-        epilogue.backward(problem, ending, place(problem.b))
+        epilogue.backward(problem, ending, addressing(problem.b))
 
 
 def _run_product(p: GroupedGemm) -> None:
@@ -134,8 +137,8 @@ def launch(
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     groups, (tokens, features) = sizes.shape[0], a.shape
-    (of_b, b_addresses), (of_out, out_addresses) = place(b), place(out)
-    of_bias, bias_addresses = _NOWHERE if bias is None else _bias_place(bias)
+    (of_b, b_addresses), (of_out, out_addresses) = addressing(b), addressing(out)
+    of_bias, bias_addresses = NO_MATRICES if bias is None else bias_addressing(bias)
     anywhere = b_addresses or out_addresses or bias_addresses
     workspace = a.new_empty(workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
     compiled().grouped_gemm(  # by position: names cost as much as the launch
@@ -153,10 +156,10 @@ def launch(
         capture.written(out)
 
 
-_NOWHERE: Place = (0, 0, 0), []
+NO_MATRICES: Addressing = (0, 0, 0), []
 
 
-def place(matrices: Matrices) -> Place:
+def addressing(matrices: Matrices) -> Addressing:
     """Where they lie."""
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
@@ -164,8 +167,8 @@ def place(matrices: Matrices) -> Place:
     return (0, matrices[0].stride(0), 0), [matrix.data_ptr() for matrix in matrices]
 
 
-def _bias_place(bias: Matrices) -> Place:
-    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else place(bias)
+def bias_addressing(bias: Matrices) -> Addressing:
+    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else addressing(bias)
 
 
 def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
@@ -189,7 +192,7 @@ def _factor_refusal(p: GroupedGemm) -> str | None:
     return None
 
 
-def _place_refusal(p: GroupedGemm) -> str | None:
+def _alignment_refusal(p: GroupedGemm) -> str | None:
     """Rows must be dense and begin at multiples of 16 bytes; the matrices of several groups have the same strides."""
     for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
         tensor = first(matrices)

@@ -31,33 +31,35 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
 
 
 def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of ids [T, k]: sizes and their sum [E + 1], order [S], place [T, k], and the weights [T, k] by row, fp32 [S]."""
+    """Of ids [T, k]: sizes and their sum [E + 1], order [S], row of each slot [T, k], weights by row, fp32 [S]."""
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
     shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
-    counts, order, place, workspace = (ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    counts, order, row_of_slot, workspace = (ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
     compiled().route(
         *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts),
-        *(*scale_arguments(weights), counts.data_ptr(), order.data_ptr(), place.data_ptr()),
+        *(*scale_arguments(weights), counts.data_ptr(), order.data_ptr(), row_of_slot.data_ptr()),
         *(address(scales), workspace.data_ptr()),
     )
-    return counts, order, place, scales
+    return counts, order, row_of_slot, scales
 
 
-def spread(x: Tensor, place: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
-    """``out[place[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``, else they stay."""
-    compiled().spread_rows(*_rows(x, out, place, counts), fill)
+def spread(x: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
+    """``out[row_of_slot[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``."""
+    compiled().spread_rows(*_rows(x, out, row_of_slot, counts), fill)
 
 
-def add(rows: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
-    """``out[t]`` = the sum over j of ``rows[place[t, j]]``, of those before the last of ``counts``."""
-    compiled().sum_rows(*_rows(rows, out, place, counts))
+def add(rows: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
+    """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those before the last of ``counts``."""
+    compiled().sum_rows(*_rows(rows, out, row_of_slot, counts))
 
 
-def of_slots(numbers: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
-    """``out[t, j] = numbers[place[t, j]]`` in float32, 0 for those from the last of ``counts`` on."""
-    device, places = place.get_device(), (numbers.data_ptr(), place.data_ptr(), _last(counts))
-    compiled().numbers_of_slots(device, stream(device), *places, place.numel(), out.data_ptr(), TYPE_CODES[out.dtype])
+def of_slots(numbers: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
+    """``out[t, j] = numbers[row_of_slot[t, j]]`` in float32, 0 for those from the last of ``counts`` on."""
+    device, addresses = row_of_slot.get_device(), (numbers.data_ptr(), row_of_slot.data_ptr(), _last(counts))
+    compiled().numbers_of_slots(
+        device, stream(device), *addresses, row_of_slot.numel(), out.data_ptr(), TYPE_CODES[out.dtype]
+    )
 
 
 @cache
@@ -70,7 +72,7 @@ def _last(counts: Tensor) -> int:
     return counts.data_ptr() + 4 * (counts.shape[0] - 1)
 
 
-def _rows(source: Tensor, out: Tensor, place: Tensor, counts: Tensor) -> tuple[int, ...]:
-    device, (tokens, slots) = source.get_device(), place.shape
-    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, place.data_ptr(), _last(counts)
+def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, counts: Tensor) -> tuple[int, ...]:
+    device, (tokens, slots) = source.get_device(), row_of_slot.shape
+    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, row_of_slot.data_ptr(), _last(counts)
     return device, stream(device), *numbers, source.data_ptr(), source.stride(0), out.data_ptr(), out.stride(0)

@@ -56,8 +56,8 @@ class RoutedMlp:
 
     def __init__(self, experts: Experts) -> None:
         e, self.dtype, self.features = experts, experts.up.dtype, experts.features
-        hidden = e.up.new_empty((1, e.columns))
-        activated = replace(_up(e), out=hidden, epilogue=Activate(e.spec, None, None))
+        postact = e.up.new_empty((1, e.columns))
+        activated = replace(_up(e), out=postact, epilogue=Activate(e.spec, None, None))
         separate = epilogue.refusal(activated) is not None
         biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
         bias = e.down_bias if e.up_bias is None else e.up_bias
@@ -65,7 +65,7 @@ class RoutedMlp:
         self._run = compiled().RoutedMlp(
             *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
             *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
-            *(hopper.place(e.up)[0], hopper.place(e.down)[0], *biases[0], *biases[1], bias_type),
+            *(hopper.addressing(e.up)[0], hopper.addressing(e.down)[0], *biases[0], *biases[1], bias_type),
         )
         self._bytes: dict[int, int] = {}
 

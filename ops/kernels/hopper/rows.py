@@ -20,13 +20,13 @@ NAME = "activation"
 _CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
 
 
-def activation_refusal(pre: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
-    """Why the kernels do not compute the activation of ``pre`` with ``rows`` beside it; None: they do."""
-    if (why := _device_refusal(pre)) is not None:
+def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
+    """Why the kernels do not compute the activation of ``preact`` with ``rows`` beside it; None: they do."""
+    if (why := _device_refusal(preact)) is not None:
         return why
-    dtype = pre.dtype
-    if dtype not in TYPE_CODES or not pre.is_contiguous():
-        return f"needs dense rows of 16 or 32 bits, got {dtype} with strides {list(pre.stride())}"
+    dtype = preact.dtype
+    if dtype not in TYPE_CODES or not preact.is_contiguous():
+        return f"needs dense rows of 16 or 32 bits, got {dtype} with strides {list(preact.stride())}"
     for tensor in rows:
         if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
             return f"needs dense rows of one dtype, got {dtype} and {tensor.dtype} with strides {list(tensor.stride())}"
@@ -52,19 +52,21 @@ def _device_refusal(rows: Tensor) -> str | None:
     return device_refusal(rows.get_device()) if rows.is_cuda else f"needs a CUDA device, got {rows.device.type}"
 
 
-def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
-    """``out`` [..., F] = activation of ``pre`` [..., C], times ``scales`` [...], rounded once."""
+def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [..., F] = activation of ``preact`` [..., C], times ``scales`` [...], rounded once."""
     columns = out.shape[-1]
-    places = pre.data_ptr(), *scale_arguments(scales), out.data_ptr()
-    compiled().activate(*curve_arguments(spec, columns), *_rows(pre, columns), *places)
+    addresses = preact.data_ptr(), *scale_arguments(scales), out.data_ptr()
+    compiled().activate(*curve_arguments(spec, columns), *_rows(preact, columns), *addresses)
 
 
-def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
-    """From ``dhidden`` [..., F] what ``out`` has room for; the activation is computed again from ``pre``."""
-    columns = dhidden.shape[-1]
-    given = dhidden.data_ptr(), pre.data_ptr(), *scale_arguments(scales)
-    wanted = map(address, (out.pre, out.scales, out.hidden))
-    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(pre, columns), *given, *wanted)
+def backward(
+    dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> None:
+    """From ``dpostact`` [..., F] what ``out`` holds tensors for; the activation is computed again from ``preact``."""
+    columns = dpostact.shape[-1]
+    inputs = dpostact.data_ptr(), preact.data_ptr(), *scale_arguments(scales)
+    grads = map(address, (out.preact, out.scales, out.postact))
+    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(preact, columns), *inputs, *grads)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -81,10 +83,10 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-    every = stacked(vectors)
-    every = (every if every.dtype in (rows.dtype, torch.float32) else every.float()).contiguous()
+    matrix = stacked(vectors)
+    matrix = (matrix if matrix.dtype in (rows.dtype, torch.float32) else matrix.float()).contiguous()
     dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    compiled().row_dots(*_of_groups(rows, split_sizes), every.data_ptr(), TYPE_CODES[every.dtype], dots.data_ptr())
+    compiled().row_dots(*_of_groups(rows, split_sizes), matrix.data_ptr(), TYPE_CODES[matrix.dtype], dots.data_ptr())
     if dots is not out:
         out.copy_(dots)
     torch.autograd.graph.increment_version(out)
@@ -95,8 +97,8 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     size, device = out.element_size(), out.get_device()
     row_bytes = out.shape[1] * size if out.dim() == 2 else size
     rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
-    wide = split_sizes.dtype == torch.int64
-    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], wide)
+    is_int64 = split_sizes.dtype == torch.int64
+    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], is_int64)
 
 
 @cache
@@ -112,9 +114,9 @@ def scale_arguments(scales: Tensor | None) -> tuple[int, int]:
     return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
 
 
-def _rows(pre: Tensor, columns: int) -> tuple[int, int, int, int, int]:
-    device = pre.get_device()
-    return device, stream(device), TYPE_CODES[pre.dtype], pre.numel() // max(1, pre.shape[-1]), columns
+def _rows(preact: Tensor, columns: int) -> tuple[int, int, int, int, int]:
+    device = preact.get_device()
+    return device, stream(device), TYPE_CODES[preact.dtype], preact.numel() // max(1, preact.shape[-1]), columns
 
 
 def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, int, int, int, int, int, bool]:

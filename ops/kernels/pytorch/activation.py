@@ -74,35 +74,37 @@ def _curve(spec: ActivationSpec) -> Curve:
     return _silu(spec.alpha) if spec.name == "silu" else _CURVES[spec.name]
 
 
-def forward(pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
-    """``out`` [rows, F] = activation of ``pre`` [rows, C], times ``scales`` [rows] before the one rounding."""
-    gate, up = _inputs(pre, spec)
-    hidden = _times(_curve(spec).value(gate), up).view(out.shape)
-    _multiply_into(out, hidden, None if scales is None else scales.unsqueeze(-1))
+def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+    """``out`` [rows, F] = activation of ``preact`` [rows, C], times ``scales`` [rows] before the one rounding."""
+    gate, up = _inputs(preact, spec)
+    postact = _times(_curve(spec).value(gate), up).view(out.shape)
+    _multiply_into(out, postact, None if scales is None else scales.unsqueeze(-1))
 
 
-def backward(dhidden: Tensor, pre: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads) -> None:
-    """From ``dhidden`` [rows, F] what ``out`` has room for; the activation is computed again from ``pre``.
+def backward(
+    dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+) -> None:
+    """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
 
-    With v the curve's value: ``hidden = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
+    With v the curve's value: ``postact = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
     """
-    curve, (gate, up) = _curve(spec), _inputs(pre, spec)
-    value, grad = curve.value(gate), dhidden.to(gate.dtype).view(gate.shape)
+    curve, (gate, up) = _curve(spec), _inputs(preact, spec)
+    value, grad = curve.value(gate), dpostact.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)
     factor = _product(up, column)
-    own = up is not None and column is not None
-    if out.hidden is not None:
-        _multiply_into(out.hidden.view(gate.shape), value, factor)
-    dgate, dup = _halves(out.pre, spec) if spec.gated else (out.pre, None)
-    above = grad if factor is None else factor.mul_(grad) if own else (grad * factor).to(gate.dtype)
-    _slope(curve, above, gate, dgate)
+    is_temporary = up is not None and column is not None
+    if out.postact is not None:
+        _multiply_into(out.postact.view(gate.shape), value, factor)
+    dgate, dup = _halves(out.preact, spec) if spec.gated else (out.preact, None)
+    dvalue = grad if factor is None else factor.mul_(grad) if is_temporary else (grad * factor).to(gate.dtype)
+    _slope(curve, dvalue, gate, dgate)
     value.mul_(grad)
     if dup is not None:
         _multiply_into(dup, value, column)
-        _mask_clamped(dgate, dup, pre, spec)
+        _mask_clamped(dgate, dup, preact, spec)
     if out.scales is not None:
-        torch.sum(_times(value, up).view(dhidden.shape), -1, out=out.scales)
+        torch.sum(_times(value, up).view(dpostact.shape), -1, out=out.scales)
 
 
 def _slope(curve: Curve, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
@@ -137,28 +139,28 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _halves(pre: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
+def _halves(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns, [rows, blocks, block] each."""
-    block = spec.block or pre.shape[-1] // 2
-    both = pre.view(*pre.shape[:-1], pre.shape[-1] // max(1, 2 * block), 2, block)
-    return both.select(-2, 0), both.select(-2, 1)
+    block = spec.block or preact.shape[-1] // 2
+    gate_and_up = preact.view(*preact.shape[:-1], preact.shape[-1] // max(1, 2 * block), 2, block)
+    return gate_and_up.select(-2, 0), gate_and_up.select(-2, 1)
 
 
-def _inputs(pre: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
+def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
     """What the curve is applied to, and what its value is multiplied by, clamped and offset, in the wide dtype."""
-    wide = _wide(pre.dtype)
+    wide = _wide(preact.dtype)
     if not spec.gated:
-        return pre.to(wide), None
-    gate, up = (half.to(wide) for half in _halves(pre, spec))
+        return preact.to(wide), None
+    gate, up = (half.to(wide) for half in _halves(preact, spec))
     if spec.limit is not None:
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
     return gate, up + spec.linear_offset if spec.linear_offset else up
 
 
-def _mask_clamped(dgate: Tensor, dup: Tensor, pre: Tensor, spec: ActivationSpec) -> None:
+def _mask_clamped(dgate: Tensor, dup: Tensor, preact: Tensor, spec: ActivationSpec) -> None:
     """What was clamped has gradient zero."""
     if spec.limit is not None:
-        gate, up = (half.to(_wide(pre.dtype)) for half in _halves(pre, spec))  # the limit is not rounded to half
+        gate, up = (half.to(_wide(preact.dtype)) for half in _halves(preact, spec))  # the limit is not rounded to half
         dgate.masked_fill_(gate > spec.limit, 0)
         dup.masked_fill_(up.abs() > spec.limit, 0)
 

@@ -46,8 +46,7 @@ def run(problem: GroupedGemm) -> None:
     else:
         _keep_freed_memory()
         sizes = group_sizes(problem.split_sizes, problem.rows)
-        whole = problem.layout is Layout.TN
-        outs = problem.out if whole else _split(problem.out, sizes)  # type: ignore[arg-type]
+        outs = problem.out if problem.layout is Layout.TN else _split(problem.out, sizes)  # type: ignore[arg-type]
         _multiply_groups(problem, sizes, list(outs))
 
 
@@ -65,9 +64,9 @@ def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
     preact, grads = epilogue.preact, epilogue.grads
     for sizes, first_group, rows in _spans(problem):
-        dhidden = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
-        _multiply_groups(problem, sizes, _split(dhidden, sizes), first_group, rows.start)
-        activation.backward(dhidden, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
+        dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
+        _multiply_groups(problem, sizes, _split(dpostact, sizes), first_group, rows.start)
+        activation.backward(dpostact, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
 
 
 def multiply(
@@ -81,12 +80,12 @@ def multiply(
     row_scale: Tensor | None = None,
 ) -> None:
     """One group: ``out = row_scale * (alpha * a b + bias_scale * bias) + beta * out``, rounded once."""
-    plain = alpha is None and bias_scale is None and row_scale is None and out.dtype == a.dtype == b.dtype
-    if plain and beta is None and bias is None:
+    unscaled = alpha is None and bias_scale is None and row_scale is None and out.dtype == a.dtype == b.dtype
+    if unscaled and beta is None and bias is None:
         torch.mm(a, b, out=out)
-    elif plain and beta is None and bias is not None and bias.dtype == out.dtype:
+    elif unscaled and beta is None and bias is not None and bias.dtype == out.dtype:
         torch.addmm(bias, a, b, out=out)
-    elif plain and beta == 1.0 and bias is None:
+    elif unscaled and beta == 1.0 and bias is None:
         out.addmm_(a, b)
     else:
         wide = torch.promote_types(out.dtype, torch.float32)
@@ -149,18 +148,25 @@ def _multiply_groups(
         a, b = rows.mT.split_with_sizes(sizes, 1), p.b[first_row:end].split_with_sizes(sizes)
     else:
         a, b = rows.split_with_sizes(sizes), _matrices(p.b[groups], p.layout is Layout.NT)
-    if p.is_plain:
+    if p.is_product_alone:
         for left, right, out in zip(a, b, outs, strict=True):
             torch.mm(left, right, out=out)
         return
     start = first_row
     for g, (left, right, out) in enumerate(zip(a, b, outs, strict=True), first_group):
-        own = slice(start, start + sizes[g - first_group])
-        if own.stop == start and p.layout is not Layout.TN:
+        group_rows = slice(start, start + sizes[g - first_group])
+        if group_rows.stop == start and p.layout is not Layout.TN:
             continue  # no rows, nothing to write
-        start, bias = own.stop, None if p.bias is None else p.bias[g]
+        start, bias = group_rows.stop, None if p.bias is None else p.bias[g]
         multiply(
-            left, right, out, of(p.alpha, g), of(p.beta, g), bias, _rows(p.bias_scale, own), _rows(p.row_scale, own)
+            left,
+            right,
+            out,
+            factor_of(p.alpha, g),
+            factor_of(p.beta, g),
+            bias,
+            _rows(p.bias_scale, group_rows),
+            _rows(p.row_scale, group_rows),
         )
 
 
@@ -196,7 +202,7 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def of(factor: float | Tensor | None, group: int) -> float | Tensor | None:
+def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | None:
     """A group's factor."""
     return factor[group] if isinstance(factor, Tensor) and factor.dim() else factor
 

@@ -33,4 +33,4 @@ def run(problem: RaggedGemm) -> None:
         if left.shape[1] != right.shape[0]:
             raise ArgumentError(f"group {g}: the depths {left.shape[1]} and {right.shape[0]} of a and b must be equal")
         bias = None if p.bias is None else p.bias[g]
-        loop.multiply(left, right, result, loop.of(p.alpha, g), loop.of(p.beta, g), bias)
+        loop.multiply(left, right, result, loop.factor_of(p.alpha, g), loop.factor_of(p.beta, g), bias)

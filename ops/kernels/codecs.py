@@ -1,0 +1,105 @@
+"""How what a kernel takes and returns crosses a schema of ``torch.library``, which knows no alternatives.
+
+A parameter of a kernel has a type hint of :data:`CODECS`, an enum, or a frozen dataclass of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .problem import Matrices
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+class Codec(NamedTuple):
+    """How values of one annotation cross a schema.
+
+    Attributes:
+        schemas: the types there, of a parameter with ``{}`` for its name.
+        flatten: a parameter as one value for each of these; a result as the op returns it.
+        unflatten: the inverse, of values one by one.
+    """
+
+    schemas: tuple[str, ...]
+    flatten: Callable[[Any], Any] = lambda value: (value,)
+    unflatten: Callable[..., Any] = itself
+
+    def named(self, name: str) -> Codec:
+        """That of a parameter of this name."""
+        return self._replace(schemas=tuple(schema.format(name) for schema in self.schemas))
+
+
+def _listed(matrices: Matrices | None) -> tuple[list[Tensor] | None]:
+    """A stacked tensor travels as a list of one. So a list of one matrix travels as a stack of one."""
+    if matrices is None or isinstance(matrices, Tensor):
+        return (None if matrices is None else [matrices],)
+    return ([matrices[0].unsqueeze(0)] if len(matrices) == 1 else list(matrices),)
+
+
+def _unlisted(tensors: list[Tensor] | None) -> Matrices | None:
+    return tensors[0] if tensors is not None and len(tensors) == 1 else tensors
+
+
+def _factor(factor: float | Tensor | None) -> tuple[float | None, Tensor | None]:
+    return (None, factor) if isinstance(factor, Tensor) else (factor, None)
+
+
+def _unfactored(number: float | None, tensor: Tensor | None) -> float | Tensor | None:
+    return number if tensor is None else tensor
+
+
+_NAMES = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType"}
+CODECS: dict[Any, Codec] = {
+    **{annotation: Codec((f"{name} {{}}",)) for annotation, name in _NAMES.items()},
+    **{annotation | None: Codec((f"{name}? {{}}",)) for annotation, name in _NAMES.items()},
+    Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
+    Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
+    float | Tensor | None: Codec(("float? {}", "Tensor? {}s"), _factor, _unfactored),
+}
+OUT = Codec(("Tensor(a!)[] {}",), _listed, _unlisted)
+NO_RESULT = Codec((), lambda result: None)
+
+
+def codec_of(annotation: Any) -> Codec:
+    """The codec of a parameter.
+
+    Raises:
+        TypeError: no schema declares it.
+    """
+    if annotation in CODECS:
+        return CODECS[annotation]
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return Codec(("str {}",), lambda member: (member.value,), annotation)
+    if not is_dataclass(annotation):
+        raise TypeError(f"a kernel cannot take a parameter of type {annotation}: it has no codec")
+    hints = get_type_hints(annotation)
+    schemas = tuple(schema for name, hint in hints.items() for schema in codec_of(hint).named(name).schemas)
+    return Codec(schemas, lambda value: [getattr(value, name) for name in hints], cache(cast(Any, annotation)))
+
+
+def codec_of_result(annotation: Any) -> Codec:
+    """Of a tensor, or of a tuple or named tuple of tensors. None among them crosses as an empty tensor of bool."""
+    members = getattr(annotation, "_fields", get_args(annotation) if get_origin(annotation) is tuple else ())
+    if not members:
+        return Codec(("Tensor",), itself)
+    make = getattr(annotation, "_make", tuple)
+    return Codec(("Tensor",) * len(members), _filled, lambda *tensors: make(map(_or_none, tensors)))
+
+
+def _filled(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    like = next(tensor for tensor in tensors if tensor is not None)
+    return tuple([like.new_empty(0, dtype=torch.bool) if tensor is None else tensor for tensor in tensors])
+
+
+def _or_none(tensor: Tensor) -> Tensor | None:
+    return None if tensor.dtype is torch.bool else tensor
