@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible import Pointwise, interleaved
-from fusible.ops.pointwise.program import OPERATIONS, parse
-from fusible.ops.pointwise.tracing import trace
+from fusible.ops.programs.program import OPERATIONS, parse
+from fusible.ops.programs.tracing import trace
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, 7.0, -7.0, 25.0, -25.0, 1e-6, -1e-6, 80.0, -80.0]
 

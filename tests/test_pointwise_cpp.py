@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusible import Pointwise
-from fusible.ops.pointwise.cpp import function_type, number
+from fusible.ops.programs.cpp import function_type, number
 from tests.emulation import build
 from tests.test_pointwise import FUNCTIONS
 

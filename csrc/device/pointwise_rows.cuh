@@ -1,36 +1,29 @@
 // A pointwise function over dense rows, for one that follows no product. A warp has a row, whose gradients of the row's
 // numbers it sums. Lanes walk the columns in vectors.
 #pragma once
-#include "device/element.cuh"
 #include "device/pointwise.cuh"
 #include "device/vector.cuh"
 
 namespace fusible {
 
-struct RowNumbers {
-  const void* data;  // [rows]
-  DType type;
-};
-
 // Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate.
-template <int kRows>
 struct PointwiseParams {
   int64_t rows;
   unsigned columns, block;  // of y; columns of gate before as many of up
   const void *x, *dy;
   void *y, *dx;
-  RowNumbers r[kRows ? kRows : 1];
-  float* dr[kRows ? kRows : 1];  // [rows]
+  const float* numbers;  // [kRows, rows]
+  float* dnumbers;
 };
 
 template <class F>
 struct PointwiseRow {
-  using Params = PointwiseParams<F::kRows>;
   static constexpr int kCount = F::kRows ? F::kRows : 1;
 
-  DEVICE PointwiseRow(const Params& p, int64_t row) : first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
+  DEVICE PointwiseRow(const PointwiseParams& p, int64_t row)
+      : first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
 #pragma unroll
-    for (int i = 0; i < F::kRows; ++i) r[i] = p.r[i].data ? read_number(p.r[i].data, p.r[i].type, row) : 0.f;
+    for (int i = 0; i < F::kRows; ++i) r[i] = p.numbers ? p.numbers[i * p.rows + row] : 0.f;
   }
   // Where the gate of a column stands in the row; its up stands `block` columns further.
   DEVICE static unsigned gate_column(unsigned column, unsigned block) {
@@ -48,7 +41,7 @@ DEVICE void each_row_of_warp(int64_t rows, Body body) {
 }
 
 template <class T, class F, int kVector>
-DEVICE void pointwise_forward(const PointwiseParams<F::kRows>& p) {
+DEVICE void pointwise_forward(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
     const PointwiseRow<F> row(p, number);
     const T* from = static_cast<const T*>(p.x) + row.first_of_x;
@@ -68,7 +61,7 @@ DEVICE void pointwise_forward(const PointwiseParams<F::kRows>& p) {
 
 // `x` may be null where no gradient reads it.
 template <class T, class F, int kVector>
-DEVICE void pointwise_backward(const PointwiseParams<F::kRows>& p) {
+DEVICE void pointwise_backward(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
     const PointwiseRow<F> row(p, number);
     const T *from = static_cast<const T*>(p.x) + row.first_of_x, *above = static_cast<const T*>(p.dy) + row.first;
@@ -96,7 +89,7 @@ DEVICE void pointwise_backward(const PointwiseParams<F::kRows>& p) {
 #pragma unroll
     for (int j = 0; j < F::kRows; ++j) {
       for (int offset = 16; offset; offset /= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], offset);
-      if (p.dr[j] && threadIdx.x % 32 == 0) p.dr[j][number] = sums[j];
+      if (p.dnumbers && threadIdx.x % 32 == 0) p.dnumbers[j * p.rows + number] = sums[j];
     }
   });
 }

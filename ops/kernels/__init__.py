@@ -16,12 +16,32 @@ from torch import Tensor
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
+from ..programs.program import Program
 from . import outputs, recording, unfused
 from .custom_ops import kernel
-from .dispatch import Choice, activation_kernels, choose, choose_ragged, row_choice, row_kernels
+from .dispatch import (
+    Choice,
+    activation_kernels,
+    choose,
+    choose_ragged,
+    pointwise_choice,
+    row_choice,
+    row_kernels,
+)
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
-from .problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, Matrices, first, nbytes
+from .problem import (
+    Activate,
+    ActivateBackward,
+    ActivationGrads,
+    GroupedGemm,
+    Layout,
+    Matrices,
+    PointwiseGrads,
+    PointwiseRows,
+    first,
+    nbytes,
+)
 from .ragged import RaggedGemm
 
 __all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs"]
@@ -187,6 +207,37 @@ def activate_backward(
     if _activation_runs(preact, scales, dpostact, *out):
         kernels = activation_kernels(preact, scales, dpostact, out.preact, out.postact)
         kernels.backward(dpostact, preact, activation, scales, out)
+    return out
+
+
+@kernel(outputs.new_value, obeys_switches=False)
+def pointwise(x: Tensor, program: Program, block: int | None = None, numbers: Tensor | None = None) -> Tensor:
+    """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
+    y = outputs.new_value(x, program)
+    if trace.active():
+        recording.pointwise(x, numbers, y)
+    elif not x.is_meta:
+        pointwise_choice(x, numbers)[0].forward(program, PointwiseRows(x, block, numbers), y)
+    return y
+
+
+@kernel(outputs.new_pointwise_grads, obeys_switches=False)
+def pointwise_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    program: Program,
+    block: int | None = None,
+    numbers: Tensor | None = None,
+    *,
+    want_x: bool,
+    want_numbers: bool,
+) -> PointwiseGrads:
+    """The gradients of x and of the numbers, if wanted, from ``dy`` [rows, C]. Those of the numbers are sums by row."""
+    out = outputs.new_pointwise_grads(dy, program, numbers, want_x, want_numbers)
+    if trace.active():
+        recording.pointwise(dy, numbers, x, *out)
+    elif not dy.is_meta:
+        pointwise_choice(dy, numbers)[0].backward(program, PointwiseRows(x, block, numbers), dy, out)
     return out
 
 

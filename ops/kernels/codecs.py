@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
+from ..programs.program import Program, parse
 from .problem import Matrices
 
 
@@ -64,6 +65,7 @@ CODECS: dict[Any, Codec] = {
     **{annotation | None: Codec((f"{name}? {{}}",)) for annotation, name in _NAMES.items()},
     Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
+    Program: Codec(("str {}",), lambda program: (program.text,), parse),
     float | Tensor | None: Codec(("float? {}", "Tensor? {}s"), _factor, _unfactored),
 }
 OUT = Codec(("Tensor(a!)[] {}",), _listed, _unlisted)

@@ -18,10 +18,12 @@ from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
-from .interface import ActivationKernels, Backend, RowKernels
+from .interface import ActivationKernels, Backend, PointwiseKernels, RowKernels
+from .jit import pointwise as jit_pointwise
 from .problem import GroupedGemm
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, loop, ragged_loop
+from .pytorch import pointwise as pytorch_pointwise
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -145,6 +147,12 @@ def activation_choice(preact: Tensor, scales: Tensor | None, *rows: Tensor | Non
     """:func:`activation_kernels`, and why not our own."""
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
+
+
+def pointwise_choice(columns: Tensor, numbers: Tensor | None) -> tuple[PointwiseKernels, str]:
+    """For a pointwise program over such columns, with such numbers of the rows; and why not our own."""
+    refusal = partial(jit_pointwise.refusal, columns, numbers)
+    return _ours_or(pytorch_pointwise, jit_pointwise, refusal, "pointwise function", columns)
 
 
 def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:

@@ -7,7 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from .problem import ActivationGrads, GroupedGemm, Matrices
+from ..programs.program import Program
+from .problem import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
 
 
 class Backend(Protocol):
@@ -43,6 +44,19 @@ class ActivationKernels(Protocol):
         self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
     ) -> None:
         """From ``dpostact`` [..., F] what ``out`` has tensors for; computes the activation again from ``preact``."""
+
+
+class PointwiseKernels(Protocol):
+    """A pointwise program and its gradients, over rows that are there."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def forward(self, program: Program, rows: PointwiseRows, out: Tensor, /) -> None:
+        """Fills ``out`` [rows, C]."""
+
+    def backward(self, program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads, /) -> None:
+        """Fills what ``out`` has tensors for, from ``dy`` [rows, C]."""
 
 
 class RowKernels(Protocol):

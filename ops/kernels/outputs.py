@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, first, stacked
+from ..programs.program import Program
+from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, PointwiseGrads, first, stacked
 
 
 def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -55,6 +56,20 @@ def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
 def new_dots(tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """A number per row."""
     return tokens.new_empty((tokens.shape[0],), dtype=dtype)
+
+
+def new_value(x: Tensor, program: Program) -> Tensor:
+    """The value of a pointwise program."""
+    return x.new_empty((x.shape[0], x.shape[1] // len(program.arguments)))
+
+
+def new_pointwise_grads(
+    dy: Tensor, program: Program, numbers: Tensor | None, want_x: bool, want_numbers: bool
+) -> PointwiseGrads:
+    """The wanted gradients of a pointwise program."""
+    dx = dy.new_empty((dy.shape[0], dy.shape[1] * len(program.arguments))) if want_x else None
+    wide = torch.promote_types(dy.dtype, torch.float32 if numbers is None else numbers.dtype)
+    return PointwiseGrads(dx, dy.new_empty((len(program.rows), dy.shape[0]), dtype=wide) if want_numbers else None)
 
 
 def fill_without_rows(problem: GroupedGemm) -> None:

@@ -206,3 +206,24 @@ def nbytes(*tensors: Matrices | None) -> int:
     """Bytes of all their elements; None has none."""
     present = [t for t in tensors if t is not None]
     return sum(m.numel() * m.element_size() for t in present for m in ([t] if isinstance(t, Tensor) else t))
+
+
+class PointwiseRows(NamedTuple):
+    """What a pointwise program reads.
+
+    Attributes:
+        x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
+        block: columns of gate before as many of up; None: one block of each.
+        numbers: [R, rows], contiguous: the numbers of each row.
+    """
+
+    x: Tensor | None
+    block: int | None
+    numbers: Tensor | None
+
+
+class PointwiseGrads(NamedTuple):
+    """The gradients of a pointwise program; None for what is not wanted. Those of the numbers are sums by row."""
+
+    x: Tensor | None
+    numbers: Tensor | None

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from ...fuser import tracing as trace
 from . import unfused
-from .dispatch import Choice, activation_choice, row_choice
+from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .interface import RowKernels
 from .problem import ActivateBackward, GroupedGemm, Matrices, first, nbytes
+from .pytorch import pointwise as pytorch_pointwise
 
 
 def product(problem: GroupedGemm, choice: Choice) -> None:
@@ -44,6 +45,13 @@ def activation(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> N
     """An activation, or its backward, with ``rows`` that are read or written beside ``preact``."""
     kernels, reason = activation_choice(preact, scales, *rows[:1])
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
+
+
+def pointwise(columns: Tensor, numbers: Tensor | None, *moved: Tensor | None) -> None:
+    """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
+    kernels, reason = pointwise_choice(columns, numbers)
+    kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"
+    trace.record(trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, numbers, *moved)))
 
 
 def column_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 _FORBIDDEN = re.compile(r"[1-9]\d* bytes spill|\bC7[56]\d\d\b.*")
 
 
@@ -80,9 +82,9 @@ def compiler() -> Compiler:
 
 
 def _folders() -> Iterator[Path]:
-    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    yield from sorted(packages.glob("cu*/lib"), reverse=True)
-    yield packages / "cuda_nvrtc" / "lib"
+    for packages in (Path(torch.__file__).parents[1], Path(sysconfig.get_paths()["purelib"])):
+        yield from sorted(packages.glob("nvidia/cu*/lib"), reverse=True)
+        yield packages / "nvidia" / "cuda_nvrtc" / "lib"
     yield Path("/usr/local/cuda/lib64")
 
 

@@ -18,7 +18,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
     """
-    rows = [i for i in program.inputs if i.startswith("r")]
+    rows = program.rows
     outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{row}" for row in rows))
     names = {**dict(zip(rows, (f"r[{i}]" for i in range(len(rows))), strict=True)), "x": "x", "u": "u", "dy": "dy"}
     forward, backward = part_of(program, ("y",)), part_of(program, outputs)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Gradient, Grads, Keyword, Op, Spec
-from ...fuser.op import RESERVED
-from ..activation_spec import Interleaved
-from ..checks import check_floats, check_rows
-from .program import Program, part_of
-from .tracing import UnknownFunctionError, check_pointwise, name_of, trace
+from ..fuser import ArgumentError, Gradient, Grads, Keyword, Op, Spec
+from ..fuser.op import RESERVED
+from . import kernels
+from .activation_spec import Interleaved
+from .checks import check_floats, check_rows
+from .programs.halves import join, split
+from .programs.program import Program, part_of
+from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
 
 Function = Callable[..., Tensor]
 
@@ -58,7 +60,6 @@ class Pointwise(Op):
         x: Tensor | None
         rows: dict[str, Tensor]
         row_dtypes: dict[str, torch.dtype]
-        dtype: torch.dtype
 
     def __init__(self, function: Function, *, halves: str | Interleaved | None = None) -> None:
         super().__init__()
@@ -93,23 +94,42 @@ class Pointwise(Op):
         return x._replace(shape=(*x.shape[:-1], columns // 2))
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], **rows: Tensor) -> tuple[Tensor, Saved]:
-        dtype = _compute_dtype(x, rows)
-        inputs = self._inputs(x, rows, dtype)
-        y = self._value(inputs).expand(inputs["x"].shape)
-        residuals = self._residuals(x, rows, needs_grad)
-        row_dtypes = {name: numbers.dtype for name, numbers in rows.items()}
-        return self._merged([y]).to(x.dtype), self.Saved(*residuals, row_dtypes, dtype)
+        flat = _flat(x)
+        if self.program is None:
+            y = self._value(flat, rows)
+        else:
+            y = kernels.pointwise(flat, self.program, _block(self.halves), self._numbers(x, rows))
+        kept, kept_rows = self._residuals(x, rows, needs_grad)
+        return y.reshape(*x.shape[:-1], y.shape[-1]), self.Saved(kept, kept_rows, {n: t.dtype for n, t in rows.items()})
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        inputs = self._inputs(saved.x, saved.rows, saved.dtype)
-        inputs["dy"] = self._split(dy.to(saved.dtype), 1)[0]
-        computed = self._gradients(inputs, self._outputs(needs_grad))
-        parts = [computed[f"d{name}"] for name in self._x_inputs if "x" in needs_grad]
-        grads: dict[str, Gradient] = {"x": self._merged(parts).to(dy.dtype)} if parts else {}
-        for name in needs_grad - {"x"}:
-            by_element = self._merged([computed[f"d{self._row_inputs[name]}"]])
-            grads[name] = by_element.sum(-1).to(saved.row_dtypes[name])
+        x, flat = None if saved.x is None else _flat(saved.x), _flat(dy)
+        wanted = [name for name in self.keywords if name in needs_grad]
+        if self.program is None:
+            assert x is not None
+            computed = self._gradients(x, saved.rows, flat)
+        else:
+            wants = {"want_x": "x" in needs_grad, "want_numbers": bool(wanted)}
+            numbers = self._numbers(dy, saved.rows)
+            computed = kernels.pointwise_backward(flat, x, self.program, _block(self.halves), numbers, **wants)
+        dx, by_row = computed
+        grads: dict[str, Gradient] = {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])} if dx is not None else {}
+        for i, name in enumerate(self.keywords):
+            if name in needs_grad and by_row is not None:
+                grads[name] = by_row[i].view(dy.shape[:-1]).to(saved.row_dtypes[name])
         return grads
+
+    def _numbers(self, columns: Tensor, rows: Mapping[str, Tensor]) -> Tensor | None:
+        """[R, rows]: the numbers of the rows, in the dtype that the program computes in; zeros for what is not read."""
+        if not self.keywords:
+            return None
+        dtype = torch.promote_types(columns.dtype, torch.float32)
+        for numbers in rows.values():
+            dtype = torch.promote_types(dtype, numbers.dtype)
+        if len(rows) == len(self.keywords) == 1:
+            return next(iter(rows.values())).to(dtype).reshape(1, -1).contiguous()
+        zeros = columns.new_zeros(columns.shape[:-1], dtype=dtype)
+        return torch.stack([rows.get(name, zeros).to(dtype).reshape(-1) for name in self.keywords])
 
     def trace_refusal(self) -> str | None:
         return None if self._function is None else f"{self.name} is differentiated by autograd in the backward"
@@ -134,42 +154,31 @@ class Pointwise(Op):
         kept = {name: numbers for name, numbers in rows.items() if self._row_inputs[name] in reads}
         return (None if reads.isdisjoint(self._x_inputs) else x), kept
 
-    def _inputs(self, x: Tensor | None, rows: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What the program reads, in the dtype that it computes in: columns [..., blocks, block], rows [..., 1, 1]."""
-        halves = () if x is None else self._split(x.to(dtype), len(self._x_inputs))
-        inputs = dict(zip(self._x_inputs, halves, strict=False))
-        for name, numbers in rows.items():
-            inputs[self._row_inputs[name]] = numbers.to(dtype).reshape(*numbers.shape, 1, 1)
-        return inputs
-
-    def _split(self, columns: Tensor, count: int) -> tuple[Tensor, ...]:
-        """The halves of [..., C] (or its only one), as views [..., blocks, block]."""
-        block = _block(self.halves) or columns.shape[-1] // count
-        blocks = columns.shape[-1] // max(1, count * block)
-        return columns.reshape(*columns.shape[:-1], blocks, count, block).unbind(-2)
-
-    def _merged(self, halves: list[Tensor]) -> Tensor:
-        """The inverse of :meth:`_split`."""
-        return torch.stack(halves, -2).flatten(-3)
-
-    def _value(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        if self.program is not None:
-            return part_of(self.program, ("y",)).run(inputs)["y"]
+    def _value(self, x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+        """Of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
         assert self._function is not None
         with torch.no_grad():
-            return self._function(*[inputs[name].clone() for name in self._program_inputs])
+            y = self._function(*[t.clone() for t in self._arguments(x, rows)])
+        return join((y,), x.new_empty((x.shape[0], x.shape[1] // len(self._x_inputs))))
 
-    def _gradients(self, inputs: dict[str, Tensor], outputs: tuple[str, ...]) -> dict[str, Tensor]:
-        shape = inputs["dy"].shape
-        if self.program is not None:
-            return {name: t.expand(shape) for name, t in part_of(self.program, outputs).run(inputs).items()}
+    def _gradients(self, x: Tensor, rows: Mapping[str, Tensor], dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of x, and [R, rows] of the numbers, by autograd."""
         assert self._function is not None
-        leaves = {name: inputs[name].expand(shape).clone().requires_grad_() for name in self._program_inputs}
+        leaves = [t.clone().requires_grad_() for t in self._arguments(x, rows)]
         with torch.enable_grad():
-            y = self._function(*[leaf * 1.0 for leaf in leaves.values()])
-        asked = [leaves[name[1:]] for name in outputs]
-        grads = torch.autograd.grad(y, asked, inputs["dy"], materialize_grads=True)
-        return dict(zip(outputs, grads, strict=True))
+            y = self._function(*[leaf * 1.0 for leaf in leaves])
+        above = split(dy.to(y.dtype), 1, _block(self.halves))[0]
+        grads = torch.autograd.grad(y, leaves, above, materialize_grads=True)
+        count = len(self._x_inputs)
+        by_row = torch.stack([g.flatten() for g in grads[count:]]) if rows else None
+        return join(grads[:count], torch.empty_like(x)), by_row
+
+    def _arguments(self, x: Tensor, rows: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the function takes: columns [rows, blocks, block] and numbers [rows, 1, 1], in float32 at least."""
+        numbers = self._numbers(x, rows)
+        dtype = torch.promote_types(x.dtype, torch.float32) if numbers is None else numbers.dtype
+        halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
+        return [*halves, *(() if numbers is None else numbers[:, :, None, None])]
 
 
 def _checked(halves: Any) -> str | Interleaved | None:
@@ -182,11 +191,9 @@ def _block(halves: str | Interleaved | None) -> int | None:
     return halves.block if isinstance(halves, Interleaved) else None
 
 
-def _compute_dtype(x: Tensor, rows: Mapping[str, Tensor]) -> torch.dtype:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    for numbers in rows.values():
-        dtype = torch.promote_types(dtype, numbers.dtype)
-    return dtype
+def _flat(x: Tensor) -> Tensor:
+    """[rows, columns], dense."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
 def _row_names(function: Function, skipped: int) -> list[str]:

@@ -94,6 +94,16 @@ class Program:
     lines: tuple[Line, ...]
     outputs: tuple[tuple[str, Value], ...]
 
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The inputs that are columns: ``x``, or ``x`` and ``u``."""
+        return tuple([name for name in self.inputs if name in ("x", "u")])
+
+    @cached_property
+    def rows(self) -> tuple[str, ...]:
+        """The inputs that are numbers of a row."""
+        return tuple([name for name in self.inputs if name[0] == "r"])
+
     def only(self, names: Iterable[str]) -> Program:
         """What these outputs need and no more, with the lines renumbered. The inputs stay."""
         names = frozenset(names)

@@ -1,0 +1,20 @@
+"""The columns of a program's input: one argument, or the halves gate and up."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def split(columns: Tensor, count: int, block: int | None) -> tuple[Tensor, ...]:
+    """The ``count`` arguments in [..., C], as views [..., blocks, block]. Without a block there is one of each."""
+    width = block or columns.shape[-1] // count
+    blocks = columns.shape[-1] // max(1, count * width)
+    return columns.reshape(*columns.shape[:-1], blocks, count, width).unbind(-2)
+
+
+def join(arguments: tuple[Tensor, ...], columns: Tensor) -> Tensor:
+    """The inverse of :func:`split`, written into ``columns``, and rounded to its dtype."""
+    block = arguments[0].shape[-1]
+    for part, argument in zip(split(columns, len(arguments), block), arguments, strict=True):
+        part.copy_(argument)
+    return columns

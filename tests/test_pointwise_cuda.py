@@ -1,0 +1,142 @@
+"""Pointwise functions on a GPU: one kernel forward and one backward, compiled when they are first called."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusible
+from fusible import Pointwise, interleaved
+from fusible.ops.kernels.jit import pointwise as jit
+from fusible.ops.kernels.jit.cache import kernel_cache
+from tests.test_pointwise import FUNCTIONS, by_autograd
+
+pytestmark = pytest.mark.cuda
+STEP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
+    kernel_cache.cache_clear()
+    yield
+    kernel_cache.cache_clear()
+
+
+def check(function, gated, rows, columns, dtype, halves="concat"):
+    op = Pointwise(function, halves=halves if gated == 2 else None)
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(rows, columns * gated, generator=generator) * 2).to("cuda", dtype).requires_grad_()
+    numbers = {name: torch.randn(rows, generator=generator).cuda().requires_grad_() for name in op.keywords}
+    dy = torch.randn(rows, columns, generator=generator).to("cuda", dtype)
+    y = op(x, **numbers)
+    leaves = [x, *numbers.values()]
+    grads = torch.autograd.grad(y, leaves, dy, materialize_grads=True)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    parts = fusible.ops.programs.halves.split(
+        wide[0], gated, op.halves.block if isinstance(op.halves, type(interleaved(1))) else None
+    )
+    truth = function(*[part.flatten(-2) * 1.0 for part in parts], *[t.unsqueeze(-1) for t in wide[1:]])
+    expected = [torch.zeros_like(t) for t in wide]
+    if truth.requires_grad:
+        expected = torch.autograd.grad(truth, wide, dy.double(), materialize_grads=True)
+    if function is FUNCTIONS["rounding trick"][0]:
+        truth = torch.round(wide[0])
+    assert y.dtype == dtype
+    step = STEP[dtype]
+    torch.testing.assert_close(y.double(), truth.detach(), rtol=step, atol=max(step / 8, 2e-5))
+    torch.testing.assert_close(grads[0].double(), expected[0], rtol=step, atol=max(step / 8, 5e-5))
+    for grad, by_row in zip(grads[1:], expected[1:], strict=True):
+        torch.testing.assert_close(grad.double(), by_row, rtol=1e-4, atol=1e-4 * columns**0.5 * 4)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_kernels_compute_the_function(name, dtype):
+    check(*FUNCTIONS[name], 33, 264, dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (3, 7), (0, 16), (5, 4096), (4097, 24), (70000, 8)])
+def test_shapes(shape):
+    check(lambda x, s: torch.tanh(x) * s, 1, *shape, torch.bfloat16)
+
+
+@pytest.mark.parametrize("halves", ["concat", interleaved(1), interleaved(4), interleaved(32)])
+def test_halves(halves):
+    check(lambda gate, up, s: F.silu(gate) * up * s, 2, 65, 128, torch.bfloat16, halves)
+
+
+def test_memory_around_the_results_is_untouched():
+    program = Pointwise(lambda x, s: x.exp() * s).program
+    x = torch.randn(9, 40, device="cuda", dtype=torch.bfloat16)
+    numbers = torch.randn(1, 9, device="cuda")
+    out = torch.full((11, 40), 77.0, device="cuda", dtype=torch.bfloat16)
+    jit.forward(program, fusible.ops.kernels.PointwiseRows(x, None, numbers), out[1:10])
+    assert (out[0] == 77).all()
+    assert (out[10] == 77).all()
+    torch.testing.assert_close(out[1:10], (x.float().exp() * numbers[0, :, None]).bfloat16())
+
+
+def test_rows_with_nan_stay_alone():
+    op = Pointwise(lambda x, s: torch.sigmoid(x) * s)
+    x = torch.randn(6, 32, device="cuda")
+    x[2] = torch.nan
+    x.requires_grad_()
+    s = torch.rand(6, device="cuda", requires_grad=True)
+    op(x, s=s).sum().backward()
+    for grad in (x.grad, s.grad):
+        assert grad[2].isnan().all()
+        assert not grad[torch.tensor([0, 1, 3, 4, 5])].isnan().any()
+
+
+def test_explain_names_the_kernel_and_why_not():
+    model = fusible.Sequential(Pointwise(lambda x: torch.relu(x) ** 2))
+    x = torch.randn(4, 8, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert "hopper (pointwise)" in str(model.explain(x))
+    assert "computes no float64" in str(model.explain(x.detach().double()))
+    with fusible.config(backend="loop"):
+        assert "hopper (pointwise)" not in str(model.explain(x))
+
+
+def test_a_kernel_is_compiled_once(caplog):
+    op = Pointwise(lambda x: torch.cos(x) * 1.2345)
+    x = torch.randn(4, 8, device="cuda")
+    with caplog.at_level(logging.INFO, "fusible"):
+        op(x)
+        op(x)
+        Pointwise(lambda t: 1.2345 * torch.cos(t))(x)
+    assert len(kernel_cache().sizes()) == 1
+
+
+def test_graphs_replay_what_was_called_before():
+    op = Pointwise(lambda x, s: torch.sin(x) * s + 0.321)
+    x, s = torch.randn(16, 64, device="cuda"), torch.rand(16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="call it once before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        op(x, s=s)
+    op(x, s=s)
+    with torch.cuda.graph(graph):
+        y = op(x, s=s)
+    x.copy_(torch.randn(16, 64))
+    graph.replay()
+    torch.testing.assert_close(y, torch.sin(x) * s[:, None] + 0.321)
+
+
+def test_compiled_code_calls_the_kernels():
+    model = fusible.Sequential(Pointwise(lambda x, s: F.silu(x) * s))
+    x = torch.randn(8, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    s = torch.rand(8, device="cuda", requires_grad=True)
+    results = []
+    for run in (model, torch.compile(model, fullgraph=True)):
+        y = run(x, s=s)
+        results.append((y, *torch.autograd.grad(y.float().sum(), [x, s])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_eager_and_reference_agree_on_special_values():
+    op = Pointwise(FUNCTIONS["gpt-oss"][0], halves="concat")
+    x = torch.tensor([[0.0, -0.0, 7.0, -7.0, 88.0, -104.0, 1e4, -1e4]] * 2, device="cuda").repeat(1, 2).requires_grad_()
+    y = op(x, r=torch.ones(2, device="cuda"))
+    expected, _ = by_autograd(FUNCTIONS["gpt-oss"][0], 2, x, {"r": torch.ones(2, device="cuda")})
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
