@@ -29,9 +29,12 @@ class LoadedKernel:
     def launch(self, blocks: int, parameters: bytes, device: torch.device) -> None:
         """Launches it on the current stream of a device, with one structure as its only parameter."""
         arguments = (ctypes.c_char_p * 1)(parameters)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        grid_and_block = blocks, 1, 1, self.threads, 1, 1
+        if device.index == torch._C._cuda_getDevice():
+            _check(_driver().cuLaunchKernel(self._kernel, *grid_and_block, 0, stream, arguments, None))
+            return
         with torch.cuda.device(device):
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            grid_and_block = blocks, 1, 1, self.threads, 1, 1
             _check(_driver().cuLaunchKernel(self._kernel, *grid_and_block, 0, stream, arguments, None))
 
 

@@ -99,10 +99,9 @@ def _run(direction: str, program: Program, like: Tensor, tensors: Addresses, blo
     if not rows or not columns:
         return
     width = block or columns
-    architecture = "sm_{}{}".format(*torch.cuda.get_device_capability(like.device))
+    architecture, most = _device(like.device)
     kernel = _loaded(direction, program, like.dtype, _vector(like, tensors, width), architecture)
     blocks = -(-rows // (_THREADS // 32))
-    most = _BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(like.device).multi_processor_count
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     kernel.launch(min(blocks, most), struct.pack("@qII6P", rows, columns, width, *addresses), like.device)
 
@@ -112,6 +111,14 @@ def _loaded(direction: str, program: Program, dtype: torch.dtype, vector: int, a
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a pointwise function is compiled at its first call; call it once before the capture")
     return LoadedKernel(compiled(source(direction, program, dtype, vector), architecture), _THREADS)
+
+
+@cache
+def _device(device: torch.device) -> tuple[str, int]:
+    """Its architecture, and the most blocks of a launch: as many as run at once."""
+    properties = torch.cuda.get_device_properties(device)
+    most = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
+    return f"sm_{properties.major}{properties.minor}", most
 
 
 def _vector(like: Tensor, tensors: Addresses, width: int) -> int:
