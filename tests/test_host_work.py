@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from emulation import harness
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
-from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls as captured_calls
+from fusible.benchmarks.stub_extension import launching_nothing
 
 K = F = 8
 
@@ -37,28 +35,10 @@ def calls_of(function: Callable[[], Any]) -> int:
     return count
 
 
-class NothingLaunched:
-    """In place of the extension: takes every launch, and does nothing."""
-
-    names = "linear_activation", "linear_activation_backward", "grouped_gemm", "zero_tail"
-    LAUNCHES = dict.fromkeys(names, ())
-
-    def Launches(self) -> NothingLaunched:
-        return self
-
-    def RoutedMlp(self, *_: Any) -> NothingLaunched:
-        return self
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *arguments: 16
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu() -> Iterator[None]:
     """The way of our kernels, without them."""
-    with harness.installed(NothingLaunched()):
-        monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-        monkeypatch.setattr(captured_calls, "is_replayed_for", lambda tensor: True)
+    with launching_nothing():
         yield
 
 

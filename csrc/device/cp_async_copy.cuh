@@ -44,7 +44,7 @@ DEVICE uint4 shuffle(const uint4& x, int lane) {
 
 // `lines` lines of 64 values to a stage, by whole warps, of which this is thread number `thread` of kThreads. `first`
 // is the first row or column of the tile, `k` the first value of the depth. Eight lanes fetch four lines at a time
-// (more would spill): each lane the 16 aligned bytes in which its octet of a line begins, which the lane before needs
+// (more would spill): each lane the 16 aligned bytes in which its vector of a line begins, which the lane before needs
 // too where lines are not aligned; and of one of the lines those in which it ends.
 template <int kThreads>
 DEVICE void copy_shifted(const NoTmaMatrix& m, uint8_t* to, int lines, int first, int k, int thread) {
@@ -57,31 +57,31 @@ DEVICE void copy_shifted(const NoTmaMatrix& m, uint8_t* to, int lines, int first
     // Lines, and values of each, from this thread's first on.
     const int exist = m.lines - down, left = m.width - across - chunk * 8;
     const uint16_t* from = m.data + static_cast<int64_t>(down) * m.pitch + across;
-    // Whether something of the 16 bytes in which an octet begins is needed.
-    const auto begins = [&](const uint16_t* octet, int line, int values) {
-      const int before = reinterpret_cast<uintptr_t>(octet) / 2 % 8;  // of the octet before
+    // Whether something of the 16 bytes in which a vector begins is needed.
+    const auto begins = [&](const uint16_t* vector, int line, int values) {
+      const int before = reinterpret_cast<uintptr_t>(vector) / 2 % 8;  // of the vector before
       return line < exist && values + before > 0;
     };
     const auto aligned = [](const uint16_t* x) {
       return reinterpret_cast<const uint16_t*>(reinterpret_cast<uintptr_t>(x) / 16 * 16);
     };
-    uint4 octets[kAtOnce], end = {0, 0, 0, 0};
+    uint4 vectors[kAtOnce], end = {0, 0, 0, 0};
     const uint16_t* const last = from + static_cast<int64_t>(chunk) * step + 64;
     if (chunk < kAtOnce && begins(last, chunk * kLines, m.width - across - 64)) end = load_aligned(m, aligned(last));
     from += chunk * 8;
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const uint16_t* const octet = from + static_cast<int64_t>(u) * step;
-      octets[u] = {0, 0, 0, 0};
-      if (begins(octet, u * kLines, chunk > 0 ? left : left > 0 ? left : -8))
-        octets[u] = load_aligned(m, aligned(octet));
+      const uint16_t* const vector = from + static_cast<int64_t>(u) * step;
+      vectors[u] = {0, 0, 0, 0};
+      if (begins(vector, u * kLines, chunk > 0 ? left : left > 0 ? left : -8))
+        vectors[u] = load_aligned(m, aligned(vector));
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from + static_cast<int64_t>(u) * step) & 15);
-      const uint4 next = shuffle(octets[u], (lane + 1) % 32), at_end = shuffle(end, lane / 8 * 8 + u);
+      const uint4 next = shuffle(vectors[u], (lane + 1) % 32), at_end = shuffle(end, lane / 8 * 8 + u);
       *reinterpret_cast<uint4*>(to + in_subtile(base + u * kLines, chunk)) =
-          shifted(octets[u], chunk == 7 ? at_end : next, shift, left);
+          shifted(vectors[u], chunk == 7 ? at_end : next, shift, left);
     }
   }
 }

@@ -1,4 +1,4 @@
-// What happens to a finished accumulator. A consumer rounds its rows to the output's type and leaves them in shared
+// What happens to a complete accumulator. A consumer rounds its rows to the output's type and leaves them in shared
 // memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
 // consumer multiplies the next tile.
 //
@@ -25,7 +25,7 @@ struct EpilogueStage {
 DEVICE int in_subtile(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
 // A consumer's output stages, kRows rows x kTileN values of Out each: kBytes of room, and what of an output stage is
-// handed over at a time. That is all of it where there is room for two or a whole warp finishes it, or else a subtile,
+// handed over at a time. That is all of it where there is room for two or a whole warp stores it, or else a subtile,
 // so that the next is written while it is stored.
 template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
 struct SmemOutLayout {
@@ -48,24 +48,24 @@ DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int 
 #pragma unroll
     for (int subtile = 0; subtile < Layout::kSubtilesPerPart; ++subtile)
 #pragma unroll
-      for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two octets, upper and lower rows of each
+      for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two vectors, upper and lower rows of each
         const float* x = acc + ((part * Layout::kSubtilesPerPart + subtile) * 4 + quad) * 8;
         ptx::store_matrix_x4(base + subtile * kSubtileBytes + in_subtile(row, quad * 2 + lane / 16),
                              {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
                               ptx::pack<Out>(x[6], x[7])});
       }
   } else {
-    // 32 columns: four octets. Odd rows write the octets 0 and 2, 1 and 3 in the other order, so that the four rows
+    // 32 columns: four vectors. Odd rows write the vectors 0 and 2, 1 and 3 in the other order, so that the four rows
     // that a half warp writes at a time lie in different banks.
     const int row = warp * 16 + lane / 4;
     const bool odd = row & 1;
 #pragma unroll
-    for (int octet = 0; octet < 2; ++octet)
+    for (int vector = 0; vector < 2; ++vector)
 #pragma unroll
       for (int turn = 0; turn < 2; ++turn) {
-        const float *even_row = acc + (part * 4 + octet + turn * 2) * 4,
-                    *odd_row = acc + (part * 4 + octet + (1 - turn) * 2) * 4;
-        const int chunk = (octet + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
+        const float *even_row = acc + (part * 4 + vector + turn * 2) * 4,
+                    *odd_row = acc + (part * 4 + vector + (1 - turn) * 2) * 4;
+        const int chunk = (vector + (odd ? 1 - turn : turn) * 2) * 2 + lane % 4 / 2;
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
           const uint32_t at = base + in_subtile(row + lower * 8, chunk) + lane % 2 * 8;
@@ -85,11 +85,11 @@ DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTile
   const float scale[2] = {stage.scale[row], stage.scale[row + 8]},
               of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
 #pragma unroll
-  for (int octet = 0; octet < kTileN / 8; ++octet) {
-    const float2 bias = *reinterpret_cast<const float2*>(&stage.bias[octet * 8 + lane % 4 * 2]);
+  for (int vector = 0; vector < kTileN / 8; ++vector) {
+    const float2 bias = *reinterpret_cast<const float2*>(&stage.bias[vector * 8 + lane % 4 * 2]);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
-      float* x = acc + octet * 4 + lower * 2;
+      float* x = acc + vector * 4 + lower * 2;
       x[0] = fmaf(x[0], scale[lower], bias.x * of_bias[lower]);
       x[1] = fmaf(x[1], scale[lower], bias.y * of_bias[lower]);
     }
@@ -98,7 +98,7 @@ DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTile
 
 // Fills a stage for one tile; by one warp.
 template <int kTileM, int kTileN>
-DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& source, const Tile& tile, int lane) {
+DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& source, const WorkTile& tile, int lane) {
   for (int i = lane; i < kTileN; i += 32) {
     int column = tile.column * kTileN + i;
     bool exists = column < source.columns;

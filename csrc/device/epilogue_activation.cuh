@@ -1,42 +1,42 @@
 // The epilogue that turns an output stage into activated rows.
 #pragma once
-#include "device/octet.cuh"
+#include "device/epilogue_vectors.cuh"
 
 namespace fusible {
 
-// hidden = activation(product) * scales, and the product too if it is kept. kHalves: a tile's columns are as many of
+// postact = activation(product) * scales, and the product too if it is kept. kHalves: a tile's columns are as many of
 // gate and of up.
 template <bool kHalves>
 struct ActivationEpilogue {
   using Params = ActivationParams;
-  static constexpr int kFinishers = 1, kRegisters = 120;  // beside the producer
+  static constexpr int kStoreWarps = 1, kRegisters = 120;  // beside the producer
   struct Scratch {};
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
+  DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
     each_smem_out<K>(s, p, consumer,
-                     [&](const Tile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
+                     [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
                        const RowScales scales(p.scales, rows.token, rows.rows, lane);
                        wait();
-                       if (p.keep_pre && ptx::elect_one())
-                         store_pre<K>(p, policy, tile, K::smem_out_column(tile, consumer), row, subtiles);
+                       if (p.keep_preact && ptx::elect_one())
+                         store_preact<K>(p, policy, tile, K::smem_out_column(tile, consumer), row, subtiles);
                        with_kind(p.activation, [&](auto kind) INLINE {
                          const int column = K::smem_out_column(tile, consumer);
                          if (kHalves || p.activation.gated)
                            activate<K, true>(kind, p, column, rows, scales, subtiles, lane);
                          else activate<K, false>(kind, p, column, rows, scales, subtiles, lane);
                        });
-                       if (p.keep_pre && ptx::elect_one()) tma::wait_read<0>();
+                       if (p.keep_preact && ptx::elect_one()) tma::wait_read<0>();
                      });
     if (ptx::elect_one()) tma::wait_all();
   }
 
  private:
   template <class K>
-  DEVICE static void store_pre(const Params& p, uint64_t policy, const Tile& tile, int smem_out_column, int row,
-                               const uint8_t* subtiles) {
+  DEVICE static void store_preact(const Params& p, uint64_t policy, const WorkTile& tile, int smem_out_column, int row,
+                                  const uint8_t* subtiles) {
     constexpr int kSubtiles = K::Layout::kSubtiles;
     const int end = tile.row + tile.rows, map_row[2] = {p.shape.tokens - end + row, tile.tokens_start + end};
 #pragma unroll
@@ -60,21 +60,21 @@ struct ActivationEpilogue {
     const Activation& a = p.activation;
     const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
     const int first_column = smem_out_column * kColumns + lane % 8 * 8;
-    T* hidden = static_cast<T*>(p.hidden) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
-    for (int at = 0; at < rows.rows; at += 4, hidden += static_cast<size_t>(4) * p.columns) {
+    T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
+    for (int at = 0; at < rows.rows; at += 4, postact += static_cast<size_t>(4) * p.columns) {
       const float scale = scales.of(at, lane);
       const int row = at + lane / 8;
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
-        const int column = i * 64 + lane % 8 * 8, octet = kGated ? gate_vector_column(column, block) / 8 : column / 8;
-        uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, octet)), up = ones<T>();
+        const int column = i * 64 + lane % 8 * 8, vector = kGated ? gate_vector_column(column, block) / 8 : column / 8;
+        uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
         if constexpr (kGated) {
-          up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, octet + distance));
+          up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
           if constexpr (!kHalves) separate(gate, up, block);
         }
         const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),
                               pair<T>(kind, a, gate.z, up.z, scale), pair<T>(kind, a, gate.w, up.w, scale)};
-        if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(hidden + i * 64) = result;
+        if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(postact + i * 64) = result;
       }
     }
   }

@@ -1,51 +1,54 @@
 // The epilogue that turns the gradient of activated rows into that of their pre-activation.
 #pragma once
-#include "device/octet.cuh"
+#include "device/epilogue_vectors.cuh"
 
 namespace fusible {
 
-// The product is the gradient of hidden = activation(pre) * scales. Gives that of pre, hidden itself, each subtile's
-// share of <product, activation> by row, and the sums of pre's gradient over 64 rows by column; the last three if
-// wanted. Where nothing is gated, up is one, and neither loaded nor stored.
+// The product is the gradient of postact = activation(preact) * scales. The epilogue writes dpreact. If they are
+// wanted, it also writes postact, partial sums of <product, activation> by row for the gradient of the scales (one for
+// each subtile of columns), and partial sums of dpreact by column for the gradient of the bias (one for each 64 rows).
+// Where nothing is gated, up is one, and neither loaded nor stored.
 //
-// A warp has a subtile of a consumer. A step is four rows of it, an octet of each lane; or eight rows, two octets,
-// which hide each other's latencies, where there are registers for them. Every lane stages its octets of pre in shared
-// memory, a step ahead of their use.
+// A warp has a subtile of a consumer. A step is four rows of it, an 8-wide vector of each lane; or eight rows, two
+// vectors, which hide each other's latencies, where there are registers for them. Every lane stages its vectors of
+// preact in shared memory, a step ahead of their use.
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
-  static constexpr int kFinishers = 3, kRegisters = 104;
+  static constexpr int kStoreWarps = 3, kRegisters = 104;
   struct Staged {
     uint4 gate[2][32], up[2][32];
   };
   struct Scratch {
-    Staged staged[kConsumers * kFinishers];
+    Staged staged[kConsumers * kStoreWarps];
   };
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int warp) {
-    static_assert(K::Layout::kSubtiles == kFinishers && K::Layout::kSlots == 1, "a warp for each subtile of a tile");
-    Staged& staged = s.scratch.staged[consumer * kFinishers + warp];
+  DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int warp) {
+    static_assert(K::Layout::kSubtiles == kStoreWarps && K::Layout::kSlots == 1, "a warp for each subtile of a tile");
+    Staged& staged = s.scratch.staged[consumer * kStoreWarps + warp];
     const int lane = threadIdx.x % 32;
-    each_smem_out<K>(s, p, consumer,
-                     [&](const Tile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
-                       const RowScales scales(p.scales, rows.token, rows.rows, lane);
-                       const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
-                       const int subtile = tile.column * kFinishers + warp;  // in the row
-                       const uint8_t* grads = subtiles + warp * kSubtileBytes;
-                       with_kind(p.activation, [&](auto kind) INLINE {
-                         using T = typename K::T;
-                         if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8)
-                           differentiate<T, true>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
-                         else differentiate<T, false>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
-                       });
-                     });
+    each_smem_out<K>(
+        s, p, consumer,
+        [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
+          const RowScales scales(p.scales, rows.token, rows.rows, lane);
+          const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+          const int subtile = tile.column * kStoreWarps + warp;  // in the row
+          const uint8_t* grads = subtiles + warp * kSubtileBytes;
+          with_kind(p.activation, [&](auto kind) INLINE {
+            using T = typename K::T;
+            if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8)
+              differentiate_subtile<T, true>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
+            else differentiate_subtile<T, false>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
+          });
+        });
   }
 
  private:
-  // One subtile. kWholeVectors: gate and up are there, each in octets of its own.
+  // One subtile. kWholeVectors: gate and up are there, each in vectors of its own.
   template <class T, bool kWholeVectors, class Kind, class Wait>
-  DEVICE static void differentiate(Kind kind, const Params& p, const SmemOutRows& rows, int subtile, int64_t block,
-                                   const RowScales& scales, const uint8_t* grads, Staged& staged, int lane, Wait wait) {
+  DEVICE static void differentiate_subtile(Kind kind, const Params& p, const SmemOutRows& rows, int subtile,
+                                           int64_t block, const RowScales& scales, const uint8_t* grads, Staged& staged,
+                                           int lane, Wait wait) {
     constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether;
     const bool gated = kWholeVectors || p.activation.gated, narrow = !kWholeVectors && gated && p.block < 8;
     const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = subtile * 64 + lane % 8 * 8;
@@ -53,17 +56,17 @@ struct ActivationBackwardEpilogue {
               gate_at = gated ? gate_vector_column(column, p.block) : column;
     const bool exists = column < p.columns;
     const int first_token = rows.token + row_of_lane;
-    const size_t quad = static_cast<size_t>(4) * width, hidden_quad = static_cast<size_t>(4) * p.columns;
-    const T* pre = static_cast<const T*>(p.pre) + static_cast<size_t>(first_token) * width + gate_at;
-    T* dpre = static_cast<T*>(p.dpre) + static_cast<size_t>(first_token) * width + gate_at;
-    T* hidden = static_cast<T*>(p.hidden) + static_cast<size_t>(first_token) * p.columns + column;
+    const size_t quad = static_cast<size_t>(4) * width, postact_quad = static_cast<size_t>(4) * p.columns;
+    const T* preact = static_cast<const T*>(p.preact) + static_cast<size_t>(first_token) * width + gate_at;
+    T* dpreact = static_cast<T*>(p.dpreact) + static_cast<size_t>(first_token) * width + gate_at;
+    T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(first_token) * p.columns + column;
     const auto valid = [&](int row, int i) INLINE { return exists && row + i * 4 + row_of_lane < rows.rows; };
     const auto load = [&](int row) INLINE {
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i, pre += quad) {
+      for (int i = 0; i < kTogether; ++i, preact += quad) {
         if (valid(row, i)) {
-          ptx::copy_async(&staged.gate[i][lane], pre);
-          if (gated) ptx::copy_async(&staged.up[i][lane], pre + distance);
+          ptx::copy_async(&staged.gate[i][lane], preact);
+          if (gated) ptx::copy_async(&staged.up[i][lane], preact + distance);
         }
       }
       ptx::copy_async_commit();
@@ -87,14 +90,14 @@ struct ActivationBackwardEpilogue {
       load(row + kStepRows);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        share[i] = octet<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
+        share[i] = differentiate_vector<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i, dpre += quad, hidden += hidden_quad) {
+      for (int i = 0; i < kTogether; ++i, dpreact += quad, postact += postact_quad) {
         if (narrow) join(gate[i], up[i], p.block);
         if (valid(row, i)) {
-          *reinterpret_cast<uint4*>(dpre) = gate[i];
-          if (gated) *reinterpret_cast<uint4*>(dpre + distance) = up[i];
-          if (p.hidden) *reinterpret_cast<uint4*>(hidden) = grad[i];
+          *reinterpret_cast<uint4*>(dpreact) = gate[i];
+          if (gated) *reinterpret_cast<uint4*>(dpreact + distance) = up[i];
+          if (p.postact) *reinterpret_cast<uint4*>(postact) = grad[i];
         }
       }
       if (p.dbias_partials) {
@@ -143,13 +146,14 @@ struct ActivationBackwardEpilogue {
     return {quarter[0], quarter[1], quarter[2], quarter[3]};
   }
 
-  // Gate and up give way to their gradients, the gradient of the hidden columns to what these are themselves. Returns
+  // Gate and up give way to their gradients, the gradient of the postact columns to what these are themselves. Returns
   // their part of <gradient, activation>.
   template <class T, class Kind>
-  DEVICE static float octet(Kind kind, const Activation& a, uint4& gates, uint4& ups, uint4& grads, float scale) {
+  DEVICE static float differentiate_vector(Kind kind, const Activation& a, uint4& gates, uint4& ups, uint4& grads,
+                                           float scale) {
     float gate[8], up[8], grad[8], share = 0.f;
     unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
-    float dgate[8], dup[8], hidden[8];
+    float dgate[8], dup[8], postact[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const Inputs in = inputs<kind.kLimited>(a, gate[i], up[i]);
@@ -158,15 +162,15 @@ struct ActivationBackwardEpilogue {
       share += grad[i] * activated;
       dgate[i] = in.gate_passes ? scaled * in.up * point.slope : 0.f;
       dup[i] = in.up_passes ? scaled * point.value : 0.f;
-      hidden[i] = activated * scale;
+      postact[i] = activated * scale;
     }
-    gates = pack<T>(dgate), ups = pack<T>(dup), grads = pack<T>(hidden);
+    gates = pack<T>(dgate), ups = pack<T>(dup), grads = pack<T>(postact);
     return share;
   }
   template <class T>
-  DEVICE static void add(const uint4& octet, float (&sum)[8]) {
+  DEVICE static void add(const uint4& vector, float (&sum)[8]) {
     float x[8];
-    unpack<T>(octet, x);
+    unpack<T>(vector, x);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] += x[i];
   }

@@ -1,7 +1,7 @@
 // The epilogue of groups of any shapes: an output stage goes out through the group's own map, or, where it has none, by
 // ordinary stores.
 #pragma once
-#include "device/epilogue.cuh"
+#include "device/epilogue_store.cuh"
 #include "device/map_update.cuh"
 #include "device/ragged_groups.cuh"
 
@@ -10,53 +10,28 @@ namespace fusible {
 // A whole warp for each consumer.
 struct RaggedEpilogue {
   using Params = RaggedParams;
-  static constexpr int kFinishers = 1,
+  static constexpr int kStoreWarps = 1,
                        kRegisters = 152;  // for eight loads of each lane on their way (cp_async_copy.cuh)
   struct Scratch {};
 
   template <class K>
-  DEVICE static void finish(typename K::Storage& s, const Params& p, int consumer, int) {
+  DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
     using Layout = typename K::Layout;
-    constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
     const int lane = threadIdx.x % 32;
-    TileReader tiles(s.tasks);
-    PipelineState<Layout::kSlots> slot, read;
-    Destination to{.policy = tma::policy_evict_first(), .accumulate = p.accumulate};
-    const auto give_back = [&] {
-      barrier_arrive(&s.out_empty[consumer][read.stage]);
-      read.advance();
-    };
-    for (Tile tile; tiles.next(tile);) {
-      const bool no_tma = s.groups.no_tma[tile.group] & kNoTmaOut;
+    const auto start_tile = [&](Destination& to, const WorkTile& tile) INLINE {
+      const bool by_tma = !(s.groups.no_tma[tile.group] & kNoTmaOut);
       const CUtensorMap* map = p.maps + tile.group * 3 + 2;
-      if (lane == 0 && !no_tma && map != to.map) map_update::acquire(map);
-      to.map = no_tma ? nullptr : map;
-      to.column = tile.column * K::kTileN;
-      const int parts = K::row_blocks(tile, consumer) * Layout::kParts;
-      for (int part = 0; part < parts; ++part) {
-        const int first = (consumer + part / Layout::kParts * kConsumers) * 64;  // row of the tile
-        const uint8_t* from = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
-        barrier_wait(&s.out_full[consumer][slot.stage], slot.phase);
-        slot.advance();
-        if (no_tma) {
-          const int column = to.column + part % Layout::kParts * (Layout::kSubtilesPerPart * Layout::kSubtileColumns);
-          store_no_tma<K>(p, p.groups[tile.group], from, tile.row + first, min(64, tile.rows - first), column, lane);
-          give_back();
-          continue;
-        }
-        if (lane == 0) {
-          to.map_row[0] = tile.row + first;
-          store_part<Layout>(to, from, part % Layout::kParts);
-          tma::wait_read<kBehind>();
-        }
-        if (part >= kBehind) give_back();
-      }
-      if (kBehind && !no_tma && parts > 0) {
-        if (lane == 0) tma::wait_read<0>();
-        give_back();
-      }
-    }
-    if (lane == 0) tma::wait_all();
+      if (lane == 0 && by_tma && map != to.map) map_update::acquire(map);
+      to.map = by_tma ? map : nullptr;
+      return by_tma;
+    };
+    const auto store_part_values = [&](const Destination& to, const WorkTile& tile, const uint8_t* from, int first,
+                                       int part) INLINE {
+      const int column = to.column + part * (Layout::kSubtilesPerPart * Layout::kSubtileColumns);
+      store_no_tma<K>(p, p.groups[tile.group], from, tile.row + first, min(64, tile.rows - first), column, lane);
+    };
+    const Destination to{.policy = tma::policy_evict_first(), .accumulate = p.accumulate};
+    store_parts<K>(s, p, consumer, lane == 0, to, start_tile, store_part_values);
   }
 
  private:

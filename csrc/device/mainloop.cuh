@@ -36,18 +36,18 @@ struct Multicast {  // a copy for both blocks
 
 // At least one: an empty group's weight gradient is the product of one block of zeros.
 template <class K>
-DEVICE int k_blocks_of(const Tile& tile, const typename K::Params& p) {
+DEVICE int k_blocks_of(const WorkTile& tile, const typename K::Params& p) {
   if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + K::kTileK - 1) / K::kTileK);
   else return p.k_blocks;
 }
 
 template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
-  typename K::Scheduler tiles(s.groups, s.tasks, p.shape, rank);
+  typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
   constexpr bool kAhead = K::kSpareRegisters;
-  Tile tile, following;
+  WorkTile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
@@ -109,7 +109,7 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
 // Of the tile's columns, the first kColumns are multiplied.
 template <class K, int kBlocks, int kColumns = K::kTileN, class Meanwhile, class Ahead, class Done>
 DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s,
-                     PipelineState<K::kStages>& state, const Tile& tile, const typename K::Params& p, int consumer,
+                     PipelineState<K::kStages>& state, const WorkTile& tile, const typename K::Params& p, int consumer,
                      int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;

@@ -43,7 +43,7 @@ struct TokenRows : KMajor<T> {
   static constexpr bool kRaggedDepth = false;
   static constexpr int kRows = kRowsValue;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kRows * kSwizzleBytes, k, tile.tokens_start + tile.row + i * kRows);
   }
 };
@@ -53,7 +53,7 @@ struct TokenColumns : MnMajor<T> {
   static constexpr bool kRaggedDepth = true;
   static constexpr int kRows = MnMajor<T>::kChunkColumns;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kBlockBytes, tile.row + i * kRows, (1 << 30) - tile.tokens + k, 1 << 30,
           tile.tokens_start + tile.tokens);
   }
@@ -63,7 +63,7 @@ template <class T, int kTileN>
 struct TokenColumnsB : MnMajor<T> {
   static constexpr int kColumns = MnMajor<T>::kChunkColumns, kPieces = kTileN / kColumns;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kBlockBytes, tile.column * kTileN + i * kColumns, (1 << 30) - tile.tokens + k, 1 << 30,
           tile.tokens_start + tile.tokens);
   }
@@ -74,7 +74,7 @@ struct WeightRows : KMajor<T> {
   static constexpr bool kHalves = false;
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kRows * kSwizzleBytes, k, tile.column * kTileN + i * kRows, tile.coordinate.near,
           tile.coordinate.far);
   }
@@ -85,7 +85,7 @@ struct GateUpRows : KMajor<T> {
   static constexpr bool kHalves = true;
   static constexpr int kPieces = 2, kRows = kTileN / 2;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kRows * kSwizzleBytes, k, tile.column * kRows, i, tile.coordinate.near, tile.coordinate.far);
   }
 };
@@ -96,7 +96,7 @@ struct GateUpColumns : MnMajor<T> {
   static constexpr int kColumns = MnMajor<T>::kChunkColumns, kPieces = kTileN / kColumns, kOfHalf = kPieces / 2;
   static_assert(kPieces % 2 == 0, "a half of a tile is made of whole chunks");
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kBlockBytes, tile.column * (kTileN / 2) + i % kOfHalf * kColumns, i / kOfHalf, k,
           tile.coordinate.near, tile.coordinate.far);
   }
@@ -108,7 +108,7 @@ struct WeightColumns : MnMajor<T> {
   static constexpr int kColumns = MnMajor<T>::kChunkColumns, kParts = kTileN / kColumns % 2 ? 2 : 1;
   static constexpr int kPieces = kTileN / kColumns * kParts, kDepth = MnMajor<T>::kTileK / kParts;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * (kBlockBytes / kParts), tile.column * kTileN + i / kParts * kColumns, k + i % kParts * kDepth,
           tile.coordinate.near, tile.coordinate.far);
   }

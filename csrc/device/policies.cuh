@@ -8,7 +8,7 @@ namespace fusible {
 
 // How stages of an operand get into shared memory, and how wgmma finds them there (operands.cuh).
 template <class X>
-concept Operand = requires(Unicast issue, uint8_t* stage, int i, int k, const Tile& tile) {
+concept Operand = requires(Unicast issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
   typename X::Element;
   requires X::kTileK % X::kStepK == 0;                          // values of k in a stage, and in one wgmma
   requires X::kTranspose == 0 || X::kTranspose == 1;            // MN-major
@@ -26,18 +26,18 @@ concept OperandA = Operand<X> && requires {
 template <class X>
 concept OperandB = Operand<X> && requires { requires X::kPieces > 0; };
 
-// Who finishes a consumer's output stage, and how: one thread that copies it to where it belongs (kFinishers is 0,
-// epilogue_store.cuh), or kFinishers whole warps, which need kRegisters each (epilogue_activation.cuh). Three for each
+// Who stores a consumer's output stage, and how: one thread that copies it to where it belongs (kStoreWarps is 0,
+// epilogue_store.cuh), or kStoreWarps whole warps, which need kRegisters each (epilogue_activation.cuh). Three for each
 // consumer are two beside the producer, and a warpgroup.
 template <class X>
 concept EpiloguePolicy = std::derived_from<typename X::Params, GemmParams> && requires {
   typename X::Scratch;  // of shared memory
-  requires X::kFinishers >= 0 && X::kRegisters % 8 == 0;
+  requires X::kStoreWarps >= 0 && X::kRegisters % 8 == 0;
 };
-// Of a kernel K: all tiles of a consumer, by finisher number `finisher`.
+// Of a kernel K: all tiles of a consumer, by store_warp number `store_warp`.
 template <class X, class K>
-concept EpilogueOf = requires(typename K::Storage& s, const typename K::Params& p, int consumer, int finisher) {
-  { X::template finish<K>(s, p, consumer, finisher) } -> std::same_as<void>;
+concept EpilogueOf = requires(typename K::Storage& s, const typename K::Params& p, int consumer, int store_warp) {
+  { X::template store_tiles<K>(s, p, consumer, store_warp) } -> std::same_as<void>;
 };
 
 // Where tiles come from, and who fills the stages and fetches bias and factors: token_groups.cuh, ragged_producer.cuh.

@@ -1,4 +1,4 @@
-// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in bands, as
+// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in strips, as
 // in tile_scheduler.cuh, for blocks without a cluster.
 #pragma once
 #include "device/operands.cuh"
@@ -26,21 +26,21 @@ class RaggedScheduler {
   }
 
   // For a lane of the producer's warp; only lane 0 asks for tasks.
-  DEVICE RaggedScheduler(const RaggedTable& table, TaskQueue& queue, const TaskShape& shape, int lane)
+  DEVICE RaggedScheduler(const RaggedTable& table, WorkQueue& queue, const WorkShape& shape, int lane)
       : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
   DEVICE void request() { tasks_.request(); }
 
-  // The next tile, of group -1 when all are done. The other roles of the block read the same tiles (TileReader).
-  DEVICE void next(Tile& tile) {
+  // The next tile, of group -1 when all are done. The other roles of the block read the same tiles (WorkTileReader).
+  DEVICE void next(WorkTile& tile) {
     if (group_ >= 0) tasks_.advance();
     if (!find(tile)) tile.group = -1;
     tasks_.publish(tile);
   }
 
  private:
-  DEVICE bool find(Tile& tile) {
+  DEVICE bool find(WorkTile& tile) {
     const int task = tasks_.task();
     while (task >= tasks_end_) {
       if (++group_ >= groups_) return false;
@@ -53,24 +53,26 @@ class RaggedScheduler {
             .coordinate = {0, 0},
             .share_a = false,
             .idle = false};
-    place(tile, task - first_task_);
+    locate(tile, task - first_task_);
     return true;
   }
-  // Row and column of a group's tile number `local`: bands of at most `band` rows of tiles, swept across the columns.
-  DEVICE void place(Tile& tile, unsigned local) const {
+  // Row and column of a group's tile number `local`: strips of at most `raster_swizzle` rows of tiles, swept across the
+  // columns.
+  DEVICE void locate(WorkTile& tile, unsigned local) const {
     const int rows = table_.m[group_];
     const unsigned tiles = (rows + kTileM - 1) / kTileM, columns = (table_.n[group_] + kTileN - 1) / kTileN;
-    const unsigned bands = (tiles + kVariant.band - 1) / kVariant.band, usual = (tiles + bands - 1) / bands;
-    const unsigned band = min(local / (usual * columns), bands - 1), within = local - band * usual * columns;
-    const unsigned height = band == bands - 1 ? tiles - band * usual : usual, across = within / height;
-    tile.row = (band * usual + within - across * height) * kTileM;
+    const unsigned strips = (tiles + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle,
+                   usual = (tiles + strips - 1) / strips;
+    const unsigned strip = min(local / (usual * columns), strips - 1), within = local - strip * usual * columns;
+    const unsigned height = strip == strips - 1 ? tiles - strip * usual : usual, across = within / height;
+    tile.row = (strip * usual + within - across * height) * kTileM;
     tile.rows = min(kTileM, rows - tile.row);
     tile.column = across;
   }
 
   const RaggedTable& table_;
   int groups_;
-  TaskSource<1> tasks_;
+  WorkTileWriter<1> tasks_;
   int group_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 
@@ -88,7 +90,7 @@ struct RaggedColumns : MnMajor<T> {
   static constexpr bool kRaggedDepth = true;
   static constexpr int kRows = MnMajor<T>::kChunkColumns;
   template <class Issue>
-  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const Tile& tile) {
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kBlockBytes, tile.row + i * kRows, k);
   }
 };

@@ -23,10 +23,10 @@ struct RaggedGroups {
   template <class K>
   DEVICE static void produce(typename K::Storage& s, const RaggedParams& p, int) {
     const int lane = threadIdx.x % 32;
-    typename K::Scheduler tiles(s.groups, s.tasks, p.shape, lane);
+    typename K::Scheduler tiles(s.groups, s.work, p.shape, lane);
     PipelineState<K::kStages> state;
     int acquired = -1;
-    const auto find = [&](Tile& tile) {  // lane 0
+    const auto find = [&](WorkTile& tile) {  // lane 0
       tiles.next(tile);
       if (tile.group < 0 || tile.group == acquired) return;
       acquired = tile.group;
@@ -34,7 +34,7 @@ struct RaggedGroups {
       if (!(no_tma & kNoTmaA)) map_update::acquire(maps_of(p, acquired));
       if (!(no_tma & kNoTmaB)) map_update::acquire(maps_of(p, acquired) + 1);
     };
-    Tile tile, following;
+    WorkTile tile, following;
     if (lane == 0) find(tile);
     for (share(tile); tile.group >= 0; tile = following) {
       const int no_tma = s.groups.no_tma[tile.group] & (kNoTmaA | kNoTmaB), rows = (tile.rows + 63) / 64;
@@ -73,10 +73,10 @@ struct RaggedGroups {
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const RaggedParams& p) {
     const int lane = threadIdx.x % 32;
-    TileReader tiles(s.tasks);
+    WorkTileReader tiles(s.work);
     PipelineState<K::kStages> state;
     uint32_t phase = 0;
-    for (Tile tile; tiles.next(tile); phase ^= 1) {
+    for (WorkTile tile; tiles.next(tile); phase ^= 1) {
       const int no_tma = s.groups.no_tma[tile.group] & (kNoTmaA | kNoTmaB), blocks = k_blocks_of<K>(tile, p);
       for (int block = 0; no_tma && block < blocks; ++block) {
         barrier_wait(&s.empty[state.stage], state.phase ^ 1);
@@ -95,7 +95,7 @@ struct RaggedGroups {
 
  private:
   // What the producer's warp must know of lane 0's tile.
-  DEVICE static void share(Tile& tile) {
+  DEVICE static void share(WorkTile& tile) {
     tile.group = __shfl_sync(~0u, tile.group, 0);
     tile.tokens = __shfl_sync(~0u, tile.tokens, 0);
     tile.row = __shfl_sync(~0u, tile.row, 0);
@@ -111,8 +111,8 @@ struct RaggedGroups {
 
   // One stage of what the group has no map for, by number `thread` of 64.
   template <class K>
-  DEVICE static void copy_share(typename K::Storage& s, const RaggedParams& p, const Tile& tile, int no_tma, int stage,
-                                int block, int thread) {
+  DEVICE static void copy_share(typename K::Storage& s, const RaggedParams& p, const WorkTile& tile, int no_tma,
+                                int stage, int block, int thread) {
     const RaggedGroup& g = p.groups[tile.group];
 #pragma unroll 1
     for (int operand = kNoTmaA; operand <= kNoTmaB; ++operand) {

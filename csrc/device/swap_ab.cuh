@@ -63,12 +63,12 @@ DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN>& stage, float (&ac
   const int weight = first_weight + warp * 16 + lane / 4;
   const float bias[2] = {stage.bias[weight], stage.bias[weight + 8]};
 #pragma unroll
-  for (int octet = 0; octet < kTileM / 8; ++octet) {
-    const float2 scale = *reinterpret_cast<const float2*>(&stage.scale[octet * 8 + lane % 4 * 2]);
-    const float2 of_bias = *reinterpret_cast<const float2*>(&stage.bias_scale[octet * 8 + lane % 4 * 2]);
+  for (int vector = 0; vector < kTileM / 8; ++vector) {
+    const float2 scale = *reinterpret_cast<const float2*>(&stage.scale[vector * 8 + lane % 4 * 2]);
+    const float2 of_bias = *reinterpret_cast<const float2*>(&stage.bias_scale[vector * 8 + lane % 4 * 2]);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
-      float* x = acc + octet * 4 + lower * 2;
+      float* x = acc + vector * 4 + lower * 2;
       x[0] = fmaf(x[0], scale.x, bias[lower] * of_bias.x);
       x[1] = fmaf(x[1], scale.y, bias[lower] * of_bias.y);
     }
@@ -80,7 +80,7 @@ template <class Out, int kTokens>
 DEVICE void store_to_smem_swap_ab(const float* acc, uint8_t* subtile, int warp, int lane) {
   const uint32_t base = ptx::smem_address(subtile);
 #pragma unroll
-  for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two octets, upper and lower weights of each
+  for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two vectors, upper and lower weights of each
     const float* x = acc + pair * 8;
     ptx::store_matrix_x4_transposed(base + in_subtile(pair * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
                                     {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
@@ -94,12 +94,12 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   static_assert(Layout::kSubtiles == kWeightBlocks<K> && Layout::kParts == 1,
                 "a subtile for each block of weights, handed over together");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  TileReader tiles(s.tasks);
+  WorkTileReader tiles(s.work);
   PipelineState<K::kStages> state;
   PipelineState<Layout::kSlots> slot;
   [[maybe_unused]] uint32_t epilogue_phase = 0;
   SwapAbAccumulators<K> acc;
-  for (Tile tile; tiles.next(tile);) {
+  for (WorkTile tile; tiles.next(tile);) {
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
     else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, consumer, lane);
     if constexpr (K::kScaleBias) {

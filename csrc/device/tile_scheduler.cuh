@@ -2,20 +2,20 @@
 //
 // The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the
 // fixed number of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks,
-// numbered group after group (task_queue.cuh).
+// numbered group after group (work_queue.cuh).
 //
 // A task of a block alone is a tile. A task of a cluster of 2 x 1 is a pair of tiles one above the other, which share
 // B; an odd last row of tiles is done as pairs of tiles side by side, which share A. A task of a cluster of 1 x 2 is
 // always such a pair: both blocks then have the same number of rows, which pays where groups are so small that most
 // tiles are cut off at a group's end. Tiles of 256 rows share a group's blocks of 64 rows evenly, swap_ab ones its
-// blocks of 16. Tasks are ordered in bands of at most `band` rows of them, swept across the columns, so that the blocks
-// running at one time share few rows of A and few columns of B in the L2 cache.
+// blocks of 16. Tasks are ordered by a raster swizzle: in strips of at most `raster_swizzle` rows of them, swept across
+// the columns, so that the blocks running at one time share few rows of A and few columns of B in the L2 cache.
 //
 // Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU
 // idle: if half the height makes that up, their tiles have half of it.
 #pragma once
 #include "device/groups.cuh"
-#include "device/task_queue.cuh"
+#include "device/work_queue.cuh"
 
 namespace fusible {
 
@@ -36,7 +36,7 @@ class TileScheduler {
 
  public:
   // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
-  DEVICE static void fill(GroupTable& table, const TaskShape& shape, int lane) {
+  DEVICE static void fill(GroupTable& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
     // All at once: the rounds below wait for one another.
     for (int i = lane * 128; i < sizes.groups * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
@@ -65,14 +65,14 @@ class TileScheduler {
   }
 
   // For the producer's thread.
-  DEVICE TileScheduler(const GroupTable& table, TaskQueue& queue, const TaskShape& shape, int rank)
+  DEVICE TileScheduler(const GroupTable& table, WorkQueue& queue, const WorkShape& shape, int rank)
       : table_(table), shape_(shape), rank_(rank), tasks_(queue, shape.counter, rank) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
   DEVICE void request() { tasks_.request(); }
 
-  // False when all tasks are done. The other roles of the block read the same tiles (TileReader).
-  DEVICE bool next(Tile& tile) {
+  // False when all tasks are done. The other roles of the block read the same tiles (WorkTileReader).
+  DEVICE bool next(WorkTile& tile) {
     if (group_ >= 0) tasks_.advance();
     const bool found = find(tile);
     if (!found) tile.group = -1;
@@ -81,12 +81,12 @@ class TileScheduler {
   }
 
  private:
-  DEVICE static int rows(int tokens, const TaskShape& shape) {
+  DEVICE static int rows(int tokens, const WorkShape& shape) {
     if constexpr (kRaggedRows) return tokens;
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
-  DEVICE static void number(GroupTable& table, const TaskShape& shape, int group, int tokens, bool halved,
+  DEVICE static void number(GroupTable& table, const WorkShape& shape, int group, int tokens, bool halved,
                             int& tasks_before, int lane) {
     const bool exists = group < shape.sizes.groups;
     const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
@@ -95,7 +95,7 @@ class TileScheduler {
   }
   // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
   // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
-  DEVICE static bool halving_pays(float groups, const TaskShape& shape) {
+  DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
     const auto rounds = [&](bool halved) {
       const auto tasks = static_cast<float>(tiles_of(shape.fixed_rows, halved) * column_tasks(shape));
@@ -108,12 +108,12 @@ class TileScheduler {
     if (kHalves && halved) return (rows + kLeastRows - 1) / kLeastRows;
     return (rows + kTileM - 1) / kTileM;
   }
-  DEVICE static int column_tasks(const TaskShape& shape) { return (shape.columns + kClusterN - 1) / kClusterN; }
-  DEVICE static int tasks_of(int tokens, const TaskShape& shape, bool halved) {
+  DEVICE static int column_tasks(const WorkShape& shape) { return (shape.columns + kClusterN - 1) / kClusterN; }
+  DEVICE static int tasks_of(int tokens, const WorkShape& shape, bool halved) {
     const int tiles = tiles_of(rows(tokens, shape), halved);
     return tiles / kClusterM * column_tasks(shape) + (tiles % kClusterM ? (shape.columns + 1) / 2 : 0);
   }
-  DEVICE bool find(Tile& tile) {
+  DEVICE bool find(WorkTile& tile) {
     const int task = tasks_.task();
     if (group_ < 0 || task >= table_.tasks_end[group_]) {
       group_ = next_group(task);
@@ -124,7 +124,7 @@ class TileScheduler {
     tile.tokens_start = table_.start[group_];
     tile.tokens = table_.tokens[group_];
     tile.coordinate = shape_.coordinates ? shape_.coordinates[group_] : GroupCoordinate{group_, 0};
-    place(tile, task - first_task_, rows(tile.tokens, shape_));
+    locate(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }
   // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most
@@ -140,25 +140,25 @@ class TileScheduler {
     return before + 1;
   }
   // Row and column of a group's task number `local`.
-  DEVICE void place(Tile& tile, unsigned local, int rows) const {
+  DEVICE void locate(WorkTile& tile, unsigned local, int rows) const {
     const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM,
                    columns = column_tasks(shape_);
-    const unsigned bands = max(1u, (pairs + kVariant.band - 1) / kVariant.band),
-                   usual = (pairs + bands - 1) / bands;  // height of a band
-    const unsigned band = min(local / max(1u, usual * columns), bands - 1), within = local - band * usual * columns;
-    const bool last = band == bands - 1;
-    const unsigned height = last ? pairs - band * usual : usual;
+    const unsigned strips = max(1u, (pairs + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle),
+                   usual = (pairs + strips - 1) / strips;  // height of a strip
+    const unsigned strip = min(local / max(1u, usual * columns), strips - 1), within = local - strip * usual * columns;
+    const bool last = strip == strips - 1;
+    const unsigned height = last ? pairs - strip * usual : usual;
     unsigned pair, column;
     bool odd = false;
     if (last && tiles % kClusterM != 0) {  // two columns at a time: their pairs, then the odd row of tiles at both
       const unsigned two = within / (2 * height + 1), at = within - two * (2 * height + 1);
       odd = at >= height * min(2u, columns - 2 * two);
       const unsigned second = height && at >= height;  // of the two columns
-      pair = odd ? pairs : band * usual + at - second * height;
+      pair = odd ? pairs : strip * usual + at - second * height;
       column = 2 * two + (odd ? rank_ : second);
     } else {
       const unsigned across = within / height;
-      pair = band * usual + within - across * height;
+      pair = strip * usual + within - across * height;
       column = across * kClusterN + (kClusterN == 2 ? rank_ : 0);
     }
     cut(tile, pair * kClusterM + (odd || kClusterM == 1 ? 0 : rank_), tiles, rows);
@@ -169,7 +169,7 @@ class TileScheduler {
 
   // The rows of a group's tile number `index` of `tiles`. High and swap_ab tiles differ by at most one block: a low
   // rest would fetch as many columns of B as a high tile for little work.
-  DEVICE static void cut(Tile& tile, unsigned index, unsigned tiles, int rows) {
+  DEVICE static void cut(WorkTile& tile, unsigned index, unsigned tiles, int rows) {
     if constexpr (kVariant.swap_ab || (kTileM > 128 && kClusterM == 1)) {
       const unsigned blocks = (rows + kBlock - 1) / kBlock, least = blocks / tiles, higher = blocks - least * tiles;
       tile.row = (index * least + min(index, higher)) * kBlock;
@@ -181,9 +181,9 @@ class TileScheduler {
   }
 
   const GroupTable& table_;
-  const TaskShape& shape_;
+  const WorkShape& shape_;
   int rank_;
-  TaskSource<kCluster> tasks_;
+  WorkTileWriter<kCluster> tasks_;
   int group_ = -1, first_task_ = 0;
 };
 

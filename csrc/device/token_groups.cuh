@@ -22,9 +22,9 @@ struct TokenGroups {
   DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
     if constexpr (K::kScaleBias) {
       const int lane = threadIdx.x % 32;
-      TileReader tiles(s.tasks);
+      WorkTileReader tiles(s.work);
       uint32_t phase = 0;
-      for (Tile tile; tiles.next(tile); phase ^= 1) {
+      for (WorkTile tile; tiles.next(tile); phase ^= 1) {
         barrier_wait(&s.epilogue.empty, phase ^ 1);
         ::fusible::fill(s.epilogue.stage, p.epilogue, tile, lane);
         barrier_arrive(&s.epilogue.full);

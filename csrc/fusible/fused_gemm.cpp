@@ -100,7 +100,7 @@ GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, i
   return choose_config(p, multiprocessors, variant);
 }
 
-// Six warps finish a tile of 192 columns; a pair of blocks that share B asks least of the L2 cache, which the epilogue
+// Six warps store a tile of 192 columns; a pair of blocks that share B asks least of the L2 cache, which the epilogue
 // needs as well.
 GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int variant) {
   if (variant < 0) variant = kBackwardVariants[0];
@@ -110,8 +110,8 @@ GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int
 }
 
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
-  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/octet.cuh), rounded up by the row:
-  // linear in the rows.
+  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/epilogue_vectors.cuh), rounded up by
+  // the row: linear in the rows.
   return dbias_partials_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) +
          groups * bias_columns * int64_t{sizeof(float)};
 }
@@ -119,11 +119,11 @@ int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
   GroupedGemm gemm = as_strided(call.gemm);
   const GemmProblem& p = gemm.problem;
-  const bool keep_pre = gemm.out.data != nullptr;
+  const bool keep_preact = gemm.out.data != nullptr;
   const int64_t columns = call.activation.gated ? p.n / 2 : p.n;
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand,
                 "an activation needs a forward product into the operands' type. ", p);
-  if (!keep_pre) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
+  if (!keep_preact) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, columns);
   if (p.tokens == 0) return;
@@ -135,11 +135,11 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   if (halves) {
     params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
                                        : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
-    if (keep_pre) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
+    if (keep_preact) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
     params.epilogue.half = static_cast<int>(columns);
   }
-  params.keep_pre = keep_pre;
-  params.hidden = call.hidden;
+  params.keep_preact = keep_preact;
+  params.postact = call.hidden;
   launch(params, forward_entry(p, halves, config.variant), config, p, device, stream);
 }
 
@@ -157,9 +157,9 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (p.tokens == 0) return add_up(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
-  params.pre = call.pre;
-  params.dpre = call.dpre;
-  params.hidden = call.hidden;
+  params.preact = call.pre;
+  params.dpreact = call.dpre;
+  params.postact = call.hidden;
   char* workspace = static_cast<char*>(gemm.workspace);
   if (call.dscales) params.dscale_partials = reinterpret_cast<float*>(workspace + dscale_partials_offset(p.groups));
   if (call.dbias)

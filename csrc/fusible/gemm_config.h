@@ -22,10 +22,10 @@ enum class Layout : int {
 };
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
-// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `band` is explained
-// in device/tile_scheduler.cuh; `swap_ab` in device/swap_ab.cuh.
+// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle` is
+// explained in device/tile_scheduler.cuh; `swap_ab` in device/swap_ab.cuh.
 struct TileVariant {
-  int tile_m, tile_n, cluster_m, cluster_n, stages, band;
+  int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {

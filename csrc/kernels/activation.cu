@@ -44,20 +44,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
-      const T* pre = static_cast<const T*>(c.pre) + row * columns * (gated ? 2 : 1);
-      T* hidden = static_cast<T*>(c.hidden) + row * columns;
+      const T* preact = static_cast<const T*>(c.pre) + row * columns * (gated ? 2 : 1);
+      T* postact = static_cast<T*>(c.hidden) + row * columns;
 #pragma unroll 2
       for (unsigned column = first; column < columns; column += 32 * kVector) {
         float gate[kVector], up[kVector], out[kVector];
         const unsigned at = gated ? gate_column(column, block) : column;
-        load(gate, pre + at);
-        if constexpr (gated) load(up, pre + at + block);
+        load(gate, preact + at);
+        if constexpr (gated) load(up, preact + at + block);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
           out[i] = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha).value * in.up * scale;
         }
-        store(hidden + column, out);
+        store(postact + column, out);
       }
     });
   });
@@ -74,15 +74,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
       const int64_t wide = row * columns * (gated ? 2 : 1), narrow = row * columns;
-      const T *pre = static_cast<const T*>(c.pre) + wide, *dhidden = static_cast<const T*>(c.dhidden) + narrow;
-      T *dpre = static_cast<T*>(c.dpre) + wide, *hidden = static_cast<T*>(c.hidden) + narrow;
+      const T *preact = static_cast<const T*>(c.pre) + wide, *dpostact = static_cast<const T*>(c.dhidden) + narrow;
+      T *dpreact = static_cast<T*>(c.dpre) + wide, *postact = static_cast<T*>(c.hidden) + narrow;
       float sum = 0.f;
       for (unsigned column = lane * kVector; column < columns; column += 32 * kVector) {
         float gate[kVector], up[kVector], grad[kVector];
         const unsigned at = gated ? gate_column(column, block) : column;
-        load(gate, pre + at);
-        if constexpr (gated) load(up, pre + at + block);
-        load(grad, dhidden + column);
+        load(gate, preact + at);
+        if constexpr (gated) load(up, preact + at + block);
+        load(grad, dpostact + column);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
           up[i] = in.up_passes ? scaled * p.value : 0.f;
           grad[i] = activated * scale;
         }
-        store(dpre + at, gate);
-        if constexpr (gated) store(dpre + at + block, up);
-        if (c.hidden) store(hidden + column, grad);
+        store(dpreact + at, gate);
+        if constexpr (gated) store(dpreact + at + block, up);
+        if (c.hidden) store(postact + column, grad);
       }
       if (c.dscales) {
         for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);

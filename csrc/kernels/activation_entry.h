@@ -6,21 +6,21 @@
 
 namespace fusible {
 
-// Rows are dense: hidden [T, columns], pre and dpre [T, columns] or (gated) [T, 2 * columns]. Null: not wanted, or ones
-// (scales).
+// Rows are dense: postact [T, columns], preact and dpreact [T, columns] or (gated) [T, 2 * columns]. Null: not wanted,
+// or ones (scales).
 struct ActivationParams : GemmParams {
   Activation activation;
   RowScale scales;
   int columns;
   int block;  // columns of gate before as many of up
-  void* hidden;
+  void* postact;
   // Forward: the product goes to `out` of GemmParams.
-  bool keep_pre;
-  // Backward: the product is the gradient of `hidden`.
-  const void* pre;
-  void* dpre;
-  float* dscale_partials;  // [subtiles of 64 columns of all tiles, T]: of <dhidden, activation> by row
-  float* dbias_partials;   // [blocks of 64 rows, columns of dpre]: of dpre by column
+  bool keep_preact;
+  // Backward: the product is the gradient of `postact`.
+  const void* preact;
+  void* dpreact;
+  float* dscale_partials;  // [subtiles of 64 columns of all tiles, T]: of <dpostact, activation> by row
+  float* dbias_partials;   // [blocks of 64 rows, columns of dpreact]: of dpreact by column
 };
 
 // kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.

@@ -36,9 +36,9 @@ __device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit vis
   for (int base = 0; base <= sizes.groups; base += 32) {
     const int group = base + lane;
     const auto [start, size] = rows_of_lane(sizes, group, tokens, before, lane);
-    const int64_t rows = group == sizes.groups ? tokens - start : size, own = (rows + kChunkRows - 1) / kChunkRows,
-                  after = chunks + scan(own, lane);
-    const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - own, own));
+    const int64_t rows = group == sizes.groups ? tokens - start : size, of_group = (rows + kChunkRows - 1) / kChunkRows,
+                  after = chunks + scan(of_group, lane);
+    const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - of_group, of_group));
     if (found) return __ffs(found) - 1;
     chunks = __shfl_sync(~0u, after, 31);
   }
@@ -53,10 +53,10 @@ __device__ Chunk chunk_of_block(const SplitSizes& sizes, int64_t tokens) {
   if (threadIdx.x < 32) {
     Chunk mine{};
     const int owner =
-        walk(sizes, tokens, lane, [&](int group, int64_t first, int64_t rows, int64_t before, int64_t own) {
+        walk(sizes, tokens, lane, [&](int group, int64_t first, int64_t rows, int64_t before, int64_t of_group) {
           const int64_t skipped = (wanted - before) * kChunkRows;
           mine = {group, first + skipped, min(rows - skipped, int64_t{kChunkRows})};
-          return wanted >= before && wanted < before + own;
+          return wanted >= before && wanted < before + of_group;
         });
     if (owner < 0 && lane == 0) chunk = {sizes.groups + 1, 0, 0};
     if (lane == owner) chunk = mine;
@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ int64_t first, count;
   const int wanted = blockIdx.x, lane = threadIdx.x % 32;
   if (threadIdx.x < 32)
-    walk(sizes, tokens, lane, [&](int group, int64_t, int64_t, int64_t before, int64_t own) {
-      if (group == wanted) first = before, count = own;
+    walk(sizes, tokens, lane, [&](int group, int64_t, int64_t, int64_t before, int64_t of_group) {
+      if (group == wanted) first = before, count = of_group;
       return group == wanted;
     });
   __syncthreads();

@@ -24,8 +24,8 @@ struct GroupedGemmKernel {
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
-  static constexpr bool kWholeWarp = Epilogue::kFinishers > 0, kApart = Epilogue::kFinishers > 1;
-  static_assert(!kApart || kConsumers * Epilogue::kFinishers == 6, "two beside the producer, and a warpgroup");
+  static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
+  static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
   static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
@@ -49,7 +49,7 @@ struct GroupedGemmKernel {
     uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
-    TaskQueue tasks;
+    WorkQueue work;
     typename Groups::Table groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
@@ -61,14 +61,14 @@ struct GroupedGemmKernel {
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.out_full[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
-      barrier_init(&s.out_empty[0][i], kWholeWarp ? 32 * Epilogue::kFinishers : 1);
+      barrier_init(&s.out_empty[0][i], kWholeWarp ? 32 * Epilogue::kStoreWarps : 1);
     }
     if constexpr (kScaleBias) {
       barrier_init(&s.epilogue.full, 32);
       barrier_init(&s.epilogue.empty, kConsumers * 128);
     }
-    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kFinishers : 1)) + (kScaleBias ? 32 : 0);
-    s.tasks.init(kReaders);  // threads of the consumers, of the finishers, of the warp that fetches
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kScaleBias ? 32 : 0);
+    s.work.init(kReaders);  // threads of the consumers, of the store warps, of the warp that fetches
     barrier_init_fence();
   }
 
@@ -76,27 +76,27 @@ struct GroupedGemmKernel {
   // are all a tile has: 64 columns of 192 are a third of its work.
   static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
-  DEVICE static bool narrow(const Tile& tile, const Params& p) {
+  DEVICE static bool narrow(const WorkTile& tile, const Params& p) {
     return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
   }
 
   // A consumer's output stages of 64 rows, or fewer: of how many, rows exist; their first row in the tile; their
   // columns, in units of an output stage's. Consumers take turns with the rows of a tile, or share the columns of a
   // swap_ab one.
-  DEVICE static int row_blocks(const Tile& tile, int consumer) {
+  DEVICE static int row_blocks(const WorkTile& tile, int consumer) {
     if constexpr (kVariant.swap_ab) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
   DEVICE static int first_row(int consumer, int block) {
     return (kVariant.swap_ab ? block : consumer + block * kConsumers) * Layout::kRows;
   }
-  DEVICE static int smem_out_column(const Tile& tile, int consumer) {
+  DEVICE static int smem_out_column(const WorkTile& tile, int consumer) {
     return kVariant.swap_ab ? tile.column * kConsumers + consumer : tile.column;
   }
 
   DEVICE static void consume(Storage& s, const Params& p, int consumer) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    TileReader tiles(s.tasks);
+    WorkTileReader tiles(s.work);
     PipelineState<kStages> state;
     PipelineState<Layout::kSlots> slot;
     [[maybe_unused]] uint32_t epilogue_phase = 0;
@@ -110,13 +110,13 @@ struct GroupedGemmKernel {
       }
 #pragma unroll
       for (int part = 0; part < Layout::kParts; ++part) {
-        uint8_t* room = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
+        uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
         bool fetches = false;
         if constexpr (kFetchesOld) fetches = p.accumulate;
         barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
         if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
-          store_to_smem<Layout, Out, kFetchesOld>(acc[i], room, part, warp, lane);
-        else store_to_smem<Layout, Out>(acc[i], room, part, warp, lane);
+          store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
+        else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
         ptx::async_proxy_fence();
         if constexpr (!kWholeWarp) __syncwarp();
         if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
@@ -137,7 +137,7 @@ struct GroupedGemmKernel {
       end_tile();
       pending = false;
     };
-    Tile tile, following;
+    WorkTile tile, following;
     bool more = tiles.next(tile);
     const auto look_ahead = [&] { more = tiles.next(following); };
     for (; more; tile = following) {
@@ -191,9 +191,9 @@ struct GroupedGemmKernel {
       } else if (warp == 1) {
         Groups::template fetch<GroupedGemmKernel>(s, p);
       } else if (kWholeWarp || ptx::elect_one()) {
-        const int finisher = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
-        constexpr int kOfConsumer = kWholeWarp ? Epilogue::kFinishers : 1;
-        Epilogue::template finish<GroupedGemmKernel>(s, p, finisher / kOfConsumer, finisher % kOfConsumer);
+        const int store_warp = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
+        constexpr int kStoreThreads = kWholeWarp ? Epilogue::kStoreWarps : 1;
+        Epilogue::template store_tiles<GroupedGemmKernel>(s, p, store_warp / kStoreThreads, store_warp % kStoreThreads);
       }
       __syncwarp();
     } else {

@@ -14,7 +14,7 @@ struct GroupCoordinate {
   int near, far;
 };
 
-struct TaskShape {
+struct WorkShape {
   SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
@@ -43,7 +43,7 @@ struct EpilogueParams {
 
 struct GemmParams {
   CUtensorMap a, b, out;
-  TaskShape shape;
+  WorkShape shape;
   EpilogueParams epilogue;
   int k_blocks;     // where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =

@@ -36,10 +36,10 @@ struct Packed {
   int64_t rows, columns, start;
   bool fits;
 };
-__device__ Packed find(int64_t rows, int64_t columns, int64_t room) {
-  const int64_t size = rows * columns, counted = min(size, room + 1);  // a sum that cannot overflow
+__device__ Packed find(int64_t rows, int64_t columns, int64_t capacity) {
+  const int64_t size = rows * columns, counted = min(size, capacity + 1);  // a sum that cannot overflow
   const int64_t start = scan_block(counted) - counted;
-  return {rows, columns, start, start + size <= room};
+  return {rows, columns, start, start + size <= capacity};
 }
 
 __device__ bool reachable(const void* data, int64_t start, int64_t pitch, int element) {

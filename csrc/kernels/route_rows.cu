@@ -62,9 +62,9 @@ __device__ void each_slot(const Route& c, int64_t begin, int64_t end, int lane, 
 __device__ void scan_totals(const int* totals, int* starts, int last, int lane) {
   int before = 0;
   for (int base = 0; base <= last; base += 32) {
-    const int own = base + lane <= last ? totals[base + lane] : 0;
-    const int sum = scan(own, lane);
-    if (base + lane <= last) starts[base + lane] = before + sum - own;
+    const int of_lane = base + lane <= last ? totals[base + lane] : 0;
+    const int sum = scan(of_lane, lane);
+    if (base + lane <= last) starts[base + lane] = before + sum - of_lane;
     before += __shfl_sync(~0u, sum, 31);
   }
 }

@@ -3,8 +3,8 @@
 // the pre-activation's bias.
 #include <cuda_runtime.h>
 
+#include "device/epilogue_vectors.cuh"
 #include "device/groups.cuh"
-#include "device/octet.cuh"
 #include "fusible/error.h"
 #include "kernels/activation_entry.h"
 

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import importlib.util
-import pkgutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-import fusible.ops
-from fusible.ops import kernels
+from fusible.benchmarks import stub_extension
 
 
 class Emulation:
@@ -92,18 +87,9 @@ class _Made:
 
 
 @contextmanager
-def installed(emulation: Emulation) -> Iterator[None]:
+def installed(emulation: object) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
-    answers = {"library": lambda: emulation, "stream": lambda device: 0, "device_refusal": lambda device: None}
     gc.freeze()  # what is older than the tests is not asked for its storage at every call
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "fusible.ops._C", emulation)  # type: ignore[arg-type]
-        patch.setattr(fusible.ops, "_C", emulation, raising=False)
-        patch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-        patch.setattr(torch.Tensor, "is_cuda", True)
-        for found in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-            module = importlib.import_module(found.name)
-            for function in answers.keys() & vars(module).keys():
-                patch.setattr(module, function, answers[function])
+    with stub_extension.installed(emulation):
         yield
     gc.unfreeze()

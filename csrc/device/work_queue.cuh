@@ -1,4 +1,4 @@
-// Which task comes next, and the tiles that tasks become, on their way to every role of a block.
+// The work queue of a block: which task comes next, and the tiles that tasks become, on their way to every role.
 //
 // Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a
 // cluster asks for a task when it is ready for it, which evens out tasks of different sizes. The first block's producer
@@ -13,7 +13,7 @@ namespace fusible {
 
 constexpr int kQueueDepth = 4;
 
-struct Tile {
+struct WorkTile {
   int group;                   // -1 after the last tile
   int tokens_start, tokens;    // the group's first token in the buffer, and its number of tokens
   GroupCoordinate coordinate;  // of the group's matrix
@@ -23,11 +23,11 @@ struct Tile {
   bool idle;                   // nothing to compute here: this block only helps the other one to its half of A
 };
 
-struct TaskQueue {
+struct WorkQueue {
   int numbers[kQueueDepth];            // of tasks, sent by the first block of a cluster of two to the second
   uint64_t number_sent[kQueueDepth];   // of the second block
   uint64_t number_taken[kQueueDepth];  // of the first block
-  Tile tiles[kQueueDepth];
+  WorkTile tiles[kQueueDepth];
   uint64_t tile_ready[kQueueDepth], tile_taken[kQueueDepth];
 
   // `readers` are the threads that read every tile.
@@ -41,11 +41,11 @@ struct TaskQueue {
   }
 };
 
-// A producer's end: numbers of tasks in, tiles out.
+// A producer's end: numbers of tasks in, work tiles out.
 template <int kCluster>
-class TaskSource {
+class WorkTileWriter {
  public:
-  DEVICE TaskSource(TaskQueue& queue, unsigned* counter, int rank)
+  DEVICE WorkTileWriter(WorkQueue& queue, unsigned* counter, int rank)
       : queue_(queue),
         counter_(rank == 0 ? counter : nullptr),
         dynamic_(counter),
@@ -85,7 +85,7 @@ class TaskSource {
     state_.advance();
   }
 
-  DEVICE void publish(const Tile& tile) {
+  DEVICE void publish(const WorkTile& tile) {
     barrier_wait(&queue_.tile_taken[tiles_.stage], tiles_.phase ^ 1);
     queue_.tiles[tiles_.stage] = tile;
     barrier_arrive(&queue_.tile_ready[tiles_.stage]);
@@ -93,7 +93,7 @@ class TaskSource {
   }
 
  private:
-  TaskQueue& queue_;
+  WorkQueue& queue_;
   unsigned* counter_;
   bool dynamic_, sends_;
   int task_, requested_ = 0;
@@ -101,13 +101,13 @@ class TaskSource {
   PipelineState<kQueueDepth> state_, tiles_;
 };
 
-// Any other role's end: the tiles in turn. For each thread of it alone.
-class TileReader {
+// Any other role's end: the work tiles in turn. For each thread of it alone.
+class WorkTileReader {
  public:
-  DEVICE explicit TileReader(TaskQueue& queue) : queue_(queue) {}
+  DEVICE explicit WorkTileReader(WorkQueue& queue) : queue_(queue) {}
 
   // False when all tiles are done.
-  DEVICE bool next(Tile& tile) {
+  DEVICE bool next(WorkTile& tile) {
     barrier_wait(&queue_.tile_ready[state_.stage], state_.phase);
     tile = queue_.tiles[state_.stage];
     barrier_arrive(&queue_.tile_taken[state_.stage]);
@@ -116,7 +116,7 @@ class TileReader {
   }
 
  private:
-  TaskQueue& queue_;
+  WorkQueue& queue_;
   PipelineState<kQueueDepth> state_;
 };
 

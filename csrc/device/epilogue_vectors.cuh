@@ -1,8 +1,8 @@
-// What the epilogues of activations share: octets, which are eight neighbouring columns of the hidden rows, and their
-// gates and ups.
+// What the epilogues of activations share: 8-wide vectors, which are eight neighbouring columns of the postact rows,
+// and their gates and ups.
 //
-// Whole warps finish 64 rows while the consumers multiply the next tile. A quarter of a warp has a row, and every lane
-// an octet of it: 16 bytes. Everything is computed in fp32 from values that are rounded as the unfused kernels would
+// Whole warps store 64 rows while the consumers multiply the next tile. A quarter of a warp has a row, and every lane
+// a vector of it: 16 bytes. Everything is computed in fp32 from values that are rounded as the unfused kernels would
 // have stored them, and rounded once.
 #pragma once
 #include "device/activation.cuh"
@@ -11,42 +11,52 @@
 
 namespace fusible {
 
-DEVICE int subtile_offset(int row, int octet) { return octet / 8 * kSubtileBytes + in_subtile(row, octet % 8); }
+DEVICE int subtile_offset(int row, int vector) { return vector / 8 * kSubtileBytes + in_subtile(row, vector % 8); }
 
-// Where the gate of the hidden columns `column` to `column + 7` begins in a row; their up is `up_distance` further.
+// Where the gate of the postact columns `column` to `column + 7` begins in a row; their up is `up_distance` further.
 // Where blocks are narrower than eight, the sixteen columns of both are neighbours.
 DEVICE int gate_vector_column(int column, int block) {
   return block < 8 ? 2 * column : column / block * 2 * block + column % block;
 }
 DEVICE int up_distance(int block) { return block < 8 ? 8 : block; }
 
-// Sixteen neighbouring columns in which blocks of 1, 2 or 4 of gate and up alternate, as eight of gate and eight of up;
-// and back.
-DEVICE void separate(uint4& first, uint4& second, int block) {
+// Exchanges the second and the third quarter of every 4 * kWidth of sixteen columns.
+template <int kWidth>
+DEVICE void exchange_middle(uint4& first, uint4& second) {
   const uint4 p = first, q = second;
-  if (block == 1) {
-    first = {__byte_perm(p.x, p.y, 0x5410), __byte_perm(p.z, p.w, 0x5410), __byte_perm(q.x, q.y, 0x5410),
-             __byte_perm(q.z, q.w, 0x5410)};
-    second = {__byte_perm(p.x, p.y, 0x7632), __byte_perm(p.z, p.w, 0x7632), __byte_perm(q.x, q.y, 0x7632),
-              __byte_perm(q.z, q.w, 0x7632)};
-  } else if (block == 2) {
-    first = {p.x, p.z, q.x, q.z}, second = {p.y, p.w, q.y, q.w};
-  } else if (block == 4) {
+  const auto low = [](uint32_t x, uint32_t y) INLINE { return __byte_perm(x, y, 0x5410); };
+  const auto high = [](uint32_t x, uint32_t y) INLINE { return __byte_perm(x, y, 0x7632); };
+  if constexpr (kWidth == 1) {
+    first = {low(p.x, p.y), high(p.x, p.y), low(p.z, p.w), high(p.z, p.w)};
+    second = {low(q.x, q.y), high(q.x, q.y), low(q.z, q.w), high(q.z, q.w)};
+  } else if constexpr (kWidth == 2) {
+    first = {p.x, p.z, p.y, p.w}, second = {q.x, q.z, q.y, q.w};
+  } else {
     first = {p.x, p.y, q.x, q.y}, second = {p.z, p.w, q.z, q.w};
   }
 }
+// Calls body(block) with a block of 1, 2 or 4 columns that the compiler knows; not at all for wider ones.
+template <class Body>
+DEVICE void with_narrow_block(int block, Body body) {
+  if (block == 1) body(std::integral_constant<int, 1>());
+  else if (block == 2) body(std::integral_constant<int, 2>());
+  else if (block == 4) body(std::integral_constant<int, 4>());
+}
+// Sixteen neighbouring columns in which blocks of 1, 2 or 4 of gate and up alternate, as eight of gate and eight of up;
+// and back. An exchange joins blocks of one kind to blocks of twice the width, and splits them as well.
+DEVICE void separate(uint4& first, uint4& second, int block) {
+  with_narrow_block(block, [&](auto width) INLINE {
+    if constexpr (width.value <= 1) exchange_middle<1>(first, second);
+    if constexpr (width.value <= 2) exchange_middle<2>(first, second);
+    exchange_middle<4>(first, second);
+  });
+}
 DEVICE void join(uint4& gate, uint4& up, int block) {
-  const uint4 g = gate, u = up;
-  if (block == 1) {
-    gate = {__byte_perm(g.x, u.x, 0x5410), __byte_perm(g.x, u.x, 0x7632), __byte_perm(g.y, u.y, 0x5410),
-            __byte_perm(g.y, u.y, 0x7632)};
-    up = {__byte_perm(g.z, u.z, 0x5410), __byte_perm(g.z, u.z, 0x7632), __byte_perm(g.w, u.w, 0x5410),
-          __byte_perm(g.w, u.w, 0x7632)};
-  } else if (block == 2) {
-    gate = {g.x, u.x, g.y, u.y}, up = {g.z, u.z, g.w, u.w};
-  } else if (block == 4) {
-    gate = {g.x, g.y, u.x, u.y}, up = {g.z, g.w, u.z, u.w};
-  }
+  with_narrow_block(block, [&](auto width) INLINE {
+    exchange_middle<4>(gate, up);
+    if constexpr (width.value <= 2) exchange_middle<2>(gate, up);
+    if constexpr (width.value <= 1) exchange_middle<1>(gate, up);
+  });
 }
 
 // The ups of what is not gated.
@@ -86,9 +96,9 @@ struct SmemOutRows {
 template <class K, class Body>
 DEVICE void each_smem_out(typename K::Storage& s, const typename K::Params& p, int consumer, Body body) {
   static_assert(K::Layout::kRows == 64, "an output stage is as many rows as RowScales keeps");
-  TileReader tiles(s.tasks);
+  WorkTileReader tiles(s.work);
   PipelineState<K::Layout::kSlots> slot;
-  for (Tile tile; tiles.next(tile);) {
+  for (WorkTile tile; tiles.next(tile);) {
     for (int block = 0, blocks = K::row_blocks(tile, consumer); block < blocks; ++block) {
       const int first = K::first_row(consumer, block);
       const SmemOutRows rows{tile.tokens_start + tile.row + first, min(64, tile.rows - first)};

@@ -1,0 +1,183 @@
+"""The structure of the tree in numbers: functions that a call runs, imports between parts, lines.
+
+``python -m fusible.benchmarks.structure`` prints Markdown. ``--tree PATH`` looks at another checkout, say an older one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import networkx as nx
+
+from . import call_counts
+from .call_counts import Counts
+from .timing import markdown
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("fuser", "ops", "integrations")
+EXTENSION = "ops._C"
+PYTHON = (*PACKAGES, "fusible", "benchmarks", "examples", "tests")
+
+
+def python_files(tree: Path, folder: str) -> list[Path]:
+    """Links are not followed: every file counts once."""
+    return [path for path in sorted((tree / folder).rglob("*.py")) if not path.parent.is_symlink()]
+
+
+# ---- imports
+
+
+class Imports(NamedTuple):
+    """Who imports whom; imports inside functions and for types included."""
+
+    files: nx.DiGraph[str]
+    boxes: nx.DiGraph[str]  # a file, or a subpackage with all that is in it
+
+    @classmethod
+    def of(cls, tree: Path, packages: Sequence[str] = PACKAGES) -> Imports:
+        """Of the files in these packages, among each other."""
+        paths = {module_name(path.relative_to(tree)): path for p in packages for path in python_files(tree, p)}
+        files: nx.DiGraph[str] = nx.DiGraph()
+        files.add_nodes_from(paths)
+        for name, path in paths.items():
+            targets = {target for imported in imported_names(path, tree) if (target := module_in(imported, paths))}
+            files.add_edges_from((name, target) for target in targets - {name})
+        boxes: nx.DiGraph[str] = nx.DiGraph()
+        subpackages = {".".join(name.split(".")[:2]) for name in paths if name.count(".") > 1}
+        boxes.add_nodes_from(box_of(name, subpackages) for name in files)
+        pairs = ((box_of(a, subpackages), box_of(b, subpackages)) for a, b in files.edges)
+        boxes.add_edges_from((a, b) for a, b in pairs if a != b)
+        return cls(files, boxes)
+
+
+def module_name(path: Path) -> str:
+    """ "fuser.op" for fuser/op.py, "fuser" for its __init__.py."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_names(path: Path, tree: Path) -> Iterator[str]:
+    """The dotted names that a file imports; relative ones are resolved, and "fusible." is left out."""
+    package = path.relative_to(tree).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *filter(None, [node.module])]).removeprefix("fusible.")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("fusible.") for alias in node.names)
+
+
+def module_in(name: str, modules: Iterable[str]) -> str | None:
+    """The module that an imported name is, or stands in. The compiled extension has no file here."""
+    return next((m for m in (name, name.rpartition(".")[0]) if m in modules and name != EXTENSION), None)
+
+
+def box_of(name: str, subpackages: set[str]) -> str:
+    head = ".".join(name.split(".")[:2])
+    return head if head in subpackages else name
+
+
+def cycles(graph: nx.DiGraph[str]) -> list[set[str]]:
+    """The sets of nodes that reach one another, the largest first."""
+    found = [part for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    return sorted(found, key=len, reverse=True)
+
+
+def layers(graph: nx.DiGraph[str]) -> list[list[str]]:
+    """The nodes by their longest way down; those of a cycle are in one layer."""
+    condensed = nx.condensation(graph)
+    height: dict[int, int] = {}
+    for part in reversed(list(nx.topological_sort(condensed))):
+        height[part] = 1 + max((height[below] for below in condensed.successors(part)), default=-1)
+    rows: list[list[str]] = [[] for _ in range(1 + max(height.values(), default=-1))]
+    for part, row in height.items():
+        rows[row] += condensed.nodes[part]["members"]
+    return [sorted(row) for row in rows]
+
+
+def describe_cycles(graph: nx.DiGraph[str]) -> str:
+    return ", ".join(f"one of {len(part)}" for part in cycles(graph)) or "none"
+
+
+# ---- lines
+
+
+class Lines(NamedTuple):
+    files: int
+    lines: int
+
+    @classmethod
+    def of(cls, paths: Iterable[Path]) -> Lines:
+        counts = [len(path.read_text().splitlines()) for path in paths]
+        return cls(len(counts), sum(counts))
+
+
+def lines_by_package(tree: Path) -> dict[str, Lines]:
+    """Python by package; the sources of the CUDA kernels with their headers."""
+    csrc = sorted(path for path in (tree / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h"))
+    return {**{p: Lines.of(python_files(tree, p)) for p in PYTHON}, "csrc": Lines.of(csrc)}
+
+
+# ---- tables
+
+
+def count_calls(tree: Path) -> dict[str, Counts]:
+    """In this tree on a CPU and by the stub; in another one on a CPU alone, by a process that imports it."""
+    if tree == ROOT:
+        return {**call_counts.on_cpu(), **call_counts.with_stub()}
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    command = [sys.executable, "-P", str(call_counts.__file__)]
+    printed = subprocess.run(command, env=environment, cwd=tree, check=True, capture_output=True, text=True).stdout
+    return {name: Counts(*counts) for name, counts in json.loads(printed).items()}
+
+
+def table_of_calls(tree: Path) -> str:
+    rows = [(name, *map(str, counts)) for name, counts in count_calls(tree).items()]
+    return markdown(("call", "functions", "files", "hops"), rows)
+
+
+def table_of_imports(tree: Path) -> str:
+    rows = []
+    for packages in (*((p,) for p in PACKAGES), PACKAGES):
+        files, boxes = Imports.of(tree, packages)
+        sizes = len(files), files.number_of_edges(), describe_cycles(files)
+        shape = len(boxes), boxes.number_of_edges(), len(layers(boxes)), describe_cycles(boxes)
+        rows.append((" + ".join(packages), *map(str, sizes), *map(str, shape)))
+    columns = "files", "imports", "cycles of files", "boxes", "arrows", "layers", "cycles of boxes"
+    return markdown(("package", *columns), rows)
+
+
+def list_of_layers(tree: Path) -> str:
+    """The boxes of each package, the lowest layer first."""
+    lines = []
+    for package in PACKAGES:
+        rows = layers(Imports.of(tree, (package,)).boxes)
+        names = [", ".join(name.removeprefix(f"{package}.") for name in row) for row in rows]
+        lines += [f"- {package}, layer {i}: {row}" for i, row in enumerate(names)]
+    return "\n".join(lines)
+
+
+def table_of_lines(tree: Path) -> str:
+    found = lines_by_package(tree)
+    return markdown(("lines", "files", "lines"), [(name, *map(str, lines)) for name, lines in found.items()])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints calls, imports, layers and lines as Markdown."""
+    parser = argparse.ArgumentParser(prog="structure", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the root of a checkout; this one by default")
+    tree = parser.parse_args(argv).tree.resolve()
+    for section in (table_of_calls, table_of_imports, list_of_layers, table_of_lines):
+        print(section(tree) + "\n")
+
+
+if __name__ == "__main__":
+    main()
