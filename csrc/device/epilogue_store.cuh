@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue of a product alone: one thread for each consumer copies its output stages to where they belong.
 #pragma once
 #include "device/epilogue.cuh"

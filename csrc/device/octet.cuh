@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the epilogues of activations share: octets, which are eight neighbouring columns of the hidden rows, and their
 // gates and ups.
 //

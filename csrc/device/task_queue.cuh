@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which task comes next, and the tiles that tasks become, on their way to every role of a block.
 //
 // Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a
