@@ -6,11 +6,10 @@ import argparse
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 
 import torch
 
-from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config
+from . import GroupedLinear, Scale, Sequential, SwiGLU, __version__, config, installation
 from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline, routing
 from .benchmarks.arguments import file
 from .benchmarks.problem import add_size_arguments, sizes_of
@@ -23,9 +22,9 @@ def info(argv: Sequence[str]) -> None:
     """Prints versions, the device, the fusions, and which backends run here, or why not."""
     argparse.ArgumentParser(prog="fusible info", description=info.__doc__).parse_args(argv)
     cuda = torch.cuda.is_available()
-    kernels = "built" if find_spec("fusible.ops._C") else "not built (no nvcc at installation, or FUSIBLE_BUILD_CUDA=0)"
     device = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else "no CUDA device"
-    print(f"fusible   {__version__}, CUDA extension {kernels}")
+    print(f"fusible   {__version__} from {installation.FOLDER}")
+    print(f"kernels   {installation.kernels()}")
     print(f"torch     {torch.__version__}, {torch.get_num_threads()} CPU threads")
     print(f"python    {platform.python_version()}, {platform.system()} {platform.machine()}")
     print(f"device    {device}")

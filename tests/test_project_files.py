@@ -70,6 +70,19 @@ def test_the_public_ci_runs_what_runs_here() -> None:
     assert (ROOT / ".ci" / "run").is_file()
 
 
+def test_the_wheel_job_runs_the_one_command() -> None:
+    assert re.search(r"run: make wheels$", read(".github/workflows/wheels.yml"), re.MULTILINE)
+    assert re.search(r"^wheels:.*\n\t\.ci/wheels$", read("Makefile"), re.MULTILINE)
+
+
+def test_wheels_are_built_for_every_python_that_is_promised() -> None:
+    promised = re.findall(r"Python :: (3\.\d+)", read("pyproject.toml"))
+    built = re.search(r"PYTHONS:-([\d. ]+)\}", read(".ci/wheels"))
+
+    assert built is not None
+    assert built[1].split() == promised
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"])
 def test_links_of_project_pages_lead_somewhere(page: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", read(page)) if "://" not in link]
