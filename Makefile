@@ -4,15 +4,19 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Threads that wait for one another stop spinning soon: on a shared machine, spinning takes the CPU from those waited for,
 # and a step of the demo was measured to take 40 times as long.
 export GOMP_SPINCOUNT ?= 10000
 CUDA_SOURCES := $(shell find csrc -type f)
 
-.PHONY: demo test lint types bench clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types bench wheels clean
 
-demo: $(VENV)/installed ## trains a small language model for a minute, then shows how its experts run
+help: ## what can be made
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+demo: $(VENV)/package ## trains a small language model for a minute, then shows how its experts run
 	$(BIN)/python -m fusible demo $(ARGS)
 
 test: $(VENV)/installed ## the tests that need no GPU; with one: make test ARGS="-m cuda"
@@ -29,11 +33,14 @@ types: $(VENV)/installed ## types, strictly
 bench: $(VENV)/installed ## times the experts against what people write by hand
 	$(BIN)/python -m fusible bench $(ARGS)
 
-clean:
-	rm -rf $(VENV) build fusible.egg-info
+wheels: ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is here, in dist/; needs nvcc, but no GPU
+	.ci/wheels
+
+clean: ## takes away .venv and everything that was built
+	rm -rf $(VENV) build dist fusible.egg-info
 
 # installs what a list in pyproject.toml names, the package itself not being needed for it
-install_listed = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt && $(PIP) install -r $@.txt
+install_listed = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt && $(PIP) install -q -r $@.txt
 
 # the environment, with no more in it than csrc is built with
 $(VENV)/tools: pyproject.toml
@@ -42,14 +49,23 @@ $(VENV)/tools: pyproject.toml
 	$(call install_listed,p["build-system"]["requires"])
 	@touch $@
 
-# with torch and all else that the package and its tests import
-$(VENV)/dependencies: $(VENV)/tools pyproject.toml
+# with what the package needs. Torch is a large download, whose progress pip shows.
+$(VENV)/torch: $(VENV)/tools
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
-	$(call install_listed,p["project"]["dependencies"] + p["project"]["optional-dependencies"]["dev"])
+	$(call install_listed,p["project"]["dependencies"])
 	@touch $@
 
-# the package itself, editable; again when what it is built from changes. Built with the pybind11 of this environment: with that of a
-# passing one, bindings.cpp would be compiled again at the next build.
-$(VENV)/installed: $(VENV)/dependencies setup.py $(CUDA_SOURCES)
-	$(PIP) install --no-build-isolation -e '.[dev]'
+# the package itself, editable; again when what it is built from changes. What is compiled is compiled first, because pip hides the
+# progress. Built with the pybind11 of this environment: with that of a passing one, bindings.cpp would be compiled again at the next build.
+$(VENV)/package: $(VENV)/torch setup.py $(CUDA_SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+# and all that its tests and checks import
+$(VENV)/dependencies: $(VENV)/torch pyproject.toml
+	$(call install_listed,p["project"]["optional-dependencies"]["dev"])
+	@touch $@
+
+$(VENV)/installed: $(VENV)/package $(VENV)/dependencies
 	@touch $@

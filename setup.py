@@ -1,6 +1,7 @@
 """Builds `fusible.ops._C` with nvcc and ninja; everything else about the package stands in pyproject.toml.
 
-FUSIBLE_BUILD_CUDA=auto (default) builds the extension where nvcc is found, 0 never builds it, 1 fails without nvcc.
+FUSIBLE_BUILD_CUDA=auto (default) builds the extension where nvcc is and a Hopper GPU is visible, 0 never builds it,
+1 builds it without the GPU too, and fails without nvcc. Where it is left out, a file in the package says why.
 `python setup.py build_ext --inplace` rebuilds what changed (objects are kept in build/); `python setup.py kernels`
 does the same and prints each source's kernels, registers, code size and compile time. Both fail on a register spill
 and on any advice of ptxas against a kernel (C75xx, C76xx: wgmma made serial, setmaxnreg ignored), which cost a
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from setuptools import Command, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 BUILD = Path(
@@ -30,6 +33,8 @@ LIBRARY = BUILD / "_C.so"  # copied to where setuptools wants it
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 FLAGS = f"-O3 -std=c++20 {ARCHITECTURE} -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v -Icsrc"
 OLDEST_NVCC = (12, 4)
+OPS = Path("fusible", "ops")
+NOTE = "left_out.txt"  # in the package: why it has no kernels; `fusible info` reads it
 
 
 class BuildError(Exception):
@@ -64,21 +69,52 @@ def find_ninja() -> str:
         return path
 
 
-def wants_cuda() -> bool:
-    """What FUSIBLE_BUILD_CUDA asks for, given whether nvcc is here; empty is as good as unset."""
+def compute_capabilities() -> list[str]:
+    """Those of the GPUs of this machine, as nvidia-smi says, or else torch, where it is installed."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    try:
+        import torch
+    except ImportError:
+        return []
+    devices = range(torch.cuda.device_count())
+    return [".".join(map(str, torch.cuda.get_device_capability(device))) for device in devices]
+
+
+@cache
+def left_out() -> str | None:
+    """Why the kernels are not built; None: they are. An empty FUSIBLE_BUILD_CUDA is as good as none."""
     choice = os.environ.get("FUSIBLE_BUILD_CUDA") or "auto"
     if choice not in ("auto", "0", "1"):
         raise SystemExit(f"FUSIBLE_BUILD_CUDA must be auto, 0 or 1, got {choice!r}")
     if choice == "0":
-        return False
+        return "FUSIBLE_BUILD_CUDA=0"
     try:
         find_nvcc()
     except BuildError as error:
         if choice == "1":
             raise SystemExit(f"FUSIBLE_BUILD_CUDA=1, but {error}") from None
-        print(f"fusible: CUDA kernels are not built: {error}", file=sys.stderr)
-        return False
-    return True
+        return str(error)
+    capabilities = [] if choice == "1" else compute_capabilities()
+    if choice == "1" or any(capability.startswith("9.") for capability in capabilities):
+        return None
+    seen = f"only compute capability {', '.join(capabilities)}" if capabilities else "no GPU at all"
+    return f"no Hopper GPU is visible, {seen}"
+
+
+def note_what_is_left_out(package: Path) -> None:
+    """Says why the kernels are left out, in a line and in a file of the package. There is no file if they are built."""
+    reason, note = left_out(), package / NOTE
+    if reason is None:
+        note.unlink(missing_ok=True)
+        return
+    cure = "FUSIBLE_BUILD_CUDA=1 builds them wherever nvcc is"
+    print(f"fusible: CUDA kernels are not built: {reason}. {cure}.", file=sys.stderr, flush=True)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(reason + "\n")
 
 
 def sources() -> list[Path]:
@@ -165,20 +201,43 @@ def check_kernels() -> None:
         raise SystemExit("ptxas is not content with the kernels:\n  " + "\n  ".join(advice))
 
 
+class BuildPackage(build_py):
+    """`build_py`, and a file that says why there are no kernels."""
+
+    def run(self) -> None:
+        super().run()
+        note_what_is_left_out(ROOT / OPS if self.editable_mode else Path(self.build_lib) / OPS)
+
+
 class BuildKernels(build_ext):
     """`build_ext` through nvcc and ninja."""
+
+    def run(self) -> None:
+        super().run()
+        if self.inplace:
+            note_what_is_left_out(ROOT / OPS)
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_ninja_file(find_nvcc())
-        jobs = str(len(os.sched_getaffinity(0)))
-        if subprocess.run(
-            [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", jobs], cwd=ROOT, check=False
-        ).returncode:
-            raise SystemExit("the CUDA kernels do not compile (see above); FUSIBLE_BUILD_CUDA=0 installs without them")
+        compile_kernels()
         check_kernels()
         shutil.copy(ROOT / LIBRARY, target)
+
+
+def compile_kernels() -> None:
+    """Compiles what has changed. A line for each source says how many are done, and for how many seconds."""
+    write_ninja_file(find_nvcc())
+    jobs = len(os.sched_getaffinity(0))
+    print(
+        f"fusible: compiling what has changed of {len(sources())} sources for sm_90a, {jobs} at a time, which takes "
+        "minutes; FUSIBLE_BUILD_CUDA=0 leaves them out.",
+        flush=True,
+    )
+    ninja = [find_ninja(), "-f", str(BUILD / "build.ninja"), "-j", str(jobs)]
+    lines = {**os.environ, "NINJA_STATUS": "[%f/%t, %e s] ", "TERM": "dumb"}  # a line each, not one that is rewritten
+    if subprocess.run(ninja, cwd=ROOT, env=lines, check=False).returncode:
+        raise SystemExit("the CUDA kernels do not compile (see above); FUSIBLE_BUILD_CUDA=0 installs without them")
 
 
 class ListKernels(Command):
@@ -191,6 +250,8 @@ class ListKernels(Command):
     def finalize_options(self) -> None: ...
 
     def run(self) -> None:
+        if (reason := left_out()) is not None:
+            raise SystemExit(f"there are no kernels to list: {reason}. FUSIBLE_BUILD_CUDA=1 builds them.")
         self.run_command("build_ext")
         kernels, _ = read_kernels()
         seconds = {}
@@ -210,6 +271,6 @@ class ListKernels(Command):
 setup(
     packages=find_packages(include=["fusible", "fusible.*"]),
     package_data={"fusible": ["py.typed"], "fusible.ops": ["*.pyi"]},
-    ext_modules=[Extension("fusible.ops._C", sources=[])] if wants_cuda() else [],
-    cmdclass={"build_ext": BuildKernels, "kernels": ListKernels},
+    ext_modules=[Extension("fusible.ops._C", sources=[])] if left_out() is None else [],
+    cmdclass={"build_py": BuildPackage, "build_ext": BuildKernels, "kernels": ListKernels},
 )

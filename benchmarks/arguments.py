@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+
+class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
+    """Help that tells the defaults, where there is something to tell."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        if action.default in (None, False):
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
+
+
+def command(name: str, description: str | None) -> ArgumentParser:
+    """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``."""
+    line = (description or "").partition("\n")[0]
+    parser = ArgumentParser(prog=f"fusible {name}", description=line, formatter_class=HelpWithDefaults)
+    parser.add_argument("--json", action="store_true", help="print data, and nothing else")
+    return parser
 
 
 def positive(text: str) -> int:
@@ -55,8 +74,9 @@ def plot(text: str) -> Path:
 
 def add_common_arguments(parser: ArgumentParser, rounds: int) -> None:
     """Where it runs, how often, and where the results go."""
-    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=positive, default=rounds)
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=device, default=here, help="where it runs")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="how often each is timed; the median counts")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
 
 

@@ -23,7 +23,7 @@ import fusible
 from fusible.fuser.config import BACKENDS
 from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 
-from .arguments import duration
+from .arguments import command, duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles
 from .problem import DISTRIBUTIONS, Asked, InaccurateError, add_asked_arguments, asked
 from .report import Report, describe
@@ -172,15 +172,14 @@ def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures every preset, number of tokens and distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
-    report = Report(args.out)
-    with fusible.config(backend=args.backend):
+    with Report(args.out, args.json) as report, fusible.config(backend=args.backend):
         for case in asked(args):
             run(args, case, report)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
-    parser = argparse.ArgumentParser(prog="fusible bench grouped_gemm", description=description)
+    cuda = torch.cuda.is_available()
+    parser = command("bench grouped_gemm", __doc__)
     add_asked_arguments(parser, [8192, 32768], CONTESTANTS, rounds=10)
     parser.set_defaults(distribution=list(DISTRIBUTIONS) if cuda else ["random"])
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")

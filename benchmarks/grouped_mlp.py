@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import add_plot_argument
+from .arguments import add_plot_argument, command
 from .contestants import CONTESTANTS, Contestant, race, refusal
 from .plots import bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
@@ -92,27 +92,36 @@ def table(problem: Problem, measured: Mapping[str, Measured]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
-    report, (experts, features, hidden, rows) = Report(args.out), sizes_of(args)
     speeds: dict[str, dict[str, float]] = {}
-    for distribution in args.distribution:
-        splits = split_sizes(distribution, experts, rows)
-        problem = Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
-        contestants = race(problem, args.contestants)
-        left_out = [f"{n} {why}" for n in args.contestants if (why := refusal(n, problem))]
-        print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
-        measured = measure(problem, contestants, args.rounds)
-        notes = [f"\nLeft out: {'; '.join(left_out)}."] if left_out else []
-        text = "\n".join([f"### {describe(problem)}, {distribution}\n", table(problem, measured), *notes])
-        found = {name: m._asdict() for name, m in measured.items()}
-        report.add(text, [{"problem": describe(problem), "distribution": distribution, "contestants": found}])
-        speeds[distribution] = {name: 3 * problem.flops / m.step / 1e12 for name, m in measured.items()}
+    with Report(args.out, args.json) as report:
+        for distribution in args.distribution:
+            problem = _problem(args, distribution)
+            speeds[distribution] = _measure_problem(problem, distribution, args, report)
     if args.plot:
         bars(args.plot, speeds, f"experts, forward and backward: {describe(problem)}", "TFLOP/s")
 
 
+def _problem(args: argparse.Namespace, distribution: str) -> Problem:
+    experts, features, hidden, rows = sizes_of(args)
+    splits = split_sizes(distribution, experts, rows)
+    return Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
+
+
+def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
+    """Measures the contestants and reports them; returns their operations a second, in trillions."""
+    contestants = race(problem, args.contestants)
+    left_out = [f"{n} {why}" for n in args.contestants if (why := refusal(n, problem))]
+    print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
+    measured = measure(problem, contestants, args.rounds)
+    notes = [f"\nLeft out: {'; '.join(left_out)}."] if left_out else []
+    text = "\n".join([f"### {describe(problem)}, {distribution}\n", table(problem, measured), *notes])
+    found = {name: m._asdict() for name, m in measured.items()}
+    report.add(text, [{"problem": describe(problem), "distribution": distribution, "contestants": found}])
+    return {name: 3 * problem.flops / m.step / 1e12 for name, m in measured.items()}
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    description = __doc__.splitlines()[0] if __doc__ else None
-    parser = argparse.ArgumentParser(prog="fusible bench mlp", description=description)
+    parser = command("bench mlp", __doc__)
     add_size_arguments(parser, tokens=1024)
     add_run_arguments(parser, CONTESTANTS, rounds=30)
     add_plot_argument(parser)

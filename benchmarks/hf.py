@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .arguments import add_common_arguments, positive
+from .arguments import add_common_arguments, command, positive
 from .problem import DTYPES, InaccurateError
 from .report import Report
 from .timing import interleaved, kept_bytes, markdown, peak_bytes
@@ -255,14 +255,18 @@ def _milliseconds(seconds: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every model that is asked for, and prints Markdown."""
     args = _arguments(argv)
-    report = Report(args.out)
-    for name in args.model:
-        block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype], args.layers)
-        print(f"{name}: {', '.join(args.implementations)} …", file=sys.stderr, flush=True)
-        measured = measure(block, args.implementations, args.tokens, args.rounds)
-        about = _describe(name, block)
-        found = {n: m._asdict() for n, m in measured.items()}
-        report.add(f"### {about}\n\n{table(measured, args.tokens)}", [{"model": about, "implementations": found}])
+    with Report(args.out, args.json) as report:
+        for name in args.model:
+            _measure_model(name, args, report)
+
+
+def _measure_model(name: str, args: argparse.Namespace, report: Report) -> None:
+    block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype], args.layers)
+    print(f"{name}: {', '.join(args.implementations)} …", file=sys.stderr, flush=True)
+    measured = measure(block, args.implementations, args.tokens, args.rounds)
+    about = _describe(name, block)
+    found = {n: m._asdict() for n, m in measured.items()}
+    report.add(f"### {about}\n\n{table(measured, args.tokens)}", [{"model": about, "implementations": found}])
 
 
 def _describe(name: str, block: Block) -> str:
@@ -280,15 +284,16 @@ def _describe(name: str, block: Block) -> str:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="fusible bench hf", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3-moe"])
-    parser.add_argument("--tokens", type=positive, default=8192 if cuda else 64)
+    parser = command("bench hf", __doc__)
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3-moe"], help="whose block")
+    parser.add_argument("--tokens", type=positive, default=8192 if cuda else 64, help="in a batch")
     parser.add_argument(
         "--shrink", type=positive, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
     )
-    parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=[*STOCK, "fusible"])
+    names = [*STOCK, "fusible"]
+    parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=names, help="of the experts")
     parser.add_argument("--layers", type=positive, default=1, help="blocks in a row")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of tokens and weights")
     add_common_arguments(parser, rounds=10 if cuda else 3)
     return parser.parse_args(argv)
 

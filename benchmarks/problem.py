@@ -71,9 +71,11 @@ def add_size_arguments(
 def add_run_arguments(parser: ArgumentParser, contestants: Collection[str], rounds: int) -> None:
     """Arguments that say what is timed, where, and where the results go."""
     cuda = torch.cuda.is_available()
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
-    parser.add_argument("--contestants", choices=contestants, nargs="+", default=list(contestants))
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of rows and weights")
+    splits = "how rows are spread over the experts"
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"], help=splits)
+    who = "what is timed, of what can run here"
+    parser.add_argument("--contestants", choices=contestants, nargs="+", default=list(contestants), help=who)
     add_common_arguments(parser, rounds)
 
 

@@ -22,10 +22,11 @@ class Report:
     Args:
         prefix: of the files ``.md`` and ``.json``; None: print only. They are written anew with every section, so that
             an interrupted run leaves what it has found.
+        as_json: print the data when all of it is there, instead of the sections.
     """
 
-    def __init__(self, prefix: Path | None) -> None:
-        self._prefix = prefix
+    def __init__(self, prefix: Path | None, as_json: bool = False) -> None:
+        self._prefix, self._as_json = prefix, as_json
         self._sections: list[str] = []
         self._results: list[Mapping[str, Any]] = []
         self._about = about()
@@ -34,11 +35,25 @@ class Report:
         """Prints a section, and writes all that there are."""
         self._sections.append(section)
         self._results += results
-        print(section + "\n", flush=True)
+        self.say(section + "\n")
         if self._prefix is not None:
             Path(f"{self._prefix}.md").write_text("\n\n".join(self._sections) + "\n")
-            data = {**self._about, "results": self._results}
-            Path(f"{self._prefix}.json").write_text(json.dumps(data, indent=1) + "\n")
+            Path(f"{self._prefix}.json").write_text(self._data() + "\n")
+
+    def say(self, text: str) -> None:
+        """Prints for people."""
+        if not self._as_json:
+            print(text, flush=True)
+
+    def _data(self) -> str:
+        return json.dumps({**self._about, "results": self._results}, indent=1)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None and self._as_json:
+            print(self._data())
 
 
 def about() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .arguments import add_plot_argument
+from .arguments import add_plot_argument, command
 from .gemm_contestants import CONTESTANTS, products, refusal
 from .grouped_gemm import YARDSTICK, bytes_moved, measure
 from .plots import Point, roofline
@@ -80,24 +80,25 @@ def table(found: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the ceilings, then every product of every preset, number of tokens and distribution; prints Markdown."""
     args = _arguments(argv)
-    report, roof = Report(args.out), ceilings(args.device, DTYPES[args.dtype], args.rounds)
-    print(f"Ceilings: {roof.flops / 1e12:.4g} TFLOP/s, {roof.bandwidth / 1e12:.3g} TB/s.\n", flush=True)
+    roof = ceilings(args.device, DTYPES[args.dtype], args.rounds)
     points: dict[str, list[Point]] = {who: [] for who in args.contestants}
-    for case in asked(args):
-        found = findings(case, roof, args)
-        section = f"### {case}: {describe(case.problem)}\n\n{table(found, args.contestants)}"
-        report.add(section, [{**case.about(), "ceilings": roof._asdict(), "products": found}])
-        for f in found:
-            for who, speed in f["flops_per_second"].items():
-                points[who].append(Point(f["product"], f["intensity"], speed))
+    with Report(args.out, args.json) as report:
+        report.say(f"Ceilings: {roof.flops / 1e12:.4g} TFLOP/s, {roof.bandwidth / 1e12:.3g} TB/s.\n")
+        for case in asked(args):
+            found = findings(case, roof, args)
+            section = f"### {case}: {describe(case.problem)}\n\n{table(found, args.contestants)}"
+            report.add(section, [{**case.about(), "ceilings": roof._asdict(), "products": found}])
+            for f in found:
+                for who, speed in f["flops_per_second"].items():
+                    points[who].append(Point(f["product"], f["intensity"], speed))
     if args.plot:
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         roofline(args.plot, points, *roof, f"products of the experts, {args.dtype}, {where}")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    cuda, description = torch.cuda.is_available(), __doc__.splitlines()[0] if __doc__ else None
-    parser = argparse.ArgumentParser(prog="fusible roofline", description=description)
+    cuda = torch.cuda.is_available()
+    parser = command("roofline", __doc__)
     add_asked_arguments(parser, [64, 8192], CONTESTANTS, rounds=5)
     peers = [who for who in ("ours", "grouped_mm") if cuda or who == "ours"]
     parser.set_defaults(contestants=[*peers, YARDSTICK])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from fusible.ops import routing
 
-from .arguments import add_common_arguments, positive
+from .arguments import add_common_arguments, command, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
 from .timing import interleaved, markdown
@@ -134,9 +135,8 @@ def table(given: Inputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every preset and number of tokens that is asked for, and prints Markdown."""
     args = _arguments(argv)
-    report = Report(args.out)
-    for name in args.preset:
-        for tokens in args.tokens:
+    with Report(args.out, args.json) as report:
+        for name, tokens in product(args.preset, args.tokens):
             given = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
             seconds = measure(given, args.rounds, args.calls)
@@ -147,10 +147,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(prog="fusible bench routing", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["qwen3", "gpt-oss"] if cuda else ["small"])
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192, 64] if cuda else [256])
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser = command("bench routing", __doc__)
+    presets, sizes = ["qwen3", "gpt-oss"] if cuda else ["small"], "sizes of a published model's experts"
+    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=presets, help=sizes)
+    tokens = [8192, 64] if cuda else [256]
+    parser.add_argument("--tokens", type=positive, nargs="+", default=tokens, help="in a batch")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of the rows")
     add_common_arguments(parser, rounds=9)
     parser.add_argument("--calls", type=positive, default=1, help="calls in one measurement")
     return parser.parse_args(argv)

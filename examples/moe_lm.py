@@ -6,13 +6,15 @@ The text is what every machine with Python has: the sources of the standard libr
 
 from __future__ import annotations
 
-import argparse
+import json
 import math
 import random
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusible.benchmarks.arguments import duration, positive
+from fusible.benchmarks.arguments import command, duration, positive
 from fusible.benchmarks.contestants import Contestant, race
 from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
@@ -207,15 +209,28 @@ def experts_problem(model: LanguageModel, text: Tensor) -> Problem:
     return Problem(w1=w1, w2=w2, dy=dy, x=rows, split_sizes=split_sizes, scales=scales)
 
 
-def comparison(problem: Problem, rounds: int) -> str:
-    """Fused plan, unfused plan and a loop over experts: times, memory, and how far they are apart, as Markdown."""
+def compared(problem: Problem, rounds: int) -> dict[str, dict[str, float]]:
+    """Fused plan, unfused plan and a loop over experts: times, memory, and how far they are apart."""
     contestants = race(problem, ["fused", "unfused", "loop"])
     measured, truth = measure(problem, contestants, rounds), contestants["loop"].result()
+    return {
+        name: {
+            "seconds": measured[name].step,
+            "peak_bytes": measured[name].peak,
+            "kept_bytes": kept_bytes(contestant.forward),
+            "difference": difference(contestant, truth),
+        }
+        for name, contestant in contestants.items()
+    }
+
+
+def comparison(found: Mapping[str, Mapping[str, float]]) -> str:
+    """What :func:`compared` has found, as Markdown."""
     heading = ("experts of layer 0", "forward + backward, ms", "peak memory, MB", "kept for backward, MB", "difference")
     rows = []
-    for name, contestant in contestants.items():
-        m, kept, apart = measured[name], kept_bytes(contestant.forward), difference(contestant, truth)
-        rows.append((name, f"{m.step * 1e3:.2f}", f"{m.peak / 1e6:.1f}", f"{kept / 1e6:.1f}", f"{apart:.1e}"))
+    for name, f in found.items():
+        memory = f"{f['peak_bytes'] / 1e6:.1f}", f"{f['kept_bytes'] / 1e6:.1f}"
+        rows.append((name, f"{f['seconds'] * 1e3:.2f}", *memory, f"{f['difference']:.1e}"))
     return markdown(heading, rows)
 
 
@@ -227,24 +242,36 @@ def difference(contestant: Contestant, truth: Result) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, completes a text, explains, compares."""
-    parser = argparse.ArgumentParser(prog="fusible demo", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command("demo", __doc__)
     parser.add_argument("--seconds", type=duration, default=45, help="of training")
     parser.add_argument("--steps", type=positive, help="of training, instead of seconds")
     parser.add_argument("--rounds", type=positive, default=20, help="of the comparison at the end")
     args = parser.parse_args(argv)
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        found = run(args)
+    if args.json:
+        print(json.dumps(found, indent=1))
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """Does it all, says so, and returns it as data."""
     torch.manual_seed(0)
     text = read_text()
     train_text, held_out = text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
     model = LanguageModel()
     size = sum(p.numel() for p in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, top 2 of 8 experts; {len(train_text) / 1e6:.1f} MB of the standard library")
-    train(model, train_text, args.seconds, args.steps)
-    print(f"loss on text that it has not seen: {held_out_loss(model, held_out):.3f} nats a byte\n")
-    print(complete(model, "    def __init__(self", 160), "\n")
+    losses = train(model, train_text, args.seconds, args.steps)
+    unseen, completion = held_out_loss(model, held_out), complete(model, "    def __init__(self", 160)
+    print(f"loss on text that it has not seen: {unseen:.3f} nats a byte\n\n{completion} \n")
     problem = experts_problem(model, held_out)
-    print(first_layer(model).experts.explain(), "\n")
-    print(comparison(problem, args.rounds))
+    explanation = first_layer(model).experts.explain()
+    print(explanation, "\n")
+    found = compared(problem, args.rounds)
+    print(comparison(found))
     print("\nTimes and memory are of this run; the difference is to the loop, in parts of the largest element.")
+    data = {"parameters": size, "losses": losses, "held_out_loss": unseen, "completion": completion}
+    return {**data, "explanation": explanation.to_dict(), "comparison": found}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,69 @@ def test_an_empty_choice_is_auto(checkout: Path, choice: str) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "CUDA kernels are not built: no nvcc in CUDA_HOME=" in done.stderr
+    assert note_in(checkout).startswith("no nvcc in CUDA_HOME=")
+
+
+def pretend(tree: Path, capabilities: str) -> str:
+    """PATH with an nvidia-smi that reports GPUs of these compute capabilities, a line each."""
+    folder = tree.parent.parent / "tools"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{capabilities}'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def note_in(tree: Path) -> str:
+    """What the package says about kernels that it does not have."""
+    return (tree / "fusible" / "ops" / "left_out.txt").read_text()
+
+
+@pytest.mark.parametrize("checkout", ["plain"], indirect=True)
+@pytest.mark.parametrize(
+    ("capabilities", "seen"), [("8.0\n12.0\n", "only compute capability 8.0, 12.0"), ("", "no GPU")]
+)
+def test_auto_leaves_the_kernels_out_where_no_hopper_gpu_is_visible(
+    checkout: Path, capabilities: str, seen: str
+) -> None:
+    done = build(checkout, FUSIBLE_BUILD_CUDA="auto", PATH=pretend(checkout, capabilities))
+
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("fusible: "))
+    assert f"no Hopper GPU is visible, {seen}" in line
+    assert "FUSIBLE_BUILD_CUDA=1" in line
+    assert f"no Hopper GPU is visible, {seen}" in note_in(checkout)
+
+
+@pytest.mark.parametrize("checkout", ["plain"], indirect=True)
+def test_auto_compiles_where_a_hopper_gpu_is_visible(checkout: Path) -> None:
+    build(checkout, FUSIBLE_BUILD_CUDA="0")
+    assert note_in(checkout) == "FUSIBLE_BUILD_CUDA=0\n"
+    done = build(checkout, FUSIBLE_BUILD_CUDA="auto", PATH=pretend(checkout, "8.9\n9.0\n"))
+
+    assert done.returncode == 0, done.stderr
+    (library,) = (checkout / "fusible" / "ops").iterdir()  # no note any more
+    assert library.name.startswith("_C.")
+
+
+@pytest.mark.parametrize("checkout", ["plain"], indirect=True)
+def test_a_line_for_each_source_says_how_many_are_done(checkout: Path) -> None:
+    lines = [line for line in build(checkout).stdout.splitlines() if line.startswith("[")]
+    sources = [path for path in (checkout / "csrc").rglob("*") if path.suffix in (".cu", ".cpp")]
+    total = len(sources) + 1  # and the link
+
+    assert [line.split(",")[0] for line in lines] == [f"[{i}/{total}" for i in range(1, total + 1)]
+    assert re.fullmatch(rf"\[1/{total}, [\d.]+ s\] nvcc csrc/\S+", lines[0])
+
+
+@pytest.mark.parametrize("checkout", ["plain"], indirect=True)
+def test_kernels_that_are_left_out_cannot_be_listed(checkout: Path) -> None:
+    home = checkout.parent.parent / "cuda" / checkout.name
+    variables = {**os.environ, "FUSIBLE_BUILD_CUDA": "0", "CUDA_HOME": str(home)}
+    command = [sys.executable, "setup.py", "kernels"]
+    done = subprocess.run(command, cwd=checkout, env=variables, capture_output=True, text=True, check=False)
+
+    assert done.returncode != 0
+    assert "there are no kernels to list: FUSIBLE_BUILD_CUDA=0" in done.stderr
 
 
 @pytest.mark.parametrize("checkout", ["plain"], indirect=True)

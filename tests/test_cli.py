@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tomllib
+from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -9,7 +13,9 @@ import pytest
 import torch
 
 import fusible
-from fusible.__main__ import main
+from fusible.__main__ import BENCHMARKS, main
+from fusible.ops.kernels import architecture
+from fusible.ops.kernels.hopper import extension
 
 
 def printed_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -20,7 +26,7 @@ def printed_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by(capsys, "info")
 
-    assert f"fusible   {fusible.__version__}" in printed
+    assert f"fusible   {fusible.__version__} from" in printed
     assert torch.__version__ in printed
     assert "GroupedMLP, GroupedLinearGLU, GLUScale" in printed
     assert "loop takes bfloat16, float16, float32" in printed
@@ -42,6 +48,33 @@ def test_explain_takes_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by(capsys, "explain", "--preset", "mixtral", "--features", "48", "--tokens", "16")
 
     assert "32x48" in printed
+
+
+@pytest.mark.parametrize(
+    ("arch", "runs"),
+    [("sm_90", "hopper (activation in the epilogue) + hopper"), ("sm_80", "grouped_mm + torch")],
+)
+def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
+    capsys: pytest.CaptureFixture[str], arch: str, runs: str
+) -> None:
+    arguments = ("--tokens", "64", "--device", "meta", "--arch", arch)
+    step = json.loads(printed_by(capsys, "explain", *arguments, "--json"))["steps"][0]
+
+    assert (step["name"], step["kernel"], step["backward"]["kernel"]) == ("GroupedMLP", runs, runs)
+    assert ("needs compute capability 9.0, got 8.0" in step["reason"]) == (arch == "sm_80")
+
+
+def test_an_assumed_gpu_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    printed_by(capsys, "explain", "--tokens", "64", "--device", "meta", "--arch", "sm_90")
+
+    assert architecture.assumed() is None
+    assert extension.device_refusal.cache_info().currsize == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_explain_at_a_desk_says_how_to_ask_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain", "--tokens", "64"])
+    assert "--arch sm_90" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -86,6 +119,68 @@ def test_bench_times_the_grouped_gemm(capsys: pytest.CaptureFixture[str]) -> Non
     assert "### small, 4 tokens, random: E=2, K=8, F=8, T=8" in printed
 
 
+SMALL = ("--preset", "small", "--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "4")
+QUICK = (*SMALL, "--rounds", "1", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        (("info",), {"fusible", "folder", "kernels", "torch", "backends"}),
+        (("explain", "--tokens", "16"), {"steps", "fusions", "flops"}),
+        (("demo", "--steps", "1", "--rounds", "1"), {"losses", "held_out_loss", "explanation", "comparison"}),
+        (("roofline", *QUICK), {"date", "results"}),
+        (("bench", "mlp", *QUICK, "--contestants", "loop"), {"date", "results"}),
+        (("bench", "grouped_gemm", *QUICK), {"date", "results"}),
+        (("bench", "routing", "--tokens", "8", "--rounds", "1", "--device", "cpu"), {"date", "results"}),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else "",
+)
+def test_json_is_all_that_is_printed(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], keys: set[str]
+) -> None:
+    found = json.loads(printed_by(capsys, *arguments, "--json"))
+
+    assert keys <= found.keys()
+    assert found.get("results", True)
+
+
+@pytest.mark.parametrize("name", ["info", "explain", "demo", "roofline", *(f"bench {name}" for name in BENCHMARKS)])
+def test_help_explains_every_option_and_tells_defaults(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*name.split(), "--help"])
+    options = re.split(r"\n  (?=-)", capsys.readouterr().out.partition("options:\n")[2])
+    numbers = [" ".join(option.split()) for option in options if option.startswith(("--rounds", "--tokens", "--dtype"))]
+
+    assert any(option.startswith("--json") for option in options)
+    assert [option for option in options if not re.search(r"\S( {2,}|\n {20,})\S", option.strip())] == []
+    assert all("(default: " in option for option in numbers)
+
+
+def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fusible {fusible.__version__}\n"
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    assert "roofline  how near" in capsys.readouterr().out
+
+
+def test_help_of_bench_names_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["bench", "--help"])
+    assert f"benchmarks: {', '.join(BENCHMARKS)}" in capsys.readouterr().out
+
+
+def test_there_is_a_command_of_that_name() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["fusible"].partition(":")
+
+    assert getattr(import_module(module), function) is main
+
+
 def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["fly"])
@@ -106,6 +201,9 @@ def test_unknown_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None
         (("explain", "--out", "/nowhere/found"), "argument --out: there is no folder '/nowhere'"),
         (("demo", "--seconds", "0"), "argument --seconds: expected a number of seconds above 0, got '0'"),
         (("bench", "grouped_gemm", "--sustain", "-1"), "argument --sustain: expected a number of seconds above 0"),
+        (("explain", "--device", "cpu", "--arch", "sm_90"), "argument --arch: is for --device meta, got cpu"),
+        (("explain", "--device", "cuda:99"), "argument --device: no device 'cuda:99' here: "),
+        (("explain", "--draw", "svg", "--json"), "argument --draw: not allowed with argument --json"),
         (("demo", "--steps", "0"), "argument --steps: expected an integer of at least 1"),
     ],
 )

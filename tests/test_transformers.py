@@ -591,9 +591,8 @@ def test_explain_says_what_routes(gate: str) -> None:
     layers = fusible.explain(model).layers
 
     assert {layer.routing for layer in layers} == {"torch: hopper needs a CUDA device, got cpu"}
-    assert all(
-        layer.routing in row for layer, row in zip(layers, str(fusible.explain(model)).splitlines()[2:], strict=True)
-    )
+    (row,) = str(fusible.explain(model)).splitlines()[2:]  # the layers are equal
+    assert layers[0].routing in row
 
 
 class _Adapter(nn.Module):

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The curves of activations and their slopes, for the kernels that pass over rows and for the epilogues of the grouped
 // GEMM.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // mbarriers. A phase ends when `count` arrivals and all expected bytes have come in.
 #pragma once
 #include "device/pipeline.cuh"

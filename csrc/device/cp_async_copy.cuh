@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Operands that TMA cannot reach, fetched by ordinary loads into the layout that it would have made of them
 // (operands.cuh).
 #pragma once

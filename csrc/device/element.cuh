@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The types of elements that DType stands for, and single elements of a type that is known when the kernel runs.
 #pragma once
 #include <type_traits>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns an output stage into activated rows.
 #pragma once
 #include "device/epilogue_vectors.cuh"

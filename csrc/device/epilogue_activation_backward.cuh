@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns the gradient of activated rows into that of their pre-activation.
 #pragma once
 #include "device/epilogue_vectors.cuh"

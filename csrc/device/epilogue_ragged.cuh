@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue of groups of any shapes: an output stage goes out through the group's own map, or, where it has none, by
 // ordinary stores.
 #pragma once

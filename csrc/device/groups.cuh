@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Split sizes on the device: the only code that reads, clamps and sums them.
 #pragma once
 #include "device/ptx.cuh"

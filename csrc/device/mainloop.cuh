@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The loop over the depth: one thread fetches stages of A and B, two warpgroups multiply them.
 //
 // The blocks of a cluster of two have either the same B or the same A (tile_scheduler.cuh): each fetches half of what

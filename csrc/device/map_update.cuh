@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor maps that are written on the device: a copy in shared memory is changed, then put into device memory. The copy
 // engine keeps the maps that it has read, so whoever uses one of those afterwards says so first (`acquire`), in the
 // thread that issues the copies.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How a stage of A (tile_m x 64) or B (tile_n x 64) gets into shared memory, and how wgmma finds it there.
 //
 // K-major: rows of 64 values of k, 128 bytes each, 8 rows a swizzle atom. The stride offset is from one atom of 8 rows

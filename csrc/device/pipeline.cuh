@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Where a role is in a ring of slots that are filled and emptied.
 #pragma once
 #include "device/ptx.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the three parts of the grouped GEMM's kernel (kernels/grouped_gemm.cuh) must have.
 #pragma once
 #include <concepts>

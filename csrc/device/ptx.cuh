@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Single instructions of sm_90a that belong to no other concept: cluster, registers, fences, packing.
 #pragma once
 #include <cuda_bf16.h>

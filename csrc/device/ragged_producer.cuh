@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Who fills the stages where every group has a shape of its own: warp 0 through the maps of the group, or warps 0 and 1
 // by ordinary loads.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tiles with A and B swapped (swap_ab): the product of weights [tile_n, depth] and tokens [up to tile_m, depth],
 // transposed when it is stored.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Which output tile a block computes next. The only code that knows how groups become tiles.
 //
 // The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Bulk tensor copies between device and shared memory, by tensor map; one overload per number of coordinates.
 #pragma once
 #include <cuda.h>

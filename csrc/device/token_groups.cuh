@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups that are rows of a token buffer, or its depth. RaggedGroups (ragged_producer.cuh) have shapes of their own.
 #pragma once
 #include "device/mainloop.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Neighbouring values that move at once, and their conversion to floats and back.
 #pragma once
 #include <initializer_list>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Activations of whole tensors, gated or not, times a scale for each row: what ops/activations.py describes, one pass
 // over memory.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Types of elements as values, and the step from such a value to code that is compiled for it.
 #pragma once
 #include <cstdint>

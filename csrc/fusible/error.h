@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The one exception of the C++ core, and the check that throws it. Python sees a RuntimeError.
 #pragma once
 #include <cuda_runtime_api.h>

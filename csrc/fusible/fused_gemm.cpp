@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "fusible/fused_gemm.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The public C++ API of the grouped GEMMs whose epilogue is an activation or its backward.
 #pragma once
 #include "fusible/activation.h"

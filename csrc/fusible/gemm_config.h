@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A grouped GEMM as numbers: the problem, and the configuration that is chosen for it. No CUDA here.
 #pragma once
 #include <cstdint>

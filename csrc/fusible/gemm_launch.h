@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The steps of a launch that every kernel of the grouped GEMM shares.
 #pragma once
 #include "fusible/grouped_gemm.h"

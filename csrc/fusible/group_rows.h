@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Sums over the rows of each group, and products of rows with their group's vector: the gradients of biases and of
 // their scales. The group sizes are read on the device, so both can be captured in a graph. Both are bitwise the same
 // from run to run.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The public C++ API of the grouped GEMM. Asynchronous on the given stream; nothing is allocated and nothing on the
 // device is read by the host, so a launch can be captured in a graph and replayed with other group sizes.
 #pragma once

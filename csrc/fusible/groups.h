@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // How long the groups are, which the device alone knows.
 #pragma once
 #include <cstdint>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Launches that are kept, to be made again with other addresses.
 #pragma once
 #include <algorithm>

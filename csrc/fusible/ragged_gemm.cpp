@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "fusible/ragged_gemm.h"
 
 #include <algorithm>

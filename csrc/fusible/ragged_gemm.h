@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A grouped GEMM whose groups have shapes of their own on both sides, which only the device knows. Asynchronous on the
 // given stream, as grouped_gemm is; nothing is allocated, and a launch can be captured and replayed with other shapes.
 #pragma once

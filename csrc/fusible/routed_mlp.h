@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The routed experts of a layer without gradients, as one call: routing, rows to the experts, both linears and the
 // activation between them, the weighted sum back. For inference, where a layer of few tokens takes the host longer than
 // the device.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tokens to experts and back. Each of T tokens has k slots, each slot an expert; the rows of the experts are the T k
 // slots, sorted by expert, in the order of the slots within one. Everything is decided on the device, can be captured
 // in a graph, and is bitwise the same from run to run: a row has one writer, and a sum one order.

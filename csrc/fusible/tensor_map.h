@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Tensor maps for the operands and outputs of a grouped GEMM. The driver's encoder is looked up at run time, so that
 // nothing links to libcuda. The boxes are what one copy of the operand of that name moves (device/operands.cuh,
 // device/epilogue.cuh).

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // One warp a row: lanes walk the columns in vectors of 16 bytes, and the sum for a row's scale needs no other warp.
 #include <cuda_runtime.h>
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // All of them in one source: each has one kernel, for which reading the headers took longer than compiling it.
 #include "kernels/instantiate_activation.cuh"
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Parameters and instantiations of the grouped GEMMs that end in an activation, or in its backward.
 #pragma once
 #include "fusible/activation.h"

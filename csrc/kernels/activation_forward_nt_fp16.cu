@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 #include "kernels/instantiate_activation.cuh"
 
 namespace fusible {

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A block takes a chunk: at most kChunkRows rows of one group. Which ones, one warp finds by walking the group sizes,
 // so the grid depends on no size. Sums are taken in two steps, chunks first, so that one long group keeps the whole
 // device busy.

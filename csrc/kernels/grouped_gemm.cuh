@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The grouped GEMM: bf16 or fp16 operands, fp32 accumulation, output in the operands' type or fp32.
 //
 // A persistent kernel of three warpgroups a block. In the first, one thread issues the copies of A and B

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns a layout and an operand type into kernels, one for each output type, epilogue and tile variant.
 #pragma once
 #include <utility>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns a layout and an operand type into the kernels that end in an activation or its backward, one for each tile
 // variant that they are built for.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Turns an operand type into kernels for groups of any shapes: one for each layout and output type.
 #pragma once
 #include "device/epilogue_ragged.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the host needs to launch a kernel: its parameters, and which instantiation serves a problem.
 #pragma once
 #include <cuda.h>

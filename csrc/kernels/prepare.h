@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a launch keeps in its workspace, and the kernel that writes it there.
 #pragma once
 #include <cuda_runtime_api.h>

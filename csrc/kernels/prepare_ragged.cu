@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What precedes the product of groups of any shapes: where each group's matrices lie, their maps, and what beta makes
 // of the output.
 #include <algorithm>

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups of any shapes: every group has its own m, n and k, which only the device knows. What the kernels share, and
 // their launches.
 #pragma once

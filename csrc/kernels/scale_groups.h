@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // out = beta[g] * out for the output of every group, rounded to its type: what beta other than nothing and one comes
 // before the sum.
 #pragma once

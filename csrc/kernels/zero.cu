@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Zeroes counters, and the rows of token buffers that belong to no group: those past the last one.
 #include <cuda_runtime.h>
 

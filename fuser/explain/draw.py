@@ -17,6 +17,20 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
+def html_table(rows: list[tuple[str, ...]]) -> str:
+    """Rows, the first one the heading, as a table of HTML."""
+    lines = []
+    for i, row in enumerate(rows):
+        tag = "td" if i else "th"
+        lines.append(f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>")
+    return "\n".join(["<table>", *lines, "</table>"])
+
+
+def html_line(text: str) -> str:
+    """A line of text as a paragraph of HTML."""
+    return f"<p>{escape(text)}</p>"
+
+
 def name(graph: OpGraph, node: str) -> str:
     """What a drawing calls a node."""
     leaf = graph.leaf(node)

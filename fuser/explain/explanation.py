@@ -177,13 +177,28 @@ class Explanation:
         return [step.backward for step in self.steps if step.backward is not None]
 
     def __str__(self) -> str:
-        steps = [("step", "ops", "kernel", "output", "GFLOP", "MB", "saved B/row", "reason")]
-        steps += [row for step in self.steps for row in self._rows_of(step)]
-        fusions: list[tuple[str, ...]] = [("fusion", "ops", "", "reason")]
-        fusions += [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
-        chosen = [line for step in self.steps for line in _chosen(step)]
-        fused = draw.table(fusions if self.fusions else [("no fusion fits",)])
-        return "\n".join([*draw.table([*steps]), self._total(), *chosen, "", *fused])
+        return "\n".join([*draw.table(self._steps()), *self._lines(), "", *draw.table(self._fusions())])
+
+    def _repr_html_(self) -> str:
+        """The tables, for notebooks."""
+        lines = map(draw.html_line, self._lines())
+        return "\n".join([draw.html_table(self._steps()), *lines, draw.html_table(self._fusions())])
+
+    def _steps(self) -> list[tuple[str, ...]]:
+        """The table of steps, with its heading."""
+        heading = ("step", "ops", "kernel", "output", "GFLOP", "MB", "saved B/row", "reason")
+        return [heading, *(row for step in self.steps for row in self._rows_of(step))]
+
+    def _fusions(self) -> list[tuple[str, ...]]:
+        """The table of fusions, with its heading."""
+        if not self.fusions:
+            return [("no fusion fits",)]
+        rows = [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
+        return [("fusion", "ops", "", "reason"), *rows]
+
+    def _lines(self) -> list[str]:
+        """What stands between the tables: the total, and what was chosen for the kernels."""
+        return [self._total(), *(line for step in self.steps for line in _chosen(step))]
 
     def _total(self) -> str:
         """What the whole call costs, in a line."""

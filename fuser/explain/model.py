@@ -14,6 +14,7 @@ from ..errors import ArgumentError
 from ..op import Op
 from . import draw
 from .explanation import Explanation
+from .ranges import grouped
 
 
 class Explainable(Protocol):
@@ -34,6 +35,7 @@ class Found(NamedTuple):
     routing: str = ""
 
 
+_NO_LAYER = "no layer runs through fusible"
 Finder = Callable[[nn.Module], Found | str | None]
 """Says what runs a module of somebody else's; or why we do not; or None, if it is no such module."""
 
@@ -59,6 +61,12 @@ class ExplainedLayer:
     reason: str
     routing: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; the call under ``"explanation"``, None if there was none."""
+        call = None if self.explanation is None else self.explanation.to_dict()
+        about = {"path": self.path, "kind": self.kind, "routing": self.routing, "reason": self.reason}
+        return {**about, "explanation": call}
+
     def row(self) -> tuple[str, ...]:
         """The layer in one line."""
         found = self.explanation
@@ -73,15 +81,27 @@ class ExplainedLayer:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What the containers of a model ran in their last calls. Prints as a table; ``layers`` has the details."""
+    """What the containers of a model ran in their last calls. ``layers`` has the details.
+
+    Prints as a table, in which layers that differ in the number in their path alone share a row.
+    """
 
     layers: tuple[ExplainedLayer, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the graphs, as plain data."""
+        return {"layers": [layer.to_dict() for layer in self.layers]}
+
     def __str__(self) -> str:
-        if not self.layers:
-            return "no layer runs through fusible"
+        return "\n".join(draw.table(self._rows())) if self.layers else _NO_LAYER
+
+    def _repr_html_(self) -> str:
+        """The table, for notebooks."""
+        return draw.html_table(self._rows()) if self.layers else draw.html_line(_NO_LAYER)
+
+    def _rows(self) -> list[tuple[str, ...]]:
         heading = ("layer", "module", "runs", "kernel", "backward", "routing", "rows", "GFLOP", "saved B/row", "reason")
-        return "\n".join(draw.table([heading, *(layer.row() for layer in self.layers)]))
+        return [heading, *grouped([layer.row() for layer in self.layers])]
 
 
 def explain(

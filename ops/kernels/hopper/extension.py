@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,7 +11,10 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay import capture
+from .. import architecture
+from ..architecture import Capability, assumed, capability_of
 
+HOPPER = Capability(9, 0)
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -76,9 +81,21 @@ def is_built() -> bool:
 @cache
 def device_refusal(device: int) -> str | None:
     """Why none of its kernels can be run on this CUDA device; None: some can."""
-    if not is_built():
+    if assumed() is None and not is_built():
         return "is not built (install where nvcc is, with FUSIBLE_BUILD_CUDA=1)"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"needs compute capability 9.0, got {capability[0]}.{capability[1]}"
-    return None
+    capability = capability_of(device)
+    return None if capability == HOPPER else f"needs compute capability {HOPPER}, got {capability}"
+
+
+@contextmanager
+def assume(capability: Capability) -> Iterator[None]:
+    """In the body, every CUDA device is taken to have this capability, and the extension to be built.
+
+    Nothing can be run there: it is for ``explain`` of tensors that hold no data.
+    """
+    try:
+        with architecture.assume(capability):
+            device_refusal.cache_clear()
+            yield
+    finally:
+        device_refusal.cache_clear()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay import capture
+from ..architecture import assumed
 from ..problem import Activate, GroupedGemm, Layout, Matrices, addresses, first
 from . import epilogue
 from .epilogue import Addressing
@@ -54,7 +55,12 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
 
 
 def configuration(problem: GroupedGemm) -> str:
-    """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks."""
+    """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks.
+
+    Empty for a device that is only assumed: the choice depends on what the device says of itself.
+    """
+    if assumed() is not None:
+        return ""
     if problem.epilogue is not None and epilogue.refusal(problem) is None:
         return epilogue.configuration(problem, problem.epilogue)
     p, (m, n, k) = problem, problem.mnk

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..architecture import capability_of
 from ..problem import GroupedGemm, Layout, Matrices, first, stacked
 
 NAME = "grouped_mm"
@@ -17,7 +18,7 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"torch {torch.__version__} has no grouped_mm"
     if not a.is_cuda:
         return f"needs a CUDA device, got {a.device.type}"
-    if torch.cuda.get_device_capability(a.device) < (8, 0):
+    if capability_of(a.device) < (8, 0):
         return "needs compute capability 8.0"
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return f"needs bfloat16, got {a.dtype} and {b.dtype}"

@@ -1,0 +1,55 @@
+"""Rows of a table that differ in one number of their path alone: one row, with the numbers as ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+Row = tuple[str, ...]
+
+
+class Numbered(NamedTuple):
+    """A row whose path has a number in it; what others must have in common with it to share its row."""
+
+    before: tuple[str, ...]
+    number: int
+    after: tuple[str, ...]
+    rest: Row
+
+    @classmethod
+    def of(cls, row: Row) -> Numbered | None:
+        """By the first number of the path; None: it has none."""
+        parts = row[0].split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        return None if at is None else cls(tuple(parts[:at]), int(parts[at]), tuple(parts[at + 1 :]), row[1:])
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.before, self.after, self.rest
+
+
+def grouped(rows: Sequence[Row]) -> list[Row]:
+    """Rows, of which the first column is a path; those that share one stand where the first of them stood."""
+    numbers: dict[object, list[int]] = {}
+    firsts: dict[object, Row | Numbered] = {}
+    for row in rows:
+        found = Numbered.of(row)
+        key = row if found is None else found.key
+        firsts.setdefault(key, row if found is None else found)
+        numbers.setdefault(key, []).extend([] if found is None else [found.number])
+    return [_joined(first, numbers[key]) for key, first in firsts.items()]
+
+
+def _joined(first: Row | Numbered, numbers: Iterable[int]) -> Row:
+    if not isinstance(first, Numbered):
+        return first
+    return (".".join([*first.before, ",".join(_ranges(sorted(numbers))), *first.after]), *first.rest)
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """Ascending numbers: ``0-2``, ``5``."""
+    start = 0
+    for i, number in enumerate(numbers):
+        if i + 1 == len(numbers) or numbers[i + 1] != number + 1:
+            yield f"{numbers[start]}-{number}" if i > start else f"{number}"
+            start = i + 1

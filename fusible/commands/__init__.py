@@ -1,0 +1,1 @@
+"""Commands that are no benchmark; each takes the arguments behind its name."""

@@ -1,0 +1,73 @@
+"""Versions, the device, the fusions, and which backends run here, or why not."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .. import GroupedLinear, Sequential, __version__, config, installation
+from ..benchmarks.arguments import command
+from ..fuser import RefusedError, registry
+from ..fuser.config import BACKENDS
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints what is here."""
+    args = command("info", __doc__).parse_args(argv)
+    found = about()
+    print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+
+
+def about() -> dict[str, Any]:
+    """What is here, as data."""
+    cuda = torch.cuda.is_available()
+    return {
+        "fusible": __version__,
+        "folder": str(installation.FOLDER),
+        "kernels": installation.kernels(),
+        "torch": torch.__version__,
+        "cpu_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else None,
+        "fusions": [fusion.name for fusion in registry],
+        "backends": {name: backend(name, "cuda" if cuda else "cpu") for name in BACKENDS[1:]},
+    }
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """The same for people."""
+    yield f"fusible   {found['fusible']} from {found['folder']}"
+    yield f"kernels   {found['kernels']}"
+    yield f"torch     {found['torch']}, {found['cpu_threads']} CPU threads"
+    yield f"python    {found['python']}, {found['system']}"
+    yield f"device    {found['device'] or 'no CUDA device'}"
+    yield f"fusions   {', '.join(found['fusions'])}"
+    for name, state in found["backends"].items():
+        taken = ", ".join(state["dtypes"])
+        yield f"backend   {name} takes {taken}" if taken else f"backend   {state['refusal']}"
+
+
+def backend(name: str, device: str) -> dict[str, Any]:
+    """The dtypes that a grouped-GEMM backend takes on a device, and why it takes no bfloat16."""
+    refusals = {dtype: _refusal(name, device, dtype) for dtype in DTYPES}
+    taken = [str(dtype).removeprefix("torch.") for dtype, refusal in refusals.items() if refusal is None]
+    return {"dtypes": taken, "refusal": refusals[torch.bfloat16]}
+
+
+def _refusal(name: str, device: str, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run a small linear, None if it can. Runs nothing."""
+    linear = GroupedLinear(2, 16, 16, bias=False, device=device, dtype=dtype)
+    x, splits = torch.zeros(4, 16, device=device, dtype=dtype), torch.zeros(2, dtype=torch.int64, device=device)
+    try:
+        with config(backend=name):
+            Sequential(linear).explain(x, split_sizes=splits)
+    except RefusedError as error:
+        return str(error).partition(": ")[2]
+    return None
