@@ -56,7 +56,7 @@ from .ops import (
     interleaved,
 )
 
-from . import integrations  # isort: skip  containers learn the layouts of others
+from . import functional, integrations  # isort: skip  containers learn the layouts of others
 
 __version__ = "0.1.0"
 
@@ -108,6 +108,7 @@ __all__ = [
     "__version__",
     "config",
     "explain",
+    "functional",
     "grouped_gemm",
     "integrations",
     "interleaved",
