@@ -55,6 +55,7 @@ from .ops import (
     grouped_gemm,
     interleaved,
 )
+from .ops.layers import MoE, MoEOutput, Router, Routes
 
 from . import functional, integrations  # isort: skip  containers learn the layouts of others
 
@@ -90,6 +91,8 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "Match",
+    "MoE",
+    "MoEOutput",
     "ModelExplanation",
     "Op",
     "OpGraph",
@@ -97,6 +100,8 @@ __all__ = [
     "ReGLU",
     "RefusedError",
     "RoutedMLP",
+    "Router",
+    "Routes",
     "SReGLU",
     "Scale",
     "ScaledActivation",
