@@ -1,4 +1,6 @@
-"""A mixture-of-experts layer: router, dispatch, experts, combine.
+"""A mixture-of-experts layer from its ops: router, dispatch, experts, combine.
+
+``fusible.MoE`` is such a layer, ready made. This one shows how to write your own.
 
 Run it with ``python -m fusible.examples.moe_layer``.
 """

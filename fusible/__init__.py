@@ -56,8 +56,9 @@ from .ops import (
     grouped_gemm,
     interleaved,
 )
+from .ops.layers import MoE, MoEOutput, Router, Routes
 
-from . import integrations  # isort: skip  containers learn the layouts of others
+from . import functional, integrations  # isort: skip  containers learn the layouts of others
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,8 @@ __all__ = [
     "Linear",
     "MakeExtraOutput",
     "Match",
+    "MoE",
+    "MoEOutput",
     "ModelExplanation",
     "Op",
     "OpGraph",
@@ -99,6 +102,8 @@ __all__ = [
     "ReGLU",
     "RefusedError",
     "RoutedMLP",
+    "Router",
+    "Routes",
     "SReGLU",
     "Scale",
     "ScaledActivation",
@@ -110,6 +115,7 @@ __all__ = [
     "__version__",
     "config",
     "explain",
+    "functional",
     "grouped_gemm",
     "integrations",
     "interleaved",

@@ -1,0 +1,180 @@
+"""A mixture-of-experts layer: router, experts as one fused op, shared experts, load balancing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser import ArgumentError, Sequential
+from ..activation_spec import ActivationSpec, Interleaved
+from ..checks import check_sizes
+from ..glu import Activated
+from ..grouped_linear import GroupedLinear
+from ..moe import Combine, Dispatch
+from ..named_activation import activation_op, activation_spec
+from ..scale import Scale
+from .balance import balance_loss, balancing_step, tokens_per_expert
+from .router import Router
+from .shared_expert import SharedExpert
+
+
+class MoEOutput(NamedTuple):
+    """What :class:`MoE` returns.
+
+    Attributes:
+        y: the output, in the shape of the input.
+        balance_loss: to be added to the loss of the model; None if the layer was built without.
+        tokens_per_expert: int64 [E], of this call.
+    """
+
+    y: Tensor
+    balance_loss: Tensor | None
+    tokens_per_expert: Tensor
+
+
+class MoE(nn.Module):
+    """Experts of the form ``down(act(up(x)))``, of which every token goes to ``top_k``; none is ever dropped.
+
+    ``experts`` is a :class:`Sequential`, so ``layer.experts.explain()`` says what runs. Nothing waits for the device.
+
+    Args:
+        hidden: H, the width of a token.
+        ffn: F, the width inside an expert.
+        experts: E.
+        top_k: how many experts a token goes to.
+        activation: as :func:`fusible.functional.routed_experts` takes it.
+        layout: see there.
+        bias: whether the linears of the experts have biases.
+        scores: ``"softmax"`` or ``"sigmoid"``; see :class:`Router`, as for the next four.
+        normalize: the weights of a token add up to ``scale``.
+        scale: a factor of all weights.
+        groups: of experts; a token chooses from ``top_groups`` of them.
+        top_groups: see there.
+        balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i``
+            (arxiv 2101.03961, equation 4), which each call then returns. None: there is none.
+        bias_update_rate: how far :meth:`update_bias` moves the selection bias of an expert (arxiv 2408.15664). None:
+            there is no such bias.
+        shared_ffn: F of the shared experts together, which every token passes. None: there are none.
+        shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
+
+    Raises:
+        ArgumentError: sizes that are no positive ints; in a call, tokens that are not [..., H].
+        ValueError: no such activation, layout or scores; choices that the experts do not offer.
+
+    >>> import torch, fusible
+    >>> layer = fusible.MoE(hidden=8, ffn=16, experts=4, top_k=2, balance_loss=0.01)
+    >>> y, loss, counts = layer(torch.randn(2, 5, 8))
+    >>> y.shape, int(counts.sum())
+    (torch.Size([2, 5, 8]), 20)
+    """
+
+    load: Tensor | None
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        *,
+        activation: str | Activated = "swiglu",
+        layout: str | Interleaved = "concat",
+        bias: bool = False,
+        scores: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
+        balance_loss: float | None = None,
+        bias_update_rate: float | None = None,
+        shared_ffn: int | None = None,
+        shared_gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_sizes("MoE", dtype, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        if shared_gate and shared_ffn is None:
+            raise ValueError("MoE: shared_gate is the gate of shared experts; give shared_ffn, their width")
+        self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        choice: dict[str, Any] = {"scores": scores, "normalize": normalize, "scale": scale}
+        choice |= {"groups": groups, "top_groups": top_groups, "selection_bias": bias_update_rate is not None}
+        spec = activation_spec(activation, layout)
+        self.router = Router(hidden, experts, top_k, **choice, **factory)
+        self.experts = _experts(hidden, ffn, experts, spec, bias, factory)
+        self.shared: SharedExpert | None = None
+        if shared_ffn is not None:
+            self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
+        load = None if bias_update_rate is None else torch.zeros(experts, dtype=torch.int64, device=device)
+        self.register_buffer("load", load, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, and sets the buffers to 0: what a layer needs that was built on ``meta``."""
+        self.router.reset_parameters()
+        for linear in (op for op in self.experts if isinstance(op, GroupedLinear)):
+            linear.reset_parameters()
+        if self.shared is not None:
+            self.shared.reset_parameters()
+        if self.load is not None:
+            self.load.zero_()
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """The output for tokens [..., H]."""
+        if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
+            came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
+        tokens = x.reshape(-1, self.hidden)
+        routes = self.router(tokens)
+        counts = tokens_per_expert(routes.top_k_index, self.router.num_experts)
+        if self.load is not None and self.training:
+            self.load.add_(counts)
+        y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        loss = None if self.balance_loss is None else self.balance_loss * balance_loss(routes.probabilities, counts)
+        return MoEOutput(y.view(x.shape), loss, counts)
+
+    @torch.no_grad()
+    def update_bias(self, group: Any = None) -> None:
+        """Moves the selection bias towards an even load; to be called once for each optimiser step.
+
+        It looks at the tokens of all calls in training mode since the last update, which are counted in ``load``, and
+        starts to count anew. Activation checkpointing counts tokens twice, which changes no sign.
+
+        Args:
+            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
+
+        Raises:
+            RuntimeError: the layer was built without ``bias_update_rate``.
+        """
+        bias, load, rate = self.router.selection_bias, self.load, self.bias_update_rate
+        if bias is None or load is None or rate is None:
+            raise RuntimeError("MoE: there is no selection bias; build the layer with bias_update_rate, such as 1e-3")
+        if group is not None:
+            torch.distributed.all_reduce(load, group=group)
+        bias.add_(balancing_step(load, rate))
+        load.zero_()
+
+    def extra_repr(self) -> str:
+        told = {"balance_loss": self.balance_loss, "bias_update_rate": self.bias_update_rate}
+        return ", ".join([f"{name}={value}" for name, value in told.items() if value is not None])
+
+
+def _experts(
+    hidden: int, ffn: int, experts: int, spec: ActivationSpec, bias: bool, factory: dict[str, Any]
+) -> Sequential:
+    columns = 2 * ffn if spec.gated else ffn
+    return Sequential(
+        OrderedDict(
+            dispatch=Dispatch(experts),
+            up=GroupedLinear(experts, hidden, columns, bias=bias, **factory),
+            activation=activation_op(spec),
+            down=GroupedLinear(experts, ffn, hidden, bias=bias, **factory),
+            scale=Scale(),
+            combine=Combine(),
+        )
+    )
