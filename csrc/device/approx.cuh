@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Elementary functions and comparisons of the hardware, of one instruction each.
 #pragma once
 #include "device/ptx.cuh"

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What happens to a complete accumulator. A consumer rounds its rows to the output's type and leaves them in shared
 // memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
 // consumer multiplies the next tile.

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The epilogue of a product alone: one thread for each consumer copies its output stages to where they belong. And the
 // loop that it shares with the epilogue of ragged groups.
 #pragma once

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What the epilogues of activations share: 8-wide vectors, which are eight neighbouring columns of the postact rows,
 // and their gates and ups.
 //

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The elementary functions of pointwise programs. kFast: by the hardware's approximations, right to some 2^-18, for
 // results that are rounded to 16 bits.
 #pragma once

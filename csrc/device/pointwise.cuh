@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What a pointwise program computes for an element: the contract between generated functions and the kernels that take
 // them. A function is a type with
 //

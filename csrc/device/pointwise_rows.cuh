@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A pointwise function over dense rows, for one that follows no product. A warp has a row, whose gradients of the row's
 // numbers it sums. Lanes walk the columns in vectors.
 #pragma once

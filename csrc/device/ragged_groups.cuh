@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in strips, as
 // in tile_scheduler.cuh, for blocks without a cluster.
 #pragma once

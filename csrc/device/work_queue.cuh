@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // The work queue of a block: which task comes next, and the tiles that tasks become, on their way to every role.
 //
 // Without a counter in device memory the schedule is static: cluster c takes tasks c, c + clusters, ... With one, a
