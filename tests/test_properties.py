@@ -1,8 +1,13 @@
-"""Properties: a container is its ops one by one, however its arguments come; the tail is inert."""
+"""Properties: a container is its ops one by one, however its arguments come; the tail is inert.
+
+And a table: what holds for every op, every fusion and every backend (``checks/properties.py``).
+"""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from checks import properties
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import glu, mlp
@@ -24,6 +29,13 @@ from fusible import (
     grouped_gemm,
     interleaved,
 )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # what the compiler itself uses
+@pytest.mark.parametrize("cell", properties.cells("cpu"), ids=str)
+def test_table(cell: properties.Cell) -> None:
+    cell.check("cpu")
+
 
 FAST = settings(
     max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
