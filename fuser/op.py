@@ -123,6 +123,7 @@ class Op(nn.Module, ABC):
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
 
+    __slots__ = ("_container_of_one",)
     keywords: Mapping[str, Keyword] = {}
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()
@@ -136,6 +137,7 @@ class Op(nn.Module, ABC):
     edits: int = 0
     changes: int = 0
     _standalone: ClassVar[Standalone]
+    _container_of_one: Any  # what is kept between its calls where it stands alone
     _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
@@ -262,7 +264,7 @@ class Op(nn.Module, ABC):
         return self._standalone.program(self, call, likes, names, switches)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
-        """Runs the op alone.
+        """Runs the op alone, as a container of one.
 
         Args:
             x: the input.
@@ -270,6 +272,9 @@ class Op(nn.Module, ABC):
 
         Raises:
             ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
+
+        Returns:
+            ``y``, or ``(y, *extras)`` where there are extra outputs.
         """
         return self._standalone.run(self, x, keywords)
 

@@ -24,7 +24,7 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import FusedOp, sequential
+from fusible.fuser import FusedOp, call_cache
 from fusible.fuser.compiler import binding, graph, plan
 from fusible.fuser.config import Config, active_config
 
@@ -36,13 +36,13 @@ ONES = torch.ones(3)
 @pytest.fixture
 def compiled(monkeypatch):
     """Grows by one whenever a plan is compiled."""
-    plans, compile_plan = [], sequential.compile_plan
+    plans, compile_plan = [], call_cache.compile_plan
 
     def counted(*args):
         plans.append(compile_plan(*args))
         return plans[-1]
 
-    monkeypatch.setattr(sequential, "compile_plan", counted)
+    monkeypatch.setattr(call_cache, "compile_plan", counted)
     return plans
 
 

@@ -136,8 +136,7 @@ def _give(layout: FlatContainer, given: Given, leaf: int, name: str, value: Any)
 def _bind_shared(layout: FlatContainer, given: Given, name: str, value: Any) -> None:
     takers = layout.takers.get(name)
     if not takers:
-        known = ", ".join(sorted(layout.takers)) or "none"
-        raise ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {known}")
+        raise layout.refuse_keyword(name)
     for leaf in takers:
         if name not in given[leaf]:
             _give(layout, given, leaf, name, value)

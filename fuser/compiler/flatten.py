@@ -35,10 +35,11 @@ class Leaf:
     Attributes:
         label: "1", or "1.0" inside a composite or a nested container.
         index: position in the outermost container, which int keys count in.
+        stands_alone: whether it is an op that was called by itself: its hooks, and a ``forward`` of its own, have run.
     """
 
-    def __init__(self, label: str, index: int, module: nn.Module) -> None:
-        self.label, self.index = label, index
+    def __init__(self, label: str, index: int, module: nn.Module, stands_alone: bool = False) -> None:
+        self.label, self.index, self.stands_alone = label, index, stands_alone
         self._kind = type(module).__name__
         self._module: ref[nn.Module] | None = ref(module)
 
@@ -63,7 +64,7 @@ class Leaf:
         return {**self.__dict__, "_kind": self.kind, "_module": None}
 
     def __str__(self) -> str:
-        return f"op {self.label} ({self.kind})"
+        return self.kind if self.stands_alone else f"op {self.label} ({self.kind})"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class BindRecipe(NamedTuple):
 
 
 class FlatContainer:
-    """The leaves of a container and the ways to address them.
+    """The leaves of a container, or the one op that is called by itself, and the ways to address them.
 
     Attributes:
         leaves: in execution order; composites and nested containers are taken apart.
@@ -97,11 +98,12 @@ class FlatContainer:
         takers: keyword -> the leaves that take it.
         required: the (leaf, keyword) that a call must give, in op order, then signature order.
         modules: those of the leaves.
-        ops: those of the leaves that are ops; ``holders``: of these, those with parameters; ``hooks``: all theirs.
+        ops: those of the leaves that are ops, and the ops inside them.
+        holders: those of the leaves that are ops with parameters; ``hooks``: those of all leaves that are ops.
         bound: the forms of calls that have been bound.
     """
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container | Op) -> None:
         self.leaves: list[Leaf] = []
         self.modules: list[nn.Module] = []
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
@@ -112,16 +114,20 @@ class FlatContainer:
         self._by_name: dict[str, Target] = {}
         self._by_id: dict[int, list[Target]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
-        self._composites: list[tuple[Composite, int]] = []
+        self._composites: list[tuple[Chain, int]] = []
         self._children = tuple(container._modules.items())
-        for index, (name, module) in enumerate(container._modules.items()):
-            self._by_index.append(self._add(module, name, index, (container,)))
+        if isinstance(container, Op):
+            self._add_alone(container)
+        else:
+            for index, (name, module) in enumerate(container._modules.items()):
+                self._by_index.append(self._add(module, name, index, (container,)))
         self._connect()
-        self.ops = [module for module in self.modules if isinstance(module, Op)]
-        self.holders = [op for op in self.ops if op._parameters or op._modules]
-        self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
+        ops = [module for module in self.modules if isinstance(module, Op)]
+        self.ops = [inner for op in ops for inner in op.modules() if isinstance(inner, Op)]
+        self.holders = [op for op in ops if op._parameters or op._modules]
+        self.hooks = [hooks for op in ops for hooks in hooks_of(op)]
 
-    def is_current(self, container: Container) -> bool:
+    def is_current(self, container: Container | Op) -> bool:
         """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
         if tuple(container._modules.items()) != self._children:
             return False
@@ -132,6 +138,13 @@ class FlatContainer:
             if composite.changes != changes:
                 return False
         return True
+
+    def refuse_keyword(self, name: str) -> ArgumentError:
+        """The error for a keyword that no op takes."""
+        keywords = ", ".join(sorted(self.takers)) or "none"
+        if self.leaves and self.leaves[0].stands_alone:
+            return ArgumentError(f"{self.leaves[0]} takes no {shown(name)}; its keywords are: {keywords}")
+        return ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {keywords}")
 
     def opened(self) -> Iterator[nn.Module]:
         """The modules inside the container whose children are among the leaves."""
@@ -211,6 +224,14 @@ class FlatContainer:
         self._by_name[label] = target
         self._by_id.setdefault(id(module), []).append(target)
         return target
+
+    def _add_alone(self, op: Op) -> None:
+        """Adds the op as the only leaf. A composite runs as the chain of its parts."""
+        self._composites = [(chain, chain.changes) for chain in op.modules() if isinstance(chain, Chain)]
+        self.leaves.append(Leaf("0", 0, op, stands_alone=True))
+        self.modules.append(op)
+        self._by_index.append(Target("0", op, (0,)))
+        self._by_name["0"] = self._by_index[0]
 
     def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""

@@ -80,6 +80,11 @@ class OpGraph:
         edges = self.nx.succ[node].items()
         return [(reader, port, output) for reader, edge in edges for port, output in edge["ports"].items()]
 
+    def returns(self, node: str, output: str, is_read: bool) -> bool:
+        """Whether a call returns an extra output of an op; ``is_read``: a later op reads it."""
+        leaf = self.nx.nodes[node]["leaf"]
+        return leaf.stands_alone or leaf.op.returns(output, is_read)  # type: ignore[no-any-return]
+
     def ops_only(self) -> networkx.DiGraph[str]:
         """The graph without inputs, and without modules that are not ops."""
         return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])

@@ -59,7 +59,7 @@ def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
                 return f"another op reads the output of op {node}"
             if name == "y" or name in fused.extra_outputs or op is None:
                 continue
-            if not all(inside) or op.returns(name, bool(inside)):
+            if not all(inside) or graph.returns(node, name, bool(inside)):
                 return f"the extra output {name!r} of op {node} is wanted outside"
     return None if ends == 1 else "the ops have more than one output"
 

@@ -194,7 +194,7 @@ class _Builder:
         results = [self.slots[leaves[-1] if leaves else X, "y"]]
         for node in leaves:
             op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
-            names = [n for n in op.extra_outputs if op.returns(n, n in read)] if op else ()
+            names = [n for n in op.extra_outputs if self.graph.returns(node, n, n in read)] if op else ()
             results += [self.slots[node, name] for name in names]
         return tuple(results)
 
@@ -214,10 +214,11 @@ class _Builder:
         source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
-        if not inner and op is not None and op.passes_x_on and not is_called_whole(op):
+        by_halves = op if op is not None and (leaf.stands_alone or not is_called_whole(op)) else None
+        if not inner and by_halves is not None and by_halves.passes_x_on:
             self.outer.add((node, "y"))
         outputs = self._file([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
-        names = None if op is None or is_called_whole(op) else foreseen(op).input_names()
+        names = None if by_halves is None else foreseen(by_halves).input_names()
         how = self._late(reads), op is not None and computes_parameters(op), inner
         return Step(module, (leaf,), (op,), ("",), (reads,), reads, x, outputs, names, *how)
 

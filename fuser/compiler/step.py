@@ -11,7 +11,7 @@ from torch import nn
 from .. import tracing as trace
 from ..errors import ArgumentError
 from ..op import Op
-from ..overrides import has_own_forward, outputs_of, patched_half
+from ..overrides import input_may_change, outputs_of, patched_half
 from ..parametrized import computed
 from ..runtime.autograd import CaptureSession, Runtime, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
@@ -56,7 +56,7 @@ class Step:
         """
         whole, look = self.input_names is None, check_foreseen if self.computes else check
         for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
-            if op is None or (whole and self._input_may_change()):
+            if op is None or (whole and input_may_change(self.module)):
                 return None
             try:
                 keywords = {name: values[slot] for name, slot in reads} if reads else {}  # type: ignore[index]
@@ -75,10 +75,6 @@ class Step:
         for name in self.ops[0].extra_outputs:  # type: ignore[union-attr]
             extras.pop(name, None)
         return None  # hooks may give out something else
-
-    def _input_may_change(self) -> bool:
-        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
-        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
 
     @property
     def is_replayable(self) -> bool:
@@ -106,7 +102,8 @@ class Step:
                 step = self.computed()
                 step.check(Spec.of(x), values, runtime, {})
                 return step.run(values, runtime)
-            values += run(module, x, keywords, runtime, self.input_names, session, self.x_is_inner)  # type: ignore[arg-type]
+            inner = self.x_is_inner or runtime.x_is_inner
+            values += run(module, x, keywords, runtime, self.input_names, session, inner)  # type: ignore[arg-type]
             if session is not None:
                 session.add_outputs(values[-len(self.outputs) :])
         elif isinstance(module, Op):

@@ -74,12 +74,12 @@ def run_container(
 
 def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
     """:meth:`Op.forward` under Dynamo."""
-    values, states = Values(x), {"": _module_state(op, op, "")}
+    values, states = Values(x), {"0": _module_state(op, op, "")}
     program = _find(op, states, values, ((), None, values.slots(keywords)))
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(op, x, **keywords)
-    return _run(program, [("", op)], states, values.all)
+    return _run(program, [("0", op)], states, values.all)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.binding import bind
-from ..compiler.flatten import FlatContainer, Leaf
+from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..compiler.step import Step
 from ..config import Config, active_config, config_of, use_config
@@ -20,8 +20,8 @@ from ..errors import ArgumentError, RefusedError
 from ..module_state import with_tensors
 from ..op import Op
 from ..overrides import patched_half
-from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import Runtime, accepted, run
+from ..parametrized import foreseen
+from ..runtime.autograd import Runtime, run
 from ..runtime.in_place import works_in_place
 from ..spec import Spec
 from ..tracing import Outline
@@ -115,37 +115,25 @@ def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _prepared[handle].run(tensors)
 
 
-def answer(find: Callable[..., Program], switches: tuple[Any, ...], *arguments: Any) -> Program:
+def program_or_reason(current: Callable[[], Any], switches: tuple[Any, ...], *call: Any) -> Program:
     """A program, or one that says why there is none: Dynamo would bury an exception."""
     try:
         with use_config(config_of(**dict(switches))):  # as the traced code has them
-            return find(*arguments)
+            return program_of(current(), *call)
     except _Refused as refused:
         return Program(refusal=str(refused))
     except (ArgumentError, IndexError, RefusedError) as error:
         return Program(error=str(error))
 
 
-def of_container(container: Any, call: Any, likes: Any, names: Any) -> Program:
-    """The program of a ``Sequential`` for a call; :mod:`frontend` says what the arguments are."""
-    extra, addressed, shared = call
-    compiled, values = container._current(), [_stand_in(like) for like in likes]
+def program_of(compiled: Any, call: Any, likes: Any, names: Any) -> Program:
+    """The program for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
+    (extra, addressed, shared), values = call, [_stand_in(like) for like in likes]
     layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _given(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _given(shared, values))
     plan: Plan = compiled.plan(bound, runtime)
     return _program(plan.steps, plan.results, bound.values, values, dict(names), runtime)
-
-
-def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
-    """The program of an op alone."""
-    values = [_stand_in(like) for like in likes]
-    runtime, given = Runtime.of(values[0]), accepted(op, _given(call[2], values))
-    reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
-    outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
-    names_of = foreseen(op).input_names(), False, computes_parameters(op)
-    step = Step(op, (Leaf("", 0, op),), (op,), ("",), (reads,), reads, 0, outputs, *names_of)
-    return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 
 def _program(

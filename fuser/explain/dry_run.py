@@ -132,7 +132,8 @@ def _explain_op(
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():
-        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, step.x_is_inner)
+        inner = step.x_is_inner or runtime.x_is_inner
+        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, inner)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
     kept |= new
     backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)
@@ -198,7 +199,7 @@ def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
         for name in op.extra_outputs if op else ():
             readers = [reader for reader, _, output in graph.readers(leaf.label) if output == name]
             ends = [f"read by op {' and '.join(readers)}"] if readers else []
-            ends += ["returned"] if op and op.returns(name, bool(readers)) else []
+            ends += ["returned"] if graph.returns(leaf.label, name, bool(readers)) else []
             notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
     return tuple(notes)
 

@@ -101,7 +101,8 @@ def explain(
             :meth:`Sequential.explain`.
     """
     if isinstance(module, Op):
-        explanation: Explanation = module._standalone.explain(module, args, {"op_kwargs": op_kwargs, **shared})
+        keywords = shared if op_kwargs is None else {"op_kwargs": op_kwargs, **shared}
+        explanation: Explanation = module._standalone.explain(module, args, keywords)
         return explanation
     if isinstance(module, Container):
         return cast(Explainable, module).explain(*args, op_kwargs=op_kwargs, **shared)

@@ -16,9 +16,8 @@ from ..config import active_config, use_config
 from ..errors import ArgumentError, DoubleBackwardError
 from ..op import Op
 from ..overrides import patched_half
-from ..parametrized import computed, computes_parameters, foreseen, is_certain
-from ..spec import Spec, Specs, check_layout, layout_of
-from .buffers import NamedValue, check_overlaps
+from ..parametrized import foreseen, is_certain
+from ..spec import Spec, Specs, check_layout
 from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
@@ -35,10 +34,15 @@ class CaptureSession(Protocol):
 
 
 class Runtime(NamedTuple):
-    """What holds for a whole call."""
+    """What holds for a whole call.
+
+    Attributes:
+        x_is_inner: of an op that a container calls as itself: whether the container's call has made its x.
+    """
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
+    x_is_inner: bool = False
 
     @classmethod
     def of(cls, x: Tensor) -> Runtime:
@@ -50,23 +54,23 @@ class Runtime(NamedTuple):
         return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
 
 
-class _Calling(local):
+class Caller(local):
     """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
 
     x_is_inner = False
 
 
-_calling = _Calling()
+caller = Caller()
 
 
 @contextmanager
 def calling(x_is_inner: bool) -> Iterator[None]:
     """For the body, in which a container calls an op as itself."""
-    before, _calling.x_is_inner = _calling.x_is_inner, x_is_inner
+    before, caller.x_is_inner = caller.x_is_inner, x_is_inner
     try:
         yield
     finally:
-        _calling.x_is_inner = before
+        caller.x_is_inner = before
 
 
 _RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
@@ -114,46 +118,6 @@ def _forward(
 ) -> ForwardResult:
     wanted = _NOTHING if flags is None else _wanted(step.names, flags[1:])
     return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
-
-
-def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
-    """``op(x, **keywords)``: checks, runs, and returns ``y`` or ``(y, *extras)``."""
-    given = accepted(op, keywords)
-    runtime = Runtime.of(x)
-    refuse_transforms([op])
-    computes = computes_parameters(op)
-    try:
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                check_layout(name, layout_of(value), op.layouts)
-        (check_foreseen if computes else check)(op, Spec.of(x), given, runtime)
-        _check_buffers(op, x, given)
-        if computes:
-            op = computed(op)
-            check(op, Spec.of(x), given, runtime)
-    except ArgumentError as error:
-        raise error.located(type(op).__name__) from None
-    outputs = run(op, x, given, runtime, None, None, _calling.x_is_inner)
-    return outputs if op.extra_outputs else outputs[0]
-
-
-def accepted(op: Op, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that were given, once it is clear that the op takes them and needs no others."""
-    given = {k: v for k, v in keywords.items() if v is not None}
-    unknown = given.keys() - op.keywords.keys()
-    missing = [k for k, keyword in op.keywords.items() if keyword.required and k not in given]
-    if unknown or missing:
-        what = f"takes no {', '.join(sorted(unknown))}" if unknown else f"needs {', '.join(missing)}"
-        raise ArgumentError(f"{type(op).__name__} {what}; its keywords are: {', '.join(op.keywords) or 'none'}")
-    return given
-
-
-def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
-    named = [(k, NamedValue(repr(k), i)) for i, k in enumerate(keywords, 1)]
-    lent = [value for k, value in named if op.keywords[k].buffer]
-    if lent:
-        inputs = [NamedValue("x", 0), *(value for k, value in named if not op.keywords[k].buffer)]
-        check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
 
 
 def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
