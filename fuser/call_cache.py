@@ -14,7 +14,7 @@ from .compiler.recent import Recent
 from .compiler.registry import registry
 from .config import active_config
 from .errors import ArgumentError
-from .explain.dry_run import Shape, explain_plan
+from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
@@ -22,6 +22,7 @@ from .replay.calls import CapturedCall, call_key, start_capture
 from .replay.guards import UNSUPPORTED, GuardedCache
 from .replay.program import aligned
 from .runtime.autograd import Runtime
+from .spec import TensorSpec
 
 _MANY_PLANS = 64
 
@@ -70,7 +71,7 @@ class CallCache:
         plan = self.plan(call, runtime)
         if checks:
             plan.check(call.values, runtime)
-        return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
+        return explain_plan(plan, [TensorSpec.of(v) if isinstance(v, Tensor) else v for v in call.values], runtime)
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
@@ -90,22 +91,26 @@ class CallCache:
 
 
 class LastCall(NamedTuple):
-    """The last call: of each value the shape, or what is no tensor. Holds no tensors."""
+    """The last call, without its tensors.
+
+    Attributes:
+        shapes: of each value the shape, or what is no tensor.
+    """
 
     plan: Plan
-    seen: list[Any]
+    shapes: list[Any]
     runtime: Runtime
 
     @classmethod
     def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> LastCall:
         # a nested tensor, which a module may take, has no shape to keep
-        seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
-        return cls(plan, seen, runtime)
+        shapes = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
+        return cls(plan, shapes, runtime)
 
     def explain(self) -> Explanation:
-        infos = self.plan.graph.inputs()
-        shapes = [Shape(tuple(s), *i[:3]) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
-        return explain_plan(self.plan, shapes, self.runtime)
+        specs = zip(self.plan.graph.inputs(), self.shapes, strict=True)
+        arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]
+        return explain_plan(self.plan, arguments, self.runtime)
 
 
 def explain_last(cache: CallCache | None) -> Explanation:

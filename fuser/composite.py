@@ -10,7 +10,7 @@ from torch import Tensor
 from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
 from .runtime.autograd import Runtime, check
 from .runtime.call import call_bwd, call_fwd, evaluate
-from .spec import Spec, Specs
+from .spec import Specs, TensorSpec
 from .tracing import promised
 
 
@@ -94,10 +94,10 @@ class Chain(Op):
             grads["x"] = dy
         return grads
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
+    def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         runtime = Runtime(False, keywords.pop("autocast_dtype"))
-        spec: Spec | None = x
-        extras, inner = dict[str, Spec](), dict[str, Tensor]()
+        spec: TensorSpec | None = x
+        extras, inner = dict[str, TensorSpec](), dict[str, Tensor]()
         for role, part in self.parts.items():
             given = self._given(role, part, keywords, inner)
             if spec is None or any(name in self._inner() and name not in given for name in part.keywords):
@@ -106,7 +106,7 @@ class Chain(Op):
             named = known if isinstance(known, Mapping) else {}
             extras |= {name: named[name] for name in part.extra_outputs if name in named}
             inner |= {name: promised(extras[name]) for name in part.extra_outputs if name in named}
-            spec = known if isinstance(known, Spec) else named.get("y")
+            spec = known if isinstance(known, TensorSpec) else named.get("y")
         return spec if spec is None or not extras else {"y": spec, **extras}
 
     def check_without_x(self, *args: Any, **keywords: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .config import constant
 from .edits import children_changed
 from .module_state import Attributes, attributes
-from .spec import Spec, Specs
+from .spec import Specs, TensorSpec
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
@@ -86,7 +86,7 @@ class Standalone(Protocol):
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
         """``op(x, **keywords)``."""
 
-    def program(self, op: Op, call: Any, likes: Any, names: Any, switches: Any, /) -> Any:
+    def program(self, op: Op, call: Any, arguments: Any, names: Any, switches: Any, /) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
@@ -163,7 +163,7 @@ class Op(nn.Module, ABC):
     def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:
         """Returns the gradients by name. The gradient of an extra output comes as the keyword of its name."""
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
+    def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
         A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
@@ -260,8 +260,8 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        return self._standalone.program(self, call, likes, names, switches)
+    def _program(self, call: Any, arguments: Any, names: Any, switches: Any, constants: Any) -> Any:
+        return self._standalone.program(self, call, arguments, names, switches)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone, as a container of one.

@@ -317,7 +317,7 @@ def test_extra_output_read_inside_and_outside_is_refused():
 def hand_made(edges, nodes):
     """A match of the nodes in a graph that no container builds; edges are (source, reader, port, output)."""
     made = nx.DiGraph()
-    made.add_node("in", info=None)
+    made.add_node("in", spec=None)
     ops = {"a": MakeExtraOutput("r"), "b": Identity(), "c": Identity()}
     for position, (name, op) in enumerate(ops.items()):
         made.add_node(name, leaf=Leaf(name, position, op), position=position)

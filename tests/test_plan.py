@@ -21,6 +21,7 @@ from fusible import (
     Pattern,
     Sequential,
     SwiGLU,
+    TensorSpec,
     config,
     register_fusion,
 )
@@ -326,11 +327,11 @@ def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
 
 @pytest.mark.parametrize("where", ["host", "device", "debug"])
 def test_values_are_checked_where_they_can_be_read(where):
-    cuda = graph.TensorInfo(torch.float32, torch.device("cuda" if where != "host" else "cpu"), False)
+    cuda = TensorSpec((), torch.float32, torch.device("cuda" if where != "host" else "cpu"))
     switches = Config(debug=where == "debug")
     model = mlp()
     found = graph.OpGraph.of(model._current().layout, binding.BoundArguments([X], ((), (), (), ())))
-    found.nx.nodes[".x"]["info"] = cuda
+    found.nx.nodes[".x"]["spec"] = cuda
 
     assert plan._checks_values(found, switches) == (where != "device")
 

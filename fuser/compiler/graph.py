@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx
-import torch
 from torch import Tensor
 
 from ..op import Op
-from ..spec import layout_of
+from ..spec import TensorSpec
 from .binding import BoundArguments
 from .flatten import FlatContainer, Leaf
 
 X = ".x"  # the node of the input of the first op
 
 
-class TensorInfo(NamedTuple):
-    """What a fusion may ask about an input: never its shape or its values, since plans are kept for other ones."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    layout: torch.layout = torch.strided
-
-
 @dataclass(frozen=True)
 class OpGraph:
     """One call's ops and inputs.
 
-    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``info=`` (a
-    :class:`TensorInfo`, or None for what is no tensor). A tensor that several ops read is one node. Edges carry
-    ``ports=``: for each port of the reader ("x" or a keyword) the output of the source ("y" or an extra output); and
-    ``port=``, the first of them.
+    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``spec=`` (a
+    :class:`TensorSpec` without a shape, as plans are kept for other ones; None for what is no tensor). A tensor that
+    several ops read is one node. Edges carry ``ports=``: for each port of the reader ("x" or a keyword) the output of
+    the source ("y" or an extra output); and ``port=``, the first of them.
     """
 
     nx: networkx.DiGraph[str]
@@ -53,9 +43,9 @@ class OpGraph:
             _connect(graph, layout.leaves[maker].label, layout.leaves[reader].label, name, output)
         return cls(graph)
 
-    def inputs(self) -> list[TensorInfo | None]:
-        """What is known of the inputs, in the order of their slots."""
-        return [info["info"] for _, info in self.nx.nodes.items() if "info" in info]
+    def inputs(self) -> list[TensorSpec | None]:
+        """The inputs, in the order of their slots."""
+        return [attributes["spec"] for _, attributes in self.nx.nodes.items() if "spec" in attributes]
 
     def leaf(self, node: str) -> Leaf | None:
         """The leaf of an op node, None for an input."""
@@ -96,13 +86,8 @@ class OpGraph:
 
 def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
     name = f".%{slot}" if slot else X
-    info = _info(value) if isinstance(value, Tensor) else None
-    graph.add_node(name, info=info)
+    graph.add_node(name, spec=TensorSpec.without_shape(value) if isinstance(value, Tensor) else None)
     return name
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
 
 def _connect(graph: networkx.DiGraph[str], source: str, reader: str, port: str, output: str) -> None:

@@ -14,7 +14,8 @@ from networkx.algorithms.isomorphism import DiGraphMatcher
 from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import foreseen
-from .graph import OpGraph, TensorInfo
+from ..spec import TensorSpec
+from .graph import OpGraph
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 
@@ -59,10 +60,10 @@ class Match:
         """The (node, output) that the op of a role reads at ``port``, None if nothing."""
         return self.graph.sources(self.nodes[role]).get(port) if role in self.nodes else None
 
-    def info(self, role: str, port: str) -> TensorInfo | None:
-        """What the caller gives the op of a role at ``port``; None if nothing, or if another op computes it."""
+    def info(self, role: str, port: str) -> TensorSpec | None:
+        """What a call gives the op of a role at ``port``, without its shape; None if nothing, or what an op gives."""
         source = self.source(role, port)
-        return None if source is None else self.graph.nx.nodes[source[0]].get("info")
+        return None if source is None else self.graph.nx.nodes[source[0]].get("spec")
 
 
 Condition = tuple[str, Callable[[Match], bool]]

@@ -16,7 +16,7 @@ from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
 from ..runtime.autograd import CaptureSession, Runtime, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
-from ..spec import Spec, check_layout
+from ..spec import TensorSpec, check_layout
 from . import legality
 from .graph import OpGraph, X
 from .registry import Decision, Registry
@@ -50,7 +50,7 @@ class Plan:
             if i >= checked:
                 checked = self._check_run(i, values, runtime)
             elif step.late:
-                step.check(Spec.of(values[step.x]), values, runtime, {})
+                step.check(TensorSpec.of(values[step.x]), values, runtime, {})
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
                     step.run(values, runtime, session)
@@ -91,8 +91,8 @@ class Plan:
             return first + 1
         if first and not isinstance(x, Tensor):
             raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
-        spec: Spec | None = Spec.of(x)
-        extras: dict[str, Spec] = {}
+        spec: TensorSpec | None = TensorSpec.of(x)
+        extras: dict[str, TensorSpec] = {}
         end = first
         for step in self.steps[first:]:
             spec, end = step.check(spec, values, runtime, extras), end + 1
@@ -135,14 +135,14 @@ def _check_layouts(graph: OpGraph) -> None:
     for node in graph.leaves():
         leaf, op = graph.leaf(node), graph.op(node)
         for port, (source, _) in graph.sources(node).items() if op else ():
-            info = graph.nx.nodes[source].get("info")
-            if info is not None:
-                check_layout(f"{leaf}: {port}", info.layout, op.layouts)  # type: ignore[union-attr]
+            spec = graph.nx.nodes[source].get("spec")
+            if spec is not None:
+                check_layout(f"{leaf}: {port}", spec.layout, op.layouts)  # type: ignore[union-attr]
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    here = any(info is None or info.device.type != "cuda" for info in graph.inputs())
+    here = any(spec is None or spec.device.type != "cuda" for spec in graph.inputs())
     return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
 
 

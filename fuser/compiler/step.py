@@ -16,7 +16,7 @@ from ..parametrized import computed
 from ..runtime.autograd import CaptureSession, Runtime, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
-from ..spec import Spec, Specs
+from ..spec import Specs, TensorSpec
 from .flatten import Leaf
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -46,7 +46,9 @@ class Step:
     def name(self) -> str:
         return type(self.module).__name__
 
-    def check(self, x: Spec | None, values: list[Any], runtime: Runtime, extras: dict[str, Spec]) -> Spec | None:
+    def check(
+        self, x: TensorSpec | None, values: list[Any], runtime: Runtime, extras: dict[str, TensorSpec]
+    ) -> TensorSpec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known.
 
         Args:
@@ -100,7 +102,7 @@ class Step:
         if self.input_names is not None:
             if self.computes:
                 step = self.computed()
-                step.check(Spec.of(x), values, runtime, {})
+                step.check(TensorSpec.of(x), values, runtime, {})
                 return step.run(values, runtime)
             inner = self.x_is_inner or runtime.x_is_inner
             values += run(module, x, keywords, runtime, self.input_names, session, inner)  # type: ignore[arg-type]
@@ -126,12 +128,12 @@ class Step:
 def _check_part(
     look: Callable[..., Specs],
     op: Op,
-    x: Spec | None,
+    x: TensorSpec | None,
     reads: PartSlots,
     values: list[Any],
     runtime: Runtime,
-    extras: dict[str, Spec],
-) -> Spec | None:
+    extras: dict[str, TensorSpec],
+) -> TensorSpec | None:
     """Lets an op check what is known of its arguments; returns what it will give, if that is known."""
     keywords = {name: values[slot] for name, slot in reads if slot is not None and slot < len(values)}
     promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
@@ -145,9 +147,9 @@ def _check_part(
     return None
 
 
-def _noted(op: Op, specs: Specs, extras: dict[str, Spec]) -> Spec | None:
+def _noted(op: Op, specs: Specs, extras: dict[str, TensorSpec]) -> TensorSpec | None:
     """What a check says of ``y``. What it says of extra outputs is added to ``extras``."""
-    if specs is None or isinstance(specs, Spec):
+    if specs is None or isinstance(specs, TensorSpec):
         return specs
     extras.update({name: specs[name] for name in op.extra_outputs if name in specs})
     return specs.get("y")

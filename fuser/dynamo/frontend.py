@@ -23,6 +23,7 @@ from ..errors import ArgumentError
 from ..module_state import field_names, is_record
 from ..op import Op
 from ..overrides import is_hooked, outputs_of
+from ..spec import TensorSpec
 from .steps import Program, TracedStep, run_step
 
 Modules = list[tuple[str, nn.Module]]
@@ -89,10 +90,10 @@ def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> Program:
-    likes = tuple([_like(value) for value in values.all])
+    arguments = tuple([_spec_or_value(value) for value in values.all])
     names = tuple([(label, own.names) for label, own in states.items()])
     constants = (plain(fusion.registry.version), *[own.constants for own in states.values()])
-    program: Program = root._program(call, likes, names, switches(), constants)
+    program: Program = root._program(call, arguments, names, switches(), constants)
     if program.error is not None:
         raise ArgumentError(program.error)
     return program
@@ -153,11 +154,11 @@ def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -
     return tuple(found)
 
 
-def _like(value: Any) -> Any:
+def _spec_or_value(value: Any) -> Any:
     """What a plan may depend on: of a tensor all but shape and contents, else the value."""
     if isinstance(value, Tensor):
-        return ("tensor", value.dtype, value.device, value.requires_grad)
-    return ("value", plain(value))
+        return TensorSpec((0,), value.dtype, value.device, requires_grad=value.requires_grad)
+    return plain(value)
 
 
 def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:

@@ -23,7 +23,7 @@ from ..overrides import patched_half
 from ..parametrized import foreseen
 from ..runtime.autograd import Runtime, run
 from ..runtime.in_place import works_in_place
-from ..spec import Spec
+from ..spec import TensorSpec
 from ..tracing import Outline
 
 
@@ -92,7 +92,7 @@ class Prepared:
         x = values[step.x]
         with use_config(self.config):
             step = step.computed() if step.computes else step
-            step.check(Spec.of(x), values, self.runtime, {})
+            step.check(TensorSpec.of(x), values, self.runtime, {})
             keywords = {name: values[slot] for name, slot in step.reads}
             return run(step.module, x, keywords, self.runtime, step.input_names, None, step.x_is_inner)  # type: ignore[arg-type]
 
@@ -126,9 +126,9 @@ def program_or_reason(current: Callable[[], Any], switches: tuple[Any, ...], *ca
         return Program(error=str(error))
 
 
-def program_of(compiled: Any, call: Any, likes: Any, names: Any) -> Program:
+def program_of(compiled: Any, call: Any, arguments: Any, names: Any) -> Program:
     """The program for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
-    (extra, addressed, shared), values = call, [_stand_in(like) for like in likes]
+    (extra, addressed, shared), values = call, [_outline(each) for each in arguments]
     layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _given(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _given(shared, values))
@@ -186,7 +186,6 @@ def _given(slots: Any, values: list[Any]) -> dict[str, Any]:
     return {name: values[slot] for name, slot in slots}
 
 
-def _stand_in(like: Any) -> Any:
+def _outline(argument: Any) -> Any:
     """An argument without data: all that binding and plans ask of one."""
-    kind, *what = like
-    return Outline((0,), *what, "a plan reads no values") if kind == "tensor" else what[0]
+    return Outline(argument, "a plan reads no values") if isinstance(argument, TensorSpec) else argument

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,53 +19,31 @@ from ..compiler.step import Step
 from ..errors import RefusedError
 from ..op import Op
 from ..overrides import has_own_forward, patched_half
-from ..parametrized import AnyOp, form_of, view_of
+from ..parametrized import AnyOp, foreseen_spec, view_of
 from ..runtime.autograd import Runtime, differentiable
 from ..runtime.call import call_bwd, call_fwd, evaluate
 from ..runtime.in_place import works_in_place
 from ..runtime.residuals import pack, tensors_of, unpack
-from ..spec import Spec
+from ..spec import TensorSpec
 from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 
-class Shape(NamedTuple):
-    """An argument of a call without its data; ``value`` is what is no tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    device: torch.device | None
-    requires_grad: bool
-    value: Any = None
-
-    @classmethod
-    def of(cls, value: Any) -> Shape:
-        if not isinstance(value, Tensor):
-            return cls((), None, None, False, value)
-        return cls(Spec.of(value).shape, value.dtype, value.device, value.requires_grad)
-
-    def fake(self) -> Any:
-        """A tensor like it, to be called under a ``FakeTensorMode``."""
-        if self.dtype is None:
-            return self.value
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
-
-
-def explain_plan(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Explanation:
-    """Explains a plan for arguments of the given shapes."""
-    steps = tuple(_explain_steps(plan, shapes, runtime))
+def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanation:
+    """Explains a plan for these arguments; instead of each tensor there is its :class:`TensorSpec`."""
+    steps = tuple(_explain_steps(plan, arguments, runtime))
     fusions = []
     for decision in plan.decisions:
         leaves = [leaf for node in decision.match.nodes.values() if (leaf := plan.graph.leaf(node))]
         labels, ops = tuple(leaf.label for leaf in leaves), tuple(dict.fromkeys(leaf.index for leaf in leaves))
         fusions.append(ExplainedFusion(decision.fusion.name, ops, labels, decision.taken, decision.reason))
-    return Explanation(steps, tuple(fusions), math.prod(shapes[0].shape[:-1]), plan.graph)
+    return Explanation(steps, tuple(fusions), math.prod(arguments[0].shape[:-1]), plan.graph)
 
 
-def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterator[ExplainedStep]:
+def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterator[ExplainedStep]:
     kept: dict[int, Tensor] = {}
     behind = "its input is not known without data"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
-        values: list[Any] | None = [shape.fake() for shape in shapes]
+        values: list[Any] | None = [each.empty() if isinstance(each, TensorSpec) else each for each in arguments]
         for step in plan.steps:
             labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
             plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
@@ -128,7 +106,7 @@ def _explain_op(
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
-    op = view_of(_apart(op), lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
+    op = view_of(_apart(op), lambda part, name: foreseen_spec(part, name).empty())  # computes nothing
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():

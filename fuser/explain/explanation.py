@@ -211,7 +211,7 @@ class Explanation:
         yield "  backward", labels, back.kernel, "", *sizes, "", step.backward_reason
 
     def _on_cuda(self) -> bool:
-        return any(info.device.type == "cuda" for info in self.graph.inputs() if info is not None)
+        return any(spec.device.type == "cuda" for spec in self.graph.inputs() if spec is not None)
 
 
 def _sizes(flops: int, moved: int) -> tuple[str, str]:

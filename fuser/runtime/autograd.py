@@ -17,7 +17,7 @@ from ..errors import ArgumentError, DoubleBackwardError
 from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import foreseen, is_certain
-from ..spec import Spec, Specs, check_layout
+from ..spec import Specs, TensorSpec, check_layout
 from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
@@ -120,14 +120,14 @@ def _forward(
     return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
 
 
-def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
     if x.layout not in op.layouts:
         check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
-def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """:func:`check` before the parameters are computed; None where only their values will tell."""
     try:
         return check(foreseen(op), x, keywords, runtime)
