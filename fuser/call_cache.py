@@ -75,17 +75,17 @@ class CallCache:
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
-        switches, key, changes = active_config(), call.key(), 0
+        config, key, changes = active_config(), call.key(), 0
         for op in self.layout.ops:
-            known = op if not op._modules else foreseen(op)
-            key += (known.decision_key(), is_hooked(op))
+            view = op if not op._modules else foreseen(op)
+            key += (view.decision_key(), is_hooked(op))
             changes += op.changes
         if changes != self.changes:  # conditions may have read what has been assigned since
             self.plans, self.changes = Recent(_MANY_PLANS), changes
-        signature, plans = (*key, runtime, switches.token), self.plans
+        signature, plans = (*key, runtime, config.token), self.plans
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:
-            plan = compile_plan(OpGraph.of(self.layout, call), registry, switches)
+            plan = compile_plan(OpGraph.of(self.layout, call), registry, config)
             plans.add(signature, plan)
         return plan
 

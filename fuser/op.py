@@ -77,7 +77,7 @@ class Delivery(NamedTuple):
     targets: Callable[[], Targets]
 
 
-class Standalone(Protocol):
+class StandaloneRunner(Protocol):
     """Runs, compiles and explains ops that are called outside of a container.
 
     This file knows nothing of what runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
@@ -86,7 +86,7 @@ class Standalone(Protocol):
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
         """``op(x, **keywords)``."""
 
-    def program(self, op: Op, call: Any, arguments: Any, names: Any, switches: Any, /) -> Any:
+    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
@@ -136,7 +136,7 @@ class Op(nn.Module, ABC):
     replayable: bool = False
     edits: int = 0
     changes: int = 0
-    _standalone: ClassVar[Standalone]
+    _standalone: ClassVar[StandaloneRunner]
     _container_of_one: Any  # what is kept between its calls where it stands alone
     _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
@@ -260,8 +260,8 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _program(self, call: Any, arguments: Any, names: Any, switches: Any, constants: Any) -> Any:
-        return self._standalone.program(self, call, arguments, names, switches)
+    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        return self._standalone.program(self, call, arguments, names, flags)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone, as a container of one.

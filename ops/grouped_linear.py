@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
-from ..fuser.runtime.buffers import Lent
+from ..fuser.runtime.buffers import CallerBuffer
 from . import kernels
 from .checks import (
     check_buffer,
@@ -76,7 +76,7 @@ class GroupedLinear(WeightGrads):
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
-        grad_input: Lent | None
+        grad_input: CallerBuffer | None
         x_shape: tuple[int, ...]
         zero_tail: bool
 
@@ -223,7 +223,7 @@ class GroupedLinear(WeightGrads):
             split_sizes,
             bias,
             bias_scale,
-            None if grad_input is None else Lent(grad_input),
+            None if grad_input is None else CallerBuffer(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
             copies,
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..op import Op
 from ..spec import TensorSpec
 from .binding import BoundArguments
-from .flatten import FlatContainer, Leaf
+from .flatten import FlatContainer, OpEntry
 
 X = ".x"  # the node of the input of the first op
 
@@ -20,7 +20,7 @@ X = ".x"  # the node of the input of the first op
 class OpGraph:
     """One call's ops and inputs.
 
-    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``spec=`` (a
+    Nodes are op labels ("0", "1.0") with ``entry=``, and inputs (".x", ".%1": what no label can be) with ``spec=`` (a
     :class:`TensorSpec` without a shape, as plans are kept for other ones; None for what is no tensor). A tensor that
     several ops read is one node. Edges carry ``ports=``: for each port of the reader ("x" or a keyword) the output of
     the source ("y" or an extra output); and ``port=``, the first of them.
@@ -33,32 +33,32 @@ class OpGraph:
         graph: networkx.DiGraph[str] = networkx.DiGraph()
         sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
         previous = X
-        for i, leaf in enumerate(layout.leaves):
-            graph.add_node(leaf.label, leaf=leaf, position=i)
-            _connect(graph, previous, leaf.label, "x", "y")
+        for i, entry in enumerate(layout.entries):
+            graph.add_node(entry.label, entry=entry, position=i)
+            _connect(graph, previous, entry.label, "x", "y")
             for name, slot in call.reads[i]:
-                _connect(graph, sources[slot], leaf.label, name, "y")
-            previous = leaf.label
+                _connect(graph, sources[slot], entry.label, name, "y")
+            previous = entry.label
         for (reader, name), (maker, output) in layout.channels.items():
-            _connect(graph, layout.leaves[maker].label, layout.leaves[reader].label, name, output)
+            _connect(graph, layout.entries[maker].label, layout.entries[reader].label, name, output)
         return cls(graph)
 
     def inputs(self) -> list[TensorSpec | None]:
         """The inputs, in the order of their slots."""
         return [attributes["spec"] for _, attributes in self.nx.nodes.items() if "spec" in attributes]
 
-    def leaf(self, node: str) -> Leaf | None:
-        """The leaf of an op node, None for an input."""
-        return self.nx.nodes[node].get("leaf")
+    def entry(self, node: str) -> OpEntry | None:
+        """The entry of an op node, None for an input."""
+        return self.nx.nodes[node].get("entry")
 
     def op(self, node: str) -> Op | None:
         """The op of a node, None for inputs and for modules that are not ops."""
-        leaf = self.leaf(node)
-        return None if leaf is None else leaf.op
+        entry = self.entry(node)
+        return None if entry is None else entry.op
 
-    def leaves(self) -> list[str]:
+    def entries(self) -> list[str]:
         """The op nodes in execution order."""
-        return sorted((n for n in self.nx if self.leaf(n)), key=lambda n: self.nx.nodes[n]["position"])
+        return sorted((n for n in self.nx if self.entry(n)), key=lambda n: self.nx.nodes[n]["position"])
 
     def sources(self, node: str) -> dict[str, tuple[str, str]]:
         """Port -> (node, output) that an op reads."""
@@ -72,15 +72,15 @@ class OpGraph:
 
     def returns(self, node: str, output: str, is_read: bool) -> bool:
         """Whether a call returns an extra output of an op; ``is_read``: a later op reads it."""
-        leaf = self.nx.nodes[node]["leaf"]
-        return leaf.stands_alone or leaf.op.returns(output, is_read)  # type: ignore[no-any-return]
+        entry = self.nx.nodes[node]["entry"]
+        return entry.stands_alone or entry.op.returns(output, is_read)  # type: ignore[no-any-return]
 
     def ops_only(self) -> networkx.DiGraph[str]:
         """The graph without inputs, and without modules that are not ops."""
         return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])
 
     def __str__(self) -> str:
-        names = {n: f"{n} {leaf.kind}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
+        names = {n: f"{n} {entry.kind}" if (entry := self.entry(n)) else n[1:] for n in self.nx}
         return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
 
 

@@ -13,11 +13,11 @@ from ..errors import ArgumentError
 from ..op import Op
 from ..overrides import input_may_change, outputs_of, patched_half
 from ..parametrized import computed
-from ..runtime.autograd import CaptureSession, Runtime, calling, check, check_foreseen, check_without_x, run
+from ..runtime.autograd import Runtime, StepCapture, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
 from ..spec import Specs, TensorSpec
-from .flatten import Leaf
+from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
 PartSlots = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
@@ -28,18 +28,18 @@ class Step:
     """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
 
     module: nn.Module
-    leaves: tuple[Leaf, ...]
-    ops: tuple[Op | None, ...]  # of the leaves
-    roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
-    leaf_reads: tuple[PartSlots, ...]
+    entries: tuple[OpEntry, ...]
+    ops: tuple[Op | None, ...]  # of the entries
+    roles: tuple[str, ...]  # of each entry, which part of a fused op it is; "" for the module itself
+    entry_reads: tuple[PartSlots, ...]
     reads: KeywordSlots
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    late: bool  # reads what an earlier step computes, besides x
-    computes: bool  # some of the parameters of its ops
+    reads_step_outputs: bool  # reads what an earlier step computes, besides x
+    has_parametrized_inputs: bool  # of its ops
     x_is_inner: bool = False  # an earlier step has made x
-    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+    last_uses: tuple[int, ...] = ()  # slots of outputs that nothing reads after it
     beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
 
     @property
@@ -56,8 +56,8 @@ class Step:
             values: those that are there.
             extras: what is known of extra outputs that are not there yet, by name; those of the step are added.
         """
-        whole, look = self.input_names is None, check_foreseen if self.computes else check
-        for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
+        whole, look = self.input_names is None, check_foreseen if self.has_parametrized_inputs else check
+        for i, (op, reads) in enumerate(zip(self.ops, self.entry_reads)):  # noqa: B905
             if op is None or (whole and input_may_change(self.module)):
                 return None
             try:
@@ -71,7 +71,7 @@ class Step:
                     specs = look(op, x, keywords, runtime)
                     x = _noted(op, specs, extras) if op.extra_outputs else specs  # type: ignore[assignment]
             except ArgumentError as error:
-                raise error.located(str(self.leaves[i])) from None
+                raise error.located(str(self.entries[i])) from None
         if not whole or not self.module._forward_hooks:
             return x
         for name in self.ops[0].extra_outputs:  # type: ignore[union-attr]
@@ -94,13 +94,13 @@ class Step:
         """The same on parameters that are computed here, for one run; they may be others than have been checked."""
         assert isinstance(self.module, Op)
         op = computed(self.module)
-        return replace(self.with_op(op), computes=False, input_names=op.input_names())
+        return replace(self.with_op(op), has_parametrized_inputs=False, input_names=op.input_names())
 
-    def run(self, values: list[Any], runtime: Runtime, session: CaptureSession | None = None) -> None:
+    def run(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            if self.computes:
+            if self.has_parametrized_inputs:
                 step = self.computed()
                 step.check(TensorSpec.of(x), values, runtime, {})
                 return step.run(values, runtime)
@@ -112,8 +112,8 @@ class Step:
             values.extend(self._called(module, x, keywords))
         else:
             beside = self.beside
-            values.append(run_beside(module, str(self.leaves[0]), x, beside, values) if beside else module(x))
-        for slot in self.dead:
+            values.append(run_beside(module, str(self.entries[0]), x, beside, values) if beside else module(x))
+        for slot in self.last_uses:
             values[slot] = None
 
     def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
@@ -121,8 +121,8 @@ class Step:
             with calling(self.x_is_inner):
                 result = op(x, **keywords)
         except ArgumentError as error:
-            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
-        return outputs_of(op, str(self.leaves[0]), result)
+            raise ArgumentError(f"{self.entries[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
+        return outputs_of(op, str(self.entries[0]), result)
 
 
 def _check_part(

@@ -33,8 +33,8 @@ def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanat
     steps = tuple(_explain_steps(plan, arguments, runtime))
     fusions = []
     for decision in plan.decisions:
-        leaves = [leaf for node in decision.match.nodes.values() if (leaf := plan.graph.leaf(node))]
-        labels, ops = tuple(leaf.label for leaf in leaves), tuple(dict.fromkeys(leaf.index for leaf in leaves))
+        entries = [entry for node in decision.match.nodes.values() if (entry := plan.graph.entry(node))]
+        labels, ops = tuple(entry.label for entry in entries), tuple(dict.fromkeys(entry.index for entry in entries))
         fusions.append(ExplainedFusion(decision.fusion.name, ops, labels, decision.taken, decision.reason))
     return Explanation(steps, tuple(fusions), math.prod(arguments[0].shape[:-1]), plan.graph)
 
@@ -45,31 +45,31 @@ def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterat
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
         values: list[Any] | None = [each.empty() if isinstance(each, TensorSpec) else each for each in arguments]
         for step in plan.steps:
-            labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
-            plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
+            labels, ops = (entry.label for entry in step.entries), dict.fromkeys(entry.index for entry in step.entries)
+            row = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
             if values is None:
-                yield replace(plain, **_unknown(KernelReport(reason=behind), runtime))
+                yield replace(row, **_unknown(KernelReport(reason=behind), runtime))
             elif isinstance(step.module, Op):
                 try:
-                    yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
+                    yield _explain_op(row, step, step.module, values, runtime, mode, kept)
                 except Exception as error:
                     why = _unexplained(step.module, error)
                     if why is None:
                         raise
                     values = None
                     if isinstance(error, DynamicOutputShapeException):
-                        behind = f"its shapes depend on data: on what {step.leaves[-1]} gives"
-                    yield replace(plain, **_unknown(KernelReport("?", why), runtime))
+                        behind = f"its shapes depend on data: on what {step.entries[-1]} gives"
+                    yield replace(row, **_unknown(KernelReport("?", why), runtime))
             else:
                 notes = _notes_of_copy(step, values)
                 values = _run_module(step.module, step.x, values, mode)
                 reason = step.module.reason if isinstance(step.module, StandIn) else ""
                 report = KernelReport("module", reason or "not an Op: runs as it is")
                 if values is None:
-                    yield replace(plain, **_unknown(report, runtime), notes=notes)
+                    yield replace(row, **_unknown(report, runtime), notes=notes)
                 else:
                     trains, shape = runtime.grad_enabled and values[-1].requires_grad, tuple(values[-1].shape)
-                    yield replace(plain, forward=report, backward=report if trains else None, shape=shape, notes=notes)
+                    yield replace(row, forward=report, backward=report if trains else None, shape=shape, notes=notes)
 
 
 def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _unexplained(op: Op, error: Exception) -> str | None:
 
 
 def _explain_op(
-    plain: ExplainedStep,
+    row: ExplainedStep,
     step: Step,
     op: Op,
     values: list[Any],
@@ -117,12 +117,12 @@ def _explain_op(
     backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)
     values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
     return replace(
-        plain,
+        row,
         forward=KernelReport.of(seen.calls),
         backward=backward,
         shape=tuple(outputs[0].shape),
         saved_bytes=sum(t.untyped_storage().nbytes() for t in new.values()),
-        notes=(*plain.notes, *dict.fromkeys([*seen.notes, *notes])),
+        notes=(*row.notes, *dict.fromkeys([*seen.notes, *notes])),
     )
 
 
@@ -173,11 +173,11 @@ def _first_line(error: Exception) -> str:
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
     """Where the extra outputs of a step's ops go."""
     notes = []
-    for leaf, op in zip(step.leaves, step.ops, strict=True):
+    for entry, op in zip(step.entries, step.ops, strict=True):
         for name in op.extra_outputs if op else ():
-            readers = [reader for reader, _, output in graph.readers(leaf.label) if output == name]
+            readers = [reader for reader, _, output in graph.readers(entry.label) if output == name]
             ends = [f"read by op {' and '.join(readers)}"] if readers else []
-            ends += ["returned"] if graph.returns(leaf.label, name, bool(readers)) else []
+            ends += ["returned"] if graph.returns(entry.label, name, bool(readers)) else []
             notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
     return tuple(notes)
 

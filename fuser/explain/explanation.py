@@ -92,8 +92,8 @@ class ExplainedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the forward's kernels beside the rest, those of the backward under ``"backward"``."""
-        plain = asdict(self)
-        return {**plain, **plain.pop("forward")}
+        fields = asdict(self)
+        return {**fields, **fields.pop("forward")}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
 _NOTHING: frozenset[str] = frozenset()
 
 
-class CaptureSession(Protocol):
+class StepCapture(Protocol):
     """Captures the steps of a call while they run."""
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
@@ -86,7 +86,7 @@ def run(
     keywords: dict[str, Any],
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
-    session: CaptureSession | None = None,
+    session: StepCapture | None = None,
     x_is_inner: bool = False,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
@@ -114,7 +114,7 @@ def run(
 
 
 def _forward(
-    step: EagerStep, tensors: list[Tensor], session: CaptureSession | None, flags: tuple[bool, ...] | None
+    step: EagerStep, tensors: list[Tensor], session: StepCapture | None, flags: tuple[bool, ...] | None
 ) -> ForwardResult:
     wanted = _NOTHING if flags is None else _wanted(step.names, flags[1:])
     return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
