@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible import AddExtraInput, Bias, FusedOp, Grads, Linear, MakeExtraOutput, Op, Pattern, Sequential, Spec
+from fusible import AddExtraInput, Bias, FusedOp, Grads, Linear, MakeExtraOutput, Op, Pattern, Sequential, TensorSpec
 from fusible import register_fusion as fusion
 
 
@@ -21,7 +21,7 @@ class Softcap(Op):
         super().__init__()
         self.cap = cap
 
-    def check(self, x: Spec) -> Spec:
+    def check(self, x: TensorSpec) -> TensorSpec:
         return x  # the output is like the input: later ops can be checked before anything runs
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Tensor]:

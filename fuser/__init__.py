@@ -11,7 +11,7 @@ from .explain.explanation import Explanation
 from .explain.model import ModelExplanation, explain
 from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs
 from .sequential import Sequential
-from .spec import Spec
+from .spec import TensorSpec
 
 __all__ = [
     "ArgumentError",
@@ -34,7 +34,7 @@ __all__ = [
     "Plan",
     "RefusedError",
     "Sequential",
-    "Spec",
+    "TensorSpec",
     "config",
     "explain",
     "optional",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
 from .runtime.autograd import Runtime, check
 from .runtime.call import call_bwd, call_fwd, evaluate
-from .spec import Spec, Specs
+from .spec import Specs, TensorSpec
 from .tracing import promised
 
 
@@ -71,7 +71,7 @@ class Chain(Op):
         needs, saved, extras = self._needs(needs_grad), {}, dict[str, Tensor]()
         for role, part in self.parts.items():
             outputs, saved[role] = call_fwd(
-                part, x, self._given(role, part, keywords, extras), needs[role], dtype, inner
+                part, x, self._keywords_for(role, part, keywords, extras), needs[role], dtype, inner
             )
             x, inner = outputs[0], True
             extras.update(zip(part.extra_outputs, outputs[1:], strict=True))
@@ -94,28 +94,30 @@ class Chain(Op):
             grads["x"] = dy
         return grads
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
+    def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         runtime = Runtime(False, keywords.pop("autocast_dtype"))
-        spec: Spec | None = x
-        extras, inner = dict[str, Spec](), dict[str, Tensor]()
+        spec: TensorSpec | None = x
+        extras, inner = dict[str, TensorSpec](), dict[str, Tensor]()
         for role, part in self.parts.items():
-            given = self._given(role, part, keywords, inner)
-            if spec is None or any(name in self._inner() and name not in given for name in part.keywords):
+            part_keywords = self._keywords_for(role, part, keywords, inner)
+            if spec is None or any(name in self._inner() and name not in part_keywords for name in part.keywords):
                 return None
-            known = check(part, spec, given, runtime)
-            named = known if isinstance(known, Mapping) else {}
+            specs = check(part, spec, part_keywords, runtime)
+            named = specs if isinstance(specs, Mapping) else {}
             extras |= {name: named[name] for name in part.extra_outputs if name in named}
             inner |= {name: promised(extras[name]) for name in part.extra_outputs if name in named}
-            spec = known if isinstance(known, Spec) else named.get("y")
+            spec = specs if isinstance(specs, TensorSpec) else named.get("y")
         return spec if spec is None or not extras else {"y": spec, **extras}
 
     def check_without_x(self, *args: Any, **keywords: Any) -> None:
         for role, part in self.parts.items():
-            part.check_without_x(**self._given(role, part, keywords, {}))
+            part.check_without_x(**self._keywords_for(role, part, keywords, {}))
 
-    def _given(self, role: str, part: Op, keywords: Mapping[str, Any], extras: Mapping[str, Tensor]) -> dict[str, Any]:
-        given = {k: keywords[name] for k in part.keywords if (name := self.takes(role, k)) and name in keywords}
-        return {**{k: extras[k] for k in part.keywords if k in extras}, **given}
+    def _keywords_for(
+        self, role: str, part: Op, keywords: Mapping[str, Any], extras: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        from_call = {k: keywords[name] for k in part.keywords if (name := self.takes(role, k)) and name in keywords}
+        return {**{k: extras[k] for k in part.keywords if k in extras}, **from_call}
 
     def _needs(self, needs_grad: frozenset[str]) -> dict[str, frozenset[str]]:
         """By role: what gradients a part must give, so that the chain can give those in ``needs_grad``."""
@@ -134,16 +136,16 @@ class Chain(Op):
         if name not in part.keywords:
             grads[f"{role}.{name}"] = gradient
             return
-        own = self.takes(role, name)
-        into, key = (grads, own) if own is not None else (dextras, name)
+        keyword = self.takes(role, name)
+        into, key = (grads, keyword) if keyword is not None else (dextras, name)
         into[key] = evaluate(gradient) if key not in into else into[key] + evaluate(gradient)
 
     def _inner(self) -> set[str]:
         """Extra outputs of parts that later parts read."""
-        inner, made = set[str](), set[str]()
+        inner, outputs = set[str](), set[str]()
         for part in self.parts.values():
-            inner |= made & part.keywords.keys()
-            made |= set(part.extra_outputs)
+            inner |= outputs & part.keywords.keys()
+            outputs |= set(part.extra_outputs)
         return inner
 
     def _keywords_of_parts(self) -> dict[str, Keyword]:

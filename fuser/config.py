@@ -101,15 +101,15 @@ def config(
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if isinstance(disable_fusions, str):
         raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{disable_fusions!r}}}")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "strict": strict,
         "deterministic": deterministic,
         "backend": backend,
         "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
         "debug": debug,
     }
-    changes = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in arguments.items() if value is not None}
     before = active_config()
-    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in given})
+    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in arguments})
     with use_config(switches):
         yield switches

@@ -13,26 +13,26 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 
 
-class Knows(Protocol):
+class Observer(Protocol):
     """What has looked into modules, and keeps something of what it saw."""
 
     def forget_children(self) -> None:
         """Drops it."""
 
 
-_known: WeakKeyDictionary[nn.Module, WeakSet[Knows]] = WeakKeyDictionary()
+_observers: WeakKeyDictionary[nn.Module, WeakSet[Observer]] = WeakKeyDictionary()
 _lock = Lock()
 
 
-def tell_of_edits(module: nn.Module, knows: Knows) -> None:
+def tell_of_edits(module: nn.Module, observer: Observer) -> None:
     """Lets ``knows`` forget once the children of ``module`` change. Keeps neither alive."""
     with _lock:
-        _known.setdefault(module, WeakSet()).add(knows)
+        _observers.setdefault(module, WeakSet()).add(observer)
 
 
 def children_changed(module: nn.Module) -> None:
     """Says that a child was added, replaced or removed."""
     with _lock:
-        told = list(_known.get(module, ()))
-    for knows in told:
-        knows.forget_children()
+        observers = list(_observers.get(module, ()))
+    for observer in observers:
+        observer.forget_children()

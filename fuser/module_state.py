@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from .config import constant
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
+_COMPARABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "edits", "changes"}
 
 
 class Attributes(NamedTuple):
     """The names of a module's attributes. ``opaque``: there are others, which cannot be compared by value."""
 
-    plain: tuple[str, ...]
+    values: tuple[str, ...]
     tensors: tuple[str, ...]
     opaque: bool
 
@@ -30,24 +30,24 @@ def attributes(module: nn.Module, path: str = "") -> Attributes:
         module = module._modules[name]  # type: ignore[assignment]
     ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
     children = [id(child) for child in module._modules.values() if child is not None]
-    own: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
-    own |= {**module._parameters, **module._buffers}
-    tensors = tuple([name for name, value in own.items() if isinstance(value, Tensor)])
-    plain = tuple([name for name, value in own.items() if is_plain(value)])
-    return Attributes(plain, tensors, len(plain) + len(tensors) < len(own))
+    by_name: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
+    by_name |= {**module._parameters, **module._buffers}
+    tensors = tuple([name for name, value in by_name.items() if isinstance(value, Tensor)])
+    values = tuple([name for name, value in by_name.items() if is_comparable(value)])
+    return Attributes(values, tensors, len(values) + len(tensors) < len(by_name))
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "") -> Any:
     """A copy of a module that has, by dotted name, these tensors and no others."""
     children = module._modules.items()
     copies = {k: m if m is None else with_tensors(m, tensors, f"{path}{k}.") for k, m in children}
-    known = {id(m): copies[k] for k, m in children if m is not None}
+    copy_of = {id(m): copies[k] for k, m in children if m is not None}
     copy, untraced = object.__new__(type(module)), getattr(type(module), "untraced", ())
     for name, value in vars(module).items():
         if name in untraced:
             vars(copy)[name] = type(value)()
-        elif id(value) in known:
-            vars(copy)[name] = known[id(value)]
+        elif id(value) in copy_of:
+            vars(copy)[name] = copy_of[id(value)]
         else:
             vars(copy)[name] = tensors.get(path + name, None if isinstance(value, Tensor) else value)
     for kind in ("_parameters", "_buffers"):
@@ -56,15 +56,15 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "
     return copy
 
 
-def is_plain(value: Any) -> bool:
+def is_comparable(value: Any) -> bool:
     """Whether two such values can be compared by their contents."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _COMPARABLE):
         return True
     if isinstance(value, (tuple, list, set, frozenset)):
-        return all([is_plain(v) for v in value])
+        return all([is_comparable(v) for v in value])
     if isinstance(value, Mapping):
-        return all([is_plain(k) and is_plain(v) for k, v in value.items()])
-    return is_record(type(value)) and all([is_plain(getattr(value, name)) for name in field_names(type(value))])
+        return all([is_comparable(k) and is_comparable(v) for k, v in value.items()])
+    return is_record(type(value)) and all([is_comparable(getattr(value, name)) for name in field_names(type(value))])
 
 
 @constant

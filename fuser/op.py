@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .config import constant
 from .edits import children_changed
 from .module_state import Attributes, attributes
-from .spec import Spec, Specs
+from .spec import Specs, TensorSpec
 
 Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
@@ -77,7 +77,7 @@ class Delivery(NamedTuple):
     targets: Callable[[], Targets]
 
 
-class Standalone(Protocol):
+class StandaloneRunner(Protocol):
     """Runs, compiles and explains ops that are called outside of a container.
 
     This file knows nothing of what runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
@@ -86,7 +86,7 @@ class Standalone(Protocol):
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
         """``op(x, **keywords)``."""
 
-    def program(self, op: Op, call: Any, likes: Any, names: Any, switches: Any, /) -> Any:
+    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
@@ -123,6 +123,7 @@ class Op(nn.Module, ABC):
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
     """
 
+    __slots__ = ("_container_of_one",)
     keywords: Mapping[str, Keyword] = {}
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()
@@ -135,7 +136,8 @@ class Op(nn.Module, ABC):
     replayable: bool = False
     edits: int = 0
     changes: int = 0
-    _standalone: ClassVar[Standalone]
+    _standalone: ClassVar[StandaloneRunner]
+    _container_of_one: Any  # what is kept between its calls where it stands alone
     _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
@@ -161,7 +163,7 @@ class Op(nn.Module, ABC):
     def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:
         """Returns the gradients by name. The gradient of an extra output comes as the keyword of its name."""
 
-    def check(self, x: Spec, *args: Any, **keywords: Any) -> Specs:
+    def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
         A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
@@ -258,11 +260,11 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        return self._standalone.program(self, call, likes, names, switches)
+    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        return self._standalone.program(self, call, arguments, names, flags)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
-        """Runs the op alone.
+        """Runs the op alone, as a container of one.
 
         Args:
             x: the input.
@@ -270,6 +272,9 @@ class Op(nn.Module, ABC):
 
         Raises:
             ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
+
+        Returns:
+            ``y``, or ``(y, *extras)`` where there are extra outputs.
         """
         return self._standalone.run(self, x, keywords)
 

@@ -22,6 +22,11 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not Op.forward
 
 
+def input_may_change(module: nn.Module) -> bool:
+    """Whether its halves may be given other arguments than a call of the module."""
+    return bool(module._forward_pre_hooks) or has_own_forward(module)
+
+
 def is_called_whole(op: Op) -> bool:
     """Whether an op must be called as itself: hooks, and a ``forward`` of its own, run nowhere else."""
     return is_hooked(op) or has_own_forward(op)

@@ -9,25 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .op import Op
+from .spec import TensorSpec
 from .tracing import Outline
 
 AnyOp = TypeVar("AnyOp", bound=Op)
-
-
-class Form(NamedTuple):
-    """All but the values of a parameter; ``certain``: torch has seen to it that the values will be of that form."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    certain: bool
 
 
 def computes_parameters(op: Op) -> bool:
@@ -44,30 +35,35 @@ def computed(op: AnyOp) -> AnyOp:
         return values[-1]
 
     view = view_of(op, value)
-    forms = iter(values)
-    object.__setattr__(view, "_outline", view_of(op, lambda part, name: _outline(part, name, next(forms))))
+    specs = map(TensorSpec.of, values)
+    object.__setattr__(view, "_outline", view_of(op, lambda part, name: _outline(part, name, next(specs))))
     return view
 
 
 def foreseen(op: AnyOp) -> AnyOp:
     """A view on the forms of what will be computed, which computes nothing; the op itself where nothing will be."""
-    return view_of(op, lambda part, name: _outline(part, name, form_of(part, name))) if computes_parameters(op) else op
+    if not computes_parameters(op):
+        return op
+    return view_of(op, lambda part, name: _outline(part, name, foreseen_spec(part, name)))
 
 
 def is_certain(op: Op) -> bool:
-    """Whether what will be computed is certainly of the forms that are foreseen."""
-    return all([form_of(op, name).certain for name in _lists(op)]) and all(map(is_certain, op.inner_ops().values()))
+    """Whether what will be computed is certainly of the forms that are foreseen: torch has seen to it."""
+    return all(map(_keeps_form, _lists(op).values())) and all(map(is_certain, op.inner_ops().values()))
 
 
-def form_of(op: Op, name: str) -> Form:
-    """Of a parameter that will be computed: the form of what it is computed from, of the largest of several tensors."""
+def foreseen_spec(op: Op, name: str) -> TensorSpec:
+    """Of a parameter that will be computed: that of what it is computed from, of the largest of several tensors."""
     computing = _lists(op)[name]
     names = ["original"] if computing.is_tensor else [f"original{i}" for i in range(computing.ntensors)]
     originals = [t for name in names if isinstance(t := getattr(computing, name), Tensor)]
     like = max(originals, key=Tensor.numel, default=torch.empty(0))
     trains = like.is_floating_point() and any([t.requires_grad for t in (*originals, *computing.parameters())])
-    stays = computing.is_tensor and not computing.unsafe and not any([hasattr(m, "right_inverse") for m in computing])
-    return Form(tuple(like.shape), like.dtype, like.device, trains, stays)
+    return TensorSpec(tuple(like.shape), like.dtype, like.device, requires_grad=trains)
+
+
+def _keeps_form(computing: Any) -> bool:
+    return computing.is_tensor and not computing.unsafe and not any([hasattr(m, "right_inverse") for m in computing])
 
 
 def view_of(op: AnyOp, value: Callable[[Op, str], Tensor]) -> AnyOp:
@@ -99,9 +95,9 @@ def _lists(op: Op) -> dict[str, Any]:
     return dict(lists.items()) if isinstance(lists, nn.ModuleDict) else {}
 
 
-def _outline(op: Op, name: str, form: Form | Tensor) -> Tensor:
+def _outline(op: Op, name: str, spec: TensorSpec) -> Tensor:
     why = (
         f"{type(op).__name__}: a parametrization computes the values of {name} when fwd runs, and they are there for "
         "fwd alone; what bwd needs of them, fwd must return"
     )
-    return Outline(tuple(form.shape), form.dtype, form.device, form.requires_grad, why)
+    return Outline(spec, why)

@@ -9,101 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .compiler.binding import BoundArguments, OpKwargs, bind
+from .call_cache import CallCache, LastCall, explain_last
+from .compiler.binding import OpKwargs, bind
 from .compiler.flatten import Container, FlatContainer
-from .compiler.graph import OpGraph
-from .compiler.plan import Plan, compile_plan
-from .compiler.recent import Recent
 from .compiler.registry import registry
-from .config import active_config, constant
+from .config import constant
 from .edits import children_changed, tell_of_edits
-from .errors import ArgumentError
-from .explain.dry_run import Shape, explain_plan
 from .explain.explanation import Explanation
 from .op import Op
-from .overrides import is_hooked
-from .parametrized import foreseen
-from .replay.calls import CapturedCall, call_key, start_capture
-from .replay.guards import UNSUPPORTED, GuardedCache
-from .replay.program import aligned
-from .runtime.autograd import Runtime, run_alone
-
-_MANY_PLANS = 64
-
-
-class _Compiled:
-    """What a container keeps between calls: layout, plans, captured calls, and what ``explain()`` needs of the last.
-
-    All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
-    which is still in an earlier call files nothing among the plans of later ones.
-    """
-
-    def __init__(self, layout: FlatContainer, last: _Last | None = None) -> None:
-        self.layout, self.last, self.version = layout, last, registry.version
-        self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
-        self.changes = 0  # of the ops when the plans were made
-        self.captured: GuardedCache[CapturedCall] = GuardedCache()
-
-    def run(self, call: BoundArguments, runtime: Runtime) -> Any:
-        key = call_key(self.layout, call, runtime)
-        if key is None:
-            return self.note(call, runtime)(call.values, runtime)
-        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
-        state = entry.state
-        if state is UNSUPPORTED or not aligned(addresses):
-            return self.note(call, runtime)(call.values, runtime)
-        if type(state) is CapturedCall:
-            if state.plan.buffers and state.overlaps(key.pool, addresses):
-                return self.note(call, runtime)(call.values, runtime)
-            self.last = state.last or _Last.of(state.plan, call, runtime)
-            return state.run(key.pool, addresses, key.rows)
-        plan = self.note(call, runtime)
-        session = start_capture(entry, plan, key, len(call.values))
-        result = plan(call.values, runtime, session)
-        if session is not None:
-            session.finish(self.last)
-        return result
-
-    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
-        """The plan for this call, which is the last one from now on."""
-        plan = self.plan(call, runtime)
-        self.last = _Last.of(plan, call, runtime)
-        return plan
-
-    def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
-        """The plan for this signature, compiled at the first call that has it."""
-        switches, key, changes = active_config(), call.key(), 0
-        for op in self.layout.ops:
-            known = op if not op._modules else foreseen(op)
-            key += (known.decision_key(), is_hooked(op))
-            changes += op.changes
-        if changes != self.changes:  # conditions may have read what has been assigned since
-            self.plans, self.changes = Recent(_MANY_PLANS), changes
-        signature, plans = (*key, runtime, switches.token), self.plans
-        plan = plans.young.get(signature) or plans.from_old(signature)
-        if plan is None:
-            plan = compile_plan(OpGraph.of(self.layout, call), registry, switches)
-            plans.add(signature, plan)
-        return plan
-
-
-class _Last(NamedTuple):
-    """The last call: of each value the shape, or what is no tensor. Holds no tensors."""
-
-    plan: Plan
-    seen: list[Any]
-    runtime: Runtime
-
-    @classmethod
-    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> _Last:
-        # a nested tensor, which a module may take, has no shape to keep
-        seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
-        return cls(plan, seen, runtime)
-
-    def explain(self) -> Explanation:
-        infos = self.plan.graph.inputs()
-        shapes = [Shape(tuple(s), *i[:3]) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
-        return explain_plan(self.plan, shapes, self.runtime)
+from .runtime.autograd import Runtime
+from .standalone import Standalone
 
 
 class StateFormat(NamedTuple):
@@ -132,7 +47,7 @@ class Sequential(Container):
     torch.Size([3, 4])
     """
 
-    _compiled: _Compiled | None
+    _compiled: CallCache | None
 
     def __init__(self, *modules: Any) -> None:
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -200,17 +115,9 @@ class Sequential(Container):
             ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
-            last = self._last_call()
-            if last is None:
-                raise ArgumentError(
-                    "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
-                )
-            return last.explain()
+            return explain_last(self._compiled)
         compiled, runtime = self._current(), Runtime.of(x)
-        call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
-        plan = compiled.plan(call, runtime)
-        plan.check(call.values, runtime)
-        return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
+        return compiled.explain(bind(compiled.layout, x, extra_inputs, op_kwargs, shared), runtime)
 
     def note(self, x: Tensor, **shared: Any) -> None:
         """Takes note of a call that somebody else runs: :meth:`explain` tells of it as of the last one. Runs nothing.
@@ -231,24 +138,24 @@ class Sequential(Container):
         """Whether :meth:`explain` has a last call to tell about."""
         return self._last_call() is not None
 
-    def _last_call(self) -> _Last | None:
+    def _last_call(self) -> LastCall | None:
         return None if self._compiled is None else self._compiled.last
 
     @constant
-    def _program(self, call: Any, likes: Any, names: Any, switches: Any, constants: Any) -> Any:
-        from .dynamo.steps import answer, of_container
+    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        from .dynamo.steps import program_or_reason
 
-        return answer(of_container, switches, self, call, likes, names)
+        return program_or_reason(self._current, flags, call, arguments, names)
 
-    def _current(self) -> _Compiled:
+    def _current(self) -> CallCache:
         """What is kept for the structure and the fusions of now."""
         compiled = self._compiled
         if compiled is None or not compiled.layout.is_current(self):
-            compiled = self._compiled = _Compiled(FlatContainer(self))
+            compiled = self._compiled = CallCache(FlatContainer(self))
             for module in (self, *compiled.layout.opened()):
                 tell_of_edits(module, self)
         elif compiled.version != registry.version:
-            compiled = self._compiled = _Compiled(compiled.layout, compiled.last)
+            compiled = self._compiled = CallCache(compiled.layout, compiled.last)
         return compiled
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -281,23 +188,4 @@ class Sequential(Container):
         return Sequential(*super().__mul__(times))
 
 
-class _Standalone:
-    """Runs an op that no container holds."""
-
-    def run(self, op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            from .dynamo.frontend import run_op
-
-            return run_op(op, x, keywords)
-        return run_alone(op, x, keywords)
-
-    def program(self, op: Op, call: Any, likes: Any, names: Any, switches: Any) -> Any:
-        from .dynamo.steps import answer, of_op
-
-        return answer(of_op, switches, op, call, likes, names)
-
-    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Explanation:
-        return Sequential(op).explain(*arguments, **keywords)
-
-
-Op._standalone = _Standalone()
+Op._standalone = Standalone()

@@ -1,9 +1,9 @@
-"""What checks know of tensors: everything but their data."""
+"""Tensors without their data: what checks, plans, compiled code and explanations know of them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,22 +11,38 @@ from torch import Tensor
 from .errors import ArgumentError
 
 
-class Spec(NamedTuple):
-    """A tensor without its data: what checks read."""
+class TensorSpec(NamedTuple):
+    """A tensor without its data.
+
+    Attributes:
+        shape: None where it must not count, as plans serve any.
+        layout: a nested tensor counts as ``torch.jagged``.
+        requires_grad: not known of what a check says of outputs.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout = torch.strided
+    requires_grad: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         if tensor.is_nested:  # torch may refuse to tell its shape
-            return cls((), tensor.dtype, tensor.device, torch.jagged)
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout)
+            return cls((), tensor.dtype, tensor.device, torch.jagged, tensor.requires_grad)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad)
+
+    @classmethod
+    def without_shape(cls, tensor: Tensor) -> TensorSpec:
+        shape: Any = None
+        return cls(shape, tensor.dtype, tensor.device, layout_of(tensor), tensor.requires_grad)
+
+    def empty(self) -> Tensor:
+        """A dense tensor like it, whose values nobody has set."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
 
 
-Specs: TypeAlias = Spec | Mapping[str, Spec] | None
+Specs: TypeAlias = TensorSpec | Mapping[str, TensorSpec] | None
 """What a check knows of the outputs: of ``y``, or by name ``{"y": ..., "residual": ...}``; None: nothing."""
 
 

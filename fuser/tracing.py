@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import arg_tree_leaves
 
+from .spec import TensorSpec
+
 
 class KernelCall(NamedTuple):
     """One kernel: its name, why it and no faster one, its floating-point operations, the bytes that it must move.
@@ -55,23 +57,22 @@ class Outline(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool, why: str
-    ) -> Outline:
+    def __new__(cls, spec: TensorSpec, why: str) -> Outline:
+        shape, dtype, device, _, requires_grad = spec
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
 
-    def __init__(self, *form: Any) -> None:
-        self.why = form[-1]
+    def __init__(self, spec: TensorSpec, why: str) -> None:
+        self.why = why
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NoDataError(next(t.why for t in arg_tree_leaves(*args, **kwargs or {}) if isinstance(t, Outline)))
 
 
-def promised(spec: Any) -> Outline:
+def promised(spec: TensorSpec) -> Outline:
     """Stands in checks for an extra output that an earlier op will give."""
-    shape, dtype, device, *_ = spec
-    return Outline(shape, dtype, device, False, "an earlier op gives this tensor, which is not there yet")
+    why = "an earlier op gives this tensor, which is not there yet"
+    return Outline(spec._replace(requires_grad=False), why)
 
 
 WITHOUT_DATA = (FakeTensor, FunctionalTensor, Outline)

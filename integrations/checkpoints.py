@@ -150,7 +150,7 @@ def _pairs(
     number = r"\d+" if numbered else ""
     pattern = rf"(?P<prefix>(.*\.)?){re.escape(names[0])}\.weight{'0' if numbered else ''}$"
     for prefix in [match["prefix"] for key in state if (match := re.match(pattern, key))]:
-        found = tuple(
+        layers = tuple(
             {
                 key.removeprefix(f"{prefix}{name}."): state[key]
                 for key in state
@@ -158,8 +158,8 @@ def _pairs(
             }
             for name in names
         )
-        if all(found) and found[0][f"weight{'0' if numbered else ''}"].dim() == (2 if numbered else 3):
-            yield prefix, (found[0], found[1])
+        if all(layers) and layers[0][f"weight{'0' if numbered else ''}"].dim() == (2 if numbered else 3):
+            yield prefix, (layers[0], layers[1])
 
 
 def _ours(layer: Layer, prefix: str, names: Names) -> dict[str, Tensor]:

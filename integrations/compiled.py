@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..fuser.config import thread_config, use_config
-from ..fuser.dynamo.frontend import plain, switches
+from ..fuser.dynamo.frontend import active_flags, constant_value
 from ..fuser.overrides import is_hooked
 from ..ops import grouped_gemm
 from ..ops.activation_spec import ActivationSpec
@@ -55,27 +55,27 @@ def _obeyed() -> str | None:
     """The switches in force that kernels obey; None: the experts shall not run as one."""
     if thread_config.config is DEFAULT:  # one guard
         return "auto"
-    given = dict(switches())
-    if "GroupedMLP" in given["disable_fusions"]:
+    flags = dict(active_flags())
+    if "GroupedMLP" in flags["disable_fusions"]:
         return None
-    return f"{given['backend']} strict" if given["strict"] else str(given["backend"])
+    return f"{flags['backend']} strict" if flags["strict"] else str(flags["backend"])
 
 
 def _spec(experts: Any) -> tuple[Any, ...] | None:
     """What is between the linears, as plain values; None if that, or what is behind them, is the model's own code."""
-    own = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
-    if own.get("has_post_expert_norm") or "_apply_gate" in own:
+    attributes = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
+    if attributes.get("has_post_expert_norm") or "_apply_gate" in attributes:
         return None
-    held = [(name, plain(own.get(name))) for name in CONSTANTS]
-    act, how = own["_modules"].get("act_fn"), None
+    held = [(name, constant_value(attributes.get(name))) for name in CONSTANTS]
+    act, approximate = attributes["_modules"].get("act_fn"), None
     if act is None:
-        act = own.get("act_fn")
+        act = attributes.get("act_fn")
     elif is_hooked(act):
         return None
     else:
-        how, act = act.__dict__.get("approximate"), type(act)
+        approximate, act = act.__dict__.get("approximate"), type(act)
     kind = type(experts)
-    return spec_of(kind, getattr(kind, "_apply_gate", None), own["has_gate"], tuple(held), act, how)
+    return spec_of(kind, getattr(kind, "_apply_gate", None), attributes["has_gate"], tuple(held), act, approximate)
 
 
 def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, parameters: Parameters) -> Tensor:

@@ -36,24 +36,24 @@ _ACTIVATIONS: dict[str, str] = {
 }
 
 
-def _clamped(limit: str, alpha: str | None, offset: float, **how: Any) -> Callable[[nn.Module], GLU]:
+def _clamped(limit: str, alpha: str | None, offset: float, **options: Any) -> Callable[[nn.Module], GLU]:
     """A clamped silu gate, whose constants are attributes of the module."""
 
     def build(experts: nn.Module) -> GLU:
         slope = 1.0 if alpha is None else float(getattr(experts, alpha))
-        return GLU("silu", limit=float(getattr(experts, limit)), alpha=slope, linear_offset=offset, **how)
+        return GLU("silu", limit=float(getattr(experts, limit)), alpha=slope, linear_offset=offset, **options)
 
     return build
 
 
-def _plain(experts: Any) -> GLU | None:
+def _usual_gate(experts: Any) -> GLU | None:
     """The gate of most models, ``act_fn(gate) * up``; None if the activation is none of ours."""
     name = activation_name(experts.act_fn)
     return None if name is None else GLU(name)
 
 
 _GATES: dict[str, Callable[[nn.Module], GLU | None]] = {
-    "BeamExperts": _plain,
+    "BeamExperts": _usual_gate,
     "GptOssExperts": _clamped("limit", "alpha", 1.0, layout=interleaved(1)),
     "OpenAIPrivacyFilterExperts": _clamped("limit", "alpha", 1.0),
     "MiniMaxM3VLExperts": _clamped("swiglu_limit", "swiglu_alpha", 1.0),
@@ -74,7 +74,7 @@ def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
         return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (Activation(name), "")
     gate = getattr(type(experts), "_apply_gate", None)
     if getattr(gate, "__name__", None) == "_default_apply_gate":
-        op = _plain(experts)
+        op = _usual_gate(experts)
         return op, "" if op else f"{_name(experts.act_fn)} is no activation of ours"
     return _own_gate(experts)
 
@@ -86,7 +86,7 @@ def spec_of(
     has_gate: bool,
     constants: tuple[tuple[str, float | None], ...],
     act: Any,
-    how: Any,
+    approximate: Any,
 ) -> tuple[Any, ...] | None:
     """The op that :func:`activation_of` finds for experts with these values, as those of its spec; None: it finds none.
 
@@ -104,7 +104,7 @@ def spec_of(
     if isinstance(act, type):
         if not act.__module__.startswith(("torch.nn.", "transformers.")) or act.__name__ not in {*_ACTIVATIONS, "GELU"}:
             return None
-        act = act() if how is None else act(approximate=how)
+        act = act() if approximate is None else act(approximate=approximate)
     like.act_fn = act
     if getattr(kind, "_apply_gate", None) is not gate:
         return None
@@ -116,10 +116,10 @@ def activation_name(function: Any) -> str | None:
     """Our name of an activation, a module or a function; None if it is none of ours."""
     if isinstance(function, nn.GELU) and type(function) is nn.GELU:
         return "gelu_tanh" if function.approximate == "tanh" else "gelu"
-    found = _ACTIVATIONS.get(_name(function))
-    if found is None or not _agrees(function, Activation(found), 1.0):
+    name = _ACTIVATIONS.get(_name(function))
+    if name is None or not _agrees(function, Activation(name), 1.0):
         return None
-    return found
+    return name
 
 
 def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:

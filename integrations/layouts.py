@@ -97,7 +97,7 @@ def to_hugging_face(layer: Layer, gated: bool, transposed: bool, interleaved: bo
         up, bias = interleave(up, 1, -2), None if bias is None else interleave(bias, 1, -1)
     weights = (w.mT.contiguous() if transposed else w for w in (up, down))
     biases = {f"{name}_bias": bias, "down_proj_bias": down_bias}
-    return {**dict(zip((name, "down_proj"), weights, strict=True)), **_given(biases)}
+    return {**dict(zip((name, "down_proj"), weights, strict=True)), **_without_none(biases)}
 
 
 def from_torchtitan(part: Part) -> Layer:
@@ -144,5 +144,5 @@ def _stacked(part: Part, name: str) -> Tensor | None:
     return torch.stack([part[f"{name}{i}"] for i in range(count)]) if count else None
 
 
-def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _without_none(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.explain.model import Found, add_finder
+from ..fuser.explain.model import FoundContainer, add_finder
 from ..fuser.tracing import named_range
 from ..ops.routing import route, routed_by
 from . import compiled
@@ -42,19 +42,19 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    traced, given = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
+    traced, tensors = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
     built = None if traced else known(self)
     if built is not None:
-        return _run(built, built.parameters, *given)
+        return _run(built, built.parameters, *tensors)
     parameters = Parameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
-        return _delegate(self, why, moe.grouped_mm_experts_forward)(self, *given)
+        return _delegate(self, why, moe.grouped_mm_experts_forward)(self, *tensors)
     if traced:
-        return compiled.experts_forward(self, parameters, *given)
+        return compiled.experts_forward(self, parameters, *tensors)
     built = built_of(self, parameters)
     try:
-        return _run(built, parameters, *given)
+        return _run(built, parameters, *tensors)
     finally:
         built.let_go(self)
 
@@ -86,8 +86,8 @@ def register() -> None:
     Raises:
         ImportError: transformers is too old to let others register.
     """
-    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if found < OLDEST:
+    installed = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if installed < OLDEST:
         raise ImportError(
             f"fusible.integrations.transformers needs transformers {'.'.join(map(str, OLDEST))} or newer, "
             f"found {transformers.__version__}"
@@ -134,7 +134,7 @@ def _explained(module: Any) -> Any:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
-        return Found(built.container, built.routing)
+        return FoundContainer(built.container, built.routing)
     why = refusal(module, Parameters.of(module))
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Grads, Op, Spec
+from ..fuser import Grads, Op, TensorSpec
 from .checks import check_features, check_floats, check_parameter, check_sizes
 
 
@@ -34,7 +34,7 @@ class Bias(Op):
     def check_without_x(self) -> None:
         check_parameter("bias", self.bias, (self.features,), None)
 
-    def check(self, x: Spec) -> Spec:
+    def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)
         check_features(x, self.features)
         check_parameter("bias", self.bias, (self.features,), x.device)

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from ..fuser import ArgumentError, Spec
+from ..fuser import ArgumentError, TensorSpec
 from ..fuser.config import active_config
 from ..fuser.spec import layout_of, not_dense
 from ..fuser.tracing import WITHOUT_DATA, has_no_data
@@ -30,7 +30,7 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
         raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
 
 
-def check_split_sizes(split_sizes: Any, groups: int, x: Spec | None) -> None:
+def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> None:
     """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync.
 
     Without an ``x``, which decides how many rows there are, all but that is checked.
@@ -90,7 +90,7 @@ def _check_is_writable(name: str, buffer: Tensor) -> None:
         )
 
 
-def check_rows(name: str, column: Any, x: Spec | None) -> None:
+def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
     """A floating-point number, of more than 8 bits, for every row of ``x``, as far as that is known."""
     is_tensor = isinstance(column, Tensor)
     if is_tensor and not is_dense(column):
@@ -106,7 +106,7 @@ def check_rows(name: str, column: Any, x: Spec | None) -> None:
         raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
 
 
-def check_floats(x: Spec) -> None:
+def check_floats(x: TensorSpec) -> None:
     """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
     if not x.dtype.is_floating_point:
         raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
@@ -116,7 +116,7 @@ def check_floats(x: Spec) -> None:
         raise ArgumentError("x: expected at least 1 dimension, got a single number")
 
 
-def check_features(x: Spec, features: int) -> None:
+def check_features(x: TensorSpec, features: int) -> None:
     """``x`` has that many columns."""
     if not x.shape or x.shape[-1] != features:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
@@ -147,7 +147,7 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device
 
 
 def check_matrix_input(
-    x: Spec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
 ) -> torch.dtype:
     """``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype in which they are multiplied."""
     if len(x.shape) < dims == 2:
@@ -221,7 +221,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
     return all(type(size) is int for size in sizes)
 
 
-def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec | None) -> None:
+def _check_split_tensor(split_sizes: Tensor, groups: int, x: TensorSpec | None) -> None:
     if split_sizes.layout is not torch.strided or split_sizes.is_nested:  # is_dense, written out
         raise not_dense("split_sizes", layout_of(split_sizes))
     if split_sizes.dtype not in _INDEX_TYPES:
@@ -238,7 +238,7 @@ def _check_split_tensor(split_sizes: Tensor, groups: int, x: Spec | None) -> Non
         )
 
 
-def _check_values(sizes: Sequence[int], x: Spec | None) -> None:
+def _check_values(sizes: Sequence[int], x: TensorSpec | None) -> None:
     if sizes and min(sizes) < 0:
         raise ArgumentError(f"split_sizes: sizes must not be negative, got {min(sizes)}")
     if x is None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser import ArgumentError, Grads, Op, Spec
+from ..fuser import ArgumentError, Grads, Op, TensorSpec
 from . import kernels
 from .activation_spec import ActivationSpec, Interleaved, gated
 from .checks import check_floats
@@ -22,7 +22,7 @@ class Activated(Op):
     class Saved(NamedTuple):
         preact: Tensor | None
 
-    def check(self, x: Spec) -> Spec:
+    def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)
         columns = x.shape[-1]
         if self.spec.gated and columns % (2 * (self.spec.block or 1)):

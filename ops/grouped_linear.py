@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import ArgumentError, Buffer, Gradient, Grads, Spec
+from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
-from ..fuser.runtime.buffers import Lent
+from ..fuser.runtime.buffers import CallerBuffer
 from . import kernels
 from .checks import (
     check_buffer,
@@ -76,7 +76,7 @@ class GroupedLinear(WeightGrads):
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
-        grad_input: Lent | None
+        grad_input: CallerBuffer | None
         x_shape: tuple[int, ...]
         zero_tail: bool
 
@@ -154,19 +154,19 @@ class GroupedLinear(WeightGrads):
 
     def check(
         self,
-        x: Spec,
+        x: TensorSpec,
         *,
         split_sizes: Tensor | Sequence[int],
         output: Tensor | None = None,
         grad_input: Tensor | None = None,
         bias_scale: Tensor | None = None,
         autocast_dtype: torch.dtype | None = None,
-    ) -> Spec:
+    ) -> TensorSpec:
         weight = self.one_parameter("weight")
         dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
         self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
-        y = Spec((*x.shape[:-1], self.out_features), dtype, x.device)
+        y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
             check_buffer("output", output, *y[:3])
         if grad_input is not None:
@@ -223,7 +223,7 @@ class GroupedLinear(WeightGrads):
             split_sizes,
             bias,
             bias_scale,
-            None if grad_input is None else Lent(grad_input),
+            None if grad_input is None else CallerBuffer(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
             copies,
         )

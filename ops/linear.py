@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..fuser import Gradient, Grads, Spec
+from ..fuser import Gradient, Grads, TensorSpec
 from .checks import check_matrix_input, check_parameter, check_sizes, product_dtype
 from .parameters.stored import drop_note, take_basic_ops
 from .parameters.weight_grads import WeightGrads
@@ -72,10 +72,10 @@ class Linear(WeightGrads):
     def check_without_x(self) -> None:
         self._check_parameters(None)
 
-    def check(self, x: Spec, *, autocast_dtype: torch.dtype | None) -> Spec:
+    def check(self, x: TensorSpec, *, autocast_dtype: torch.dtype | None) -> TensorSpec:
         dtype = check_matrix_input(x, self.weight, self.in_features, autocast_dtype, dims=1)
         self._check_parameters(x.device)
-        return Spec((*x.shape[:-1], self.out_features), dtype, x.device)
+        return TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
 
     def _check_parameters(self, device: torch.device | None) -> None:
         check_parameter("weight", self.weight, (self.out_features, self.in_features), device)

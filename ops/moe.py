@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, Gradient, Grads, Op, Outputs, Spec
+from ..fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from . import routing as permutation
 from .checks import check_floats
 from .routing import Routing
@@ -64,7 +64,7 @@ class Dispatch(Op):
             raise ValueError(f"Dispatch: num_experts must be a positive int, got {num_experts!r}")
         self.num_experts = num_experts
 
-    def check(self, x: Spec, *, top_k_index: Tensor, top_k_weights: Tensor) -> Mapping[str, Spec]:
+    def check(self, x: TensorSpec, *, top_k_index: Tensor, top_k_weights: Tensor) -> Mapping[str, TensorSpec]:
         check_floats(x)
         if len(x.shape) != 2:
             raise ArgumentError(f"x must be tokens [T, H], got shape {list(x.shape)}; flatten the leading dimensions")
@@ -78,12 +78,12 @@ class Dispatch(Op):
         rows, index = top_k_index.numel(), _index_dtype(top_k_index, self.num_experts, x)
         scales = torch.promote_types(top_k_weights.dtype, torch.float32)
         return {
-            "y": Spec((rows, x.shape[1]), x.dtype, x.device),
-            "split_sizes": Spec((self.num_experts,), torch.int32, x.device),
-            "scales": Spec((rows,), scales, x.device),
-            "num_rows": Spec((1,), torch.int32, x.device),
-            "slot_of_row": Spec((rows,), index, x.device),
-            "row_of_slot": Spec(tuple(top_k_index.shape), index, x.device),
+            "y": TensorSpec((rows, x.shape[1]), x.dtype, x.device),
+            "split_sizes": TensorSpec((self.num_experts,), torch.int32, x.device),
+            "scales": TensorSpec((rows,), scales, x.device),
+            "num_rows": TensorSpec((1,), torch.int32, x.device),
+            "slot_of_row": TensorSpec((rows,), index, x.device),
+            "row_of_slot": TensorSpec(tuple(top_k_index.shape), index, x.device),
         }
 
     def fwd(self, x: Tensor, *, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Outputs, Saved]:
@@ -122,14 +122,14 @@ class Combine(Op):
     class Saved(NamedTuple):
         routing: Routing
 
-    def check(self, x: Spec, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> Spec:
+    def check(self, x: TensorSpec, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> TensorSpec:
         check_floats(x)
         rows = row_of_slot.shape.numel()
         if len(x.shape) != 2 or x.shape[0] != rows:
             raise ArgumentError(
                 f"x must be the {rows} rows of the Dispatch before it, [{rows}, H], got {list(x.shape)}"
             )
-        return Spec((row_of_slot.shape[0], x.shape[1]), x.dtype, x.device)
+        return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype, x.device)
 
     def fwd(self, x: Tensor, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> tuple[Tensor, Saved]:
         routing = permutation.of_indices(num_rows, slot_of_row, row_of_slot, x.dtype)
@@ -146,7 +146,7 @@ def _is_floating_point(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point
 
 
-def _check_slots(name: str, tensor: Any, x: Spec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
+def _check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
     if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[0] != x.shape[0]:
         came = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ArgumentError(f"{name} must be [T, k], T={x.shape[0]} as x has tokens, got {came}")
@@ -156,6 +156,6 @@ def _check_slots(name: str, tensor: Any, x: Spec, kind: str, fits: Callable[[tor
         raise ArgumentError(f"{name} must be on {x.device}, as x, got {tensor.device}; move it there")
 
 
-def _index_dtype(top_k_index: Tensor, num_experts: int, x: Spec) -> torch.dtype:
+def _index_dtype(top_k_index: Tensor, num_experts: int, x: TensorSpec) -> torch.dtype:
     native = permutation.refusal(top_k_index, num_experts, x.dtype) is None
     return torch.int32 if native else torch.int64

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, Spec
+from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, TensorSpec
 from ..fuser.op import RESERVED
 from ..fuser.spec import layout_of, not_dense
 from .checks import is_dense, is_narrow_float
@@ -21,7 +21,7 @@ class Identity(Op):
 
     passes_x_on = True
 
-    def check(self, x: Spec) -> Spec:
+    def check(self, x: TensorSpec) -> TensorSpec:
         return x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, None]:
@@ -58,7 +58,7 @@ class MakeExtraOutput(Op):
         self.extra_outputs = (name,)
         self.output_to_caller = {} if output_to_caller is None else {name: output_to_caller}
 
-    def check(self, x: Spec) -> Mapping[str, Spec]:
+    def check(self, x: TensorSpec) -> Mapping[str, TensorSpec]:
         return {"y": x, self.extra_outputs[0]: x}
 
     def fwd(self, x: Tensor) -> tuple[Outputs, None]:
@@ -90,7 +90,7 @@ class AddExtraInput(Op):
             if not isinstance(tensor, Tensor):
                 raise ArgumentError(f"{name}: expected a tensor like x, got a {type(tensor).__name__}")
 
-    def check(self, x: Spec, **extra: Tensor) -> Spec:
+    def check(self, x: TensorSpec, **extra: Tensor) -> TensorSpec:
         if is_narrow_float(x.dtype):
             raise ArgumentError(f"x: expected numbers that can be added, got {x.dtype}")
         for name, tensor in extra.items():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import Gradient, Grads, Op, Spec
+from ..fuser import Gradient, Grads, Op, TensorSpec
 from .checks import check_floats, check_rows
 
 
@@ -33,7 +33,7 @@ class Scale(Op):
         if scales is not None:
             check_rows("scales", scales, None)
 
-    def check(self, x: Spec, *, scales: Tensor) -> Spec:
+    def check(self, x: TensorSpec, *, scales: Tensor) -> TensorSpec:
         check_floats(x)
         check_rows("scales", scales, x)
         return x
@@ -57,7 +57,7 @@ class ConstantScale(Op):
         super().__init__()
         self.scale = float(scale)
 
-    def check(self, x: Spec) -> Spec:
+    def check(self, x: TensorSpec) -> TensorSpec:
         whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
         return x._replace(dtype=torch.get_default_dtype()) if whole else x
 

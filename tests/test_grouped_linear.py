@@ -476,9 +476,9 @@ X = torch.ones(9, K)
             {"bias_scale": torch.ones(9, dtype=torch.int32)},
             r"bias_scale: expected a floating-point tensor of shape \[9\]",
         ),
-        (X, {"bias_scale": None}, "GroupedLinear needs bias_scale; its keywords are: .*split_sizes"),
-        (X, {"split_sizes": None}, "GroupedLinear needs split_sizes"),
-        (X, {"scales": torch.ones(9)}, "GroupedLinear takes no scales"),
+        (X, {"bias_scale": None}, "missing: GroupedLinear needs 'bias_scale'"),
+        (X, {"split_sizes": None}, "missing: GroupedLinear needs 'split_sizes'"),
+        (X, {"scales": torch.ones(9)}, "GroupedLinear takes no 'scales'; its keywords are: .*split_sizes"),
     ],
 )
 def test_call_error(x, keywords, message):

@@ -24,7 +24,9 @@ ARROWS = {  # part of fuser -> what it may import besides the files of the op co
     "replay": {"compiler", "runtime"},
     "dynamo": {"compiler", "runtime"},
     "explain": {"compiler", "runtime"},
-    "sequential": {"compiler", "replay", "dynamo", "explain", "runtime"},
+    "call_cache": {"compiler", "replay", "explain", "runtime"},
+    "standalone": {"call_cache", "compiler", "dynamo", "explain", "runtime"},
+    "sequential": {"call_cache", "standalone", "compiler", "dynamo", "explain", "runtime"},
 }
 
 

@@ -194,16 +194,16 @@ def test_a_compiled_container_is_freed_as_torchs_is(backend: str, kind: Any) -> 
 
 
 def test_steps_that_were_compiled_go_with_their_code() -> None:
-    model, others = Sequential(Linear(4, 4), SwiGLU()), set(program._prepared)  # what other tests have compiled
+    model, others = Sequential(Linear(4, 4), SwiGLU()), set(program._lowered)  # what other tests have compiled
     for backend in ("eager", "aot_eager") * 3:
         function = torch.compile(model, backend=backend)
         assert torch.equal(function(X), model(X))
-        assert 0 < len(set(program._prepared) - others) <= 2
+        assert 0 < len(set(program._lowered) - others) <= 2
         del function
         torch._dynamo.reset()
         gc.collect()
 
-    assert set(program._prepared) <= others
+    assert set(program._lowered) <= others
 
 
 # ------------------------------------------------------------------------------------------------- edits

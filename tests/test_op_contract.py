@@ -177,9 +177,9 @@ def test_op_runs_alone_as_in_a_container(model):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"factor": torch.ones(4), "other": 1}, "Affine takes no other; its keywords are: factor, shift"),
-        ({"shift": 1.0}, "Affine needs factor; its keywords are: factor, shift"),
-        ({"factor": None}, "Affine needs factor"),
+        ({"factor": torch.ones(4), "other": 1}, "Affine takes no 'other'; its keywords are: factor, shift"),
+        ({"shift": 1.0}, "missing: Affine needs 'factor'"),
+        ({"factor": None}, "missing: Affine needs 'factor'"),
     ],
 )
 def test_op_alone_refuses_other_keywords(keywords, message):
@@ -188,7 +188,7 @@ def test_op_alone_refuses_other_keywords(keywords, message):
 
 
 def test_op_alone_without_keywords_says_so():
-    with pytest.raises(ArgumentError, match="Identity takes no scales; its keywords are: none"):
+    with pytest.raises(ArgumentError, match="Identity takes no 'scales'; its keywords are: none"):
         Identity()(torch.ones(2), scales=torch.ones(2))
 
 

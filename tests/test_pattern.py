@@ -24,7 +24,7 @@ from fusible import (
     optional,
 )
 from fusible.fuser.compiler import legality
-from fusible.fuser.compiler.flatten import Leaf
+from fusible.fuser.compiler.flatten import OpEntry
 
 X = torch.ones(3, 4)
 
@@ -259,9 +259,9 @@ def test_match_refuses_an_unknown_role():
 def test_match_tells_what_a_port_is_given():
     match = match_of(Optionally(), extra=X.double().requires_grad_(), mode="fast")
 
-    assert match.given("a", "extra")
-    assert not match.given("a", "other")
-    assert not match.given("b", "extra")
+    assert match.reads("a", "extra")
+    assert not match.reads("a", "other")
+    assert not match.reads("b", "extra")
     assert match.info("a", "extra").dtype == torch.float64
     assert match.info("a", "extra").requires_grad
     assert match.info("a", "mode") is None
@@ -317,10 +317,10 @@ def test_extra_output_read_inside_and_outside_is_refused():
 def hand_made(edges, nodes):
     """A match of the nodes in a graph that no container builds; edges are (source, reader, port, output)."""
     made = nx.DiGraph()
-    made.add_node("in", info=None)
+    made.add_node("in", spec=None)
     ops = {"a": MakeExtraOutput("r"), "b": Identity(), "c": Identity()}
     for position, (name, op) in enumerate(ops.items()):
-        made.add_node(name, leaf=Leaf(name, position, op), position=position)
+        made.add_node(name, entry=OpEntry(name, position, op), position=position)
     for source, reader, port, output in edges:
         made.add_edge(source, reader, port=port, ports={port: output})
     return Match(kept(OpGraph(made), *ops.values()), {node: node for node in nodes}, tuple(nodes))

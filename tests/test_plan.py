@@ -21,10 +21,11 @@ from fusible import (
     Pattern,
     Sequential,
     SwiGLU,
+    TensorSpec,
     config,
     register_fusion,
 )
-from fusible.fuser import FusedOp, sequential
+from fusible.fuser import FusedOp, call_cache
 from fusible.fuser.compiler import binding, graph, plan
 from fusible.fuser.config import Config, active_config
 
@@ -36,13 +37,13 @@ ONES = torch.ones(3)
 @pytest.fixture
 def compiled(monkeypatch):
     """Grows by one whenever a plan is compiled."""
-    plans, compile_plan = [], sequential.compile_plan
+    plans, compile_plan = [], call_cache.compile_plan
 
     def counted(*args):
         plans.append(compile_plan(*args))
         return plans[-1]
 
-    monkeypatch.setattr(sequential, "compile_plan", counted)
+    monkeypatch.setattr(call_cache, "compile_plan", counted)
     return plans
 
 
@@ -326,11 +327,11 @@ def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
 
 @pytest.mark.parametrize("where", ["host", "device", "debug"])
 def test_values_are_checked_where_they_can_be_read(where):
-    cuda = graph.TensorInfo(torch.float32, torch.device("cuda" if where != "host" else "cpu"), False)
+    cuda = TensorSpec((), torch.float32, torch.device("cuda" if where != "host" else "cpu"))
     switches = Config(debug=where == "debug")
     model = mlp()
     found = graph.OpGraph.of(model._current().layout, binding.BoundArguments([X], ((), (), (), ())))
-    found.nx.nodes[".x"]["info"] = cuda
+    found.nx.nodes[".x"]["spec"] = cuda
 
     assert plan._checks_values(found, switches) == (where != "device")
 

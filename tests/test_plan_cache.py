@@ -19,7 +19,7 @@ from fusible import (
     register_fusion,
     unregister,
 )
-from fusible.fuser import FusedOp, sequential
+from fusible.fuser import FusedOp, call_cache, sequential
 from fusible.fuser.compiler import flatten as layout
 from fusible.fuser.compiler.recent import Recent
 from fusible.fuser.config import _in_use
@@ -32,13 +32,13 @@ ONES = torch.ones(3)
 @pytest.fixture
 def compiled(monkeypatch):
     """Grows by one whenever a plan is compiled."""
-    seen, compile_plan = [], sequential.compile_plan
+    seen, compile_plan = [], call_cache.compile_plan
 
     def counted(*args):
         seen.append(None)
         return compile_plan(*args)
 
-    monkeypatch.setattr(sequential, "compile_plan", counted)
+    monkeypatch.setattr(call_cache, "compile_plan", counted)
     return seen
 
 
@@ -71,13 +71,13 @@ def test_the_last_call_is_explained_after_a_registration():
 @pytest.mark.filterwarnings("ignore:config")
 def test_plans_of_many_switches_are_bounded(compiled):
     model = mlp()
-    for i in range(3 * sequential._MANY_PLANS):
+    for i in range(3 * call_cache._MANY_PLANS):
         with config(disable_fusions={f"nothing {i}"}):
             model(X, split_sizes=SIZES, scales=ONES)
         model(X, split_sizes=SIZES, scales=ONES)
 
-    assert len(compiled) == 3 * sequential._MANY_PLANS + 1  # what is used all the time stays
-    assert len(model._compiled.plans) <= 2 * sequential._MANY_PLANS
+    assert len(compiled) == 3 * call_cache._MANY_PLANS + 1  # what is used all the time stays
+    assert len(model._compiled.plans) <= 2 * call_cache._MANY_PLANS
     model._compiled = None
     assert len(_in_use) <= 4
 
@@ -135,7 +135,7 @@ def test_first_calls_of_several_threads_keep_their_forms_apart(monkeypatch):
 
 def test_a_call_that_an_edit_overtakes_files_no_plan(monkeypatch):
     model = Sequential(ConstantScale(2.0))
-    compile_plan = sequential.compile_plan
+    compile_plan = call_cache.compile_plan
 
     def overtaken(*args):
         plan = compile_plan(*args)
@@ -146,6 +146,6 @@ def test_a_call_that_an_edit_overtakes_files_no_plan(monkeypatch):
         return plan
 
     edited = []
-    monkeypatch.setattr(sequential, "compile_plan", overtaken)
+    monkeypatch.setattr(call_cache, "compile_plan", overtaken)
     assert torch.equal(model(X), 2 * X)
     assert torch.equal(model(X), 3 * X)

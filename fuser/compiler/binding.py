@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, shown
-from .flatten import BindRecipe, FlatContainer, LeafSlots, Target
+from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
-Given = list[dict[str, Any]]  # leaf -> keyword -> value
+Assignments = list[dict[str, Any]]  # entry -> keyword -> value
 
 
 class BoundArguments(NamedTuple):
@@ -20,11 +20,11 @@ class BoundArguments(NamedTuple):
 
     Attributes:
         values: slot -> value; slot 0 is ``x``.
-        reads: leaf -> the (keyword, slot) that it was given.
+        reads: entry -> the (keyword, slot) that it was given.
     """
 
     values: list[Any]
-    reads: LeafSlots
+    reads: EntrySlots
 
     def key(self) -> list[Any]:
         """What a plan may depend on: who reads which value, and what the tensors are like."""
@@ -39,7 +39,7 @@ def bind(
 ) -> BoundArguments:
     """Gives every op its keywords.
 
-    A call whose arguments are all tensors, given as in an earlier call, is bound as that one was.
+    A call whose arguments are all tensors, assignments as in an earlier call, is bound as that one was.
 
     Raises:
         ArgumentError: an argument that no op takes, that two ways give, or that is missing.
@@ -82,75 +82,75 @@ def _form(
 def _bind(
     layout: FlatContainer, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
 ) -> BoundArguments:
-    given: Given = [{} for _ in layout.leaves]
+    assignments: Assignments = [{} for _ in layout.entries]
     if op_kwargs is not None:
-        _bind_addressed(layout, given, op_kwargs)
+        _bind_addressed(layout, assignments, op_kwargs)
     for name, value in shared.items():
-        _bind_shared(layout, given, name, value)
-    missing = [slot for slot in layout.required if slot[1] not in given[slot[0]]]
+        _bind_shared(layout, assignments, name, value)
+    missing = [slot for slot in layout.required if slot[1] not in assignments[slot[0]]]
     if missing or extra:
-        _bind_positional(layout, given, missing, extra)
-    return _call(x, given)
+        _bind_positional(layout, assignments, missing, extra)
+    return _call(x, assignments)
 
 
-def _bind_addressed(layout: FlatContainer, given: Given, op_kwargs: OpKwargs) -> None:
+def _bind_addressed(layout: FlatContainer, assignments: Assignments, op_kwargs: OpKwargs) -> None:
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
-    addressed: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, keywords in op_kwargs.items():
-        target = layout.resolve(key)
-        if target.label in addressed:
-            raise ArgumentError(f"op_kwargs: {_shown(addressed[target.label])} and {_shown(key)} are both {target}")
-        addressed[target.label] = key
+        addressee = layout.resolve(key)
+        if addressee.label in keys:
+            raise ArgumentError(f"op_kwargs: {_shown(keys[addressee.label])} and {_shown(key)} are both {addressee}")
+        keys[addressee.label] = key
         if not isinstance(keywords, Mapping):
-            raise ArgumentError(f"op_kwargs: {target} got a {type(keywords).__name__}; give a mapping of keywords")
+            raise ArgumentError(f"op_kwargs: {addressee} got a {type(keywords).__name__}; give a mapping of keywords")
         for name, value in keywords.items():
-            _give(layout, given, _leaf_for(layout, target, name), name, value)
+            _give(layout, assignments, _entry_for(layout, addressee, name), name, value)
 
 
-def _leaf_for(layout: FlatContainer, target: Target, name: str) -> int:
-    """The leaf of a target that takes a keyword: its own, or that of one part of a composite."""
-    takers = [leaf for leaf in target.leaves if leaf in layout.takers.get(name, ())]
+def _entry_for(layout: FlatContainer, addressee: Addressee, name: str) -> int:
+    """The entry of an addressee that takes a keyword: its own, or that of one part of a composite."""
+    takers = [entry for entry in addressee.entries if entry in layout.takers.get(name, ())]
     if len(takers) == 1:
         return takers[0]
     if takers:
-        parts = " and ".join(layout.leaves[leaf].label for leaf in takers)
-        raise ArgumentError(f"op_kwargs: {shown(name)} of {target} could be for {parts}; address the part")
-    known = sorted({k for leaf in target.leaves for k in getattr(layout.leaves[leaf].op, "keywords", ())})
-    raise ArgumentError(f"op_kwargs: {target} takes no {shown(name)}; its keywords are: {', '.join(known) or 'none'}")
+        parts = " and ".join(layout.entries[entry].label for entry in takers)
+        raise ArgumentError(f"op_kwargs: {shown(name)} of {addressee} could be for {parts}; address the part")
+    names = {k for entry in addressee.entries for k in getattr(layout.entries[entry].op, "keywords", ())}
+    keywords = ", ".join(sorted(names)) or "none"
+    raise ArgumentError(f"op_kwargs: {addressee} takes no {shown(name)}; its keywords are: {keywords}")
 
 
-def _give(layout: FlatContainer, given: Given, leaf: int, name: str, value: Any) -> None:
+def _give(layout: FlatContainer, assignments: Assignments, entry: int, name: str, value: Any) -> None:
     if value is None:
         return
-    if (leaf, name) in layout.channels:
-        source = layout.leaves[layout.channels[leaf, name][0]]
+    if (entry, name) in layout.channels:
+        source = layout.entries[layout.channels[entry, name][0]]
         raise ArgumentError(
-            f"{layout.leaves[leaf]}: {name!r} is the extra output of {source}; it cannot be given as well"
+            f"{layout.entries[entry]}: {name!r} is the extra output of {source}; it cannot be given as well"
         )
-    if name in given[leaf]:
-        raise ArgumentError(f"{layout.leaves[leaf]}: {name!r} was given twice")
-    given[leaf][name] = value
+    if name in assignments[entry]:
+        raise ArgumentError(f"{layout.entries[entry]}: {name!r} was given twice")
+    assignments[entry][name] = value
 
 
-def _bind_shared(layout: FlatContainer, given: Given, name: str, value: Any) -> None:
+def _bind_shared(layout: FlatContainer, assignments: Assignments, name: str, value: Any) -> None:
     takers = layout.takers.get(name)
     if not takers:
-        known = ", ".join(sorted(layout.takers)) or "none"
-        raise ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {known}")
-    for leaf in takers:
-        if name not in given[leaf]:
-            _give(layout, given, leaf, name, value)
+        raise layout.refuse_keyword(name)
+    for entry in takers:
+        if name not in assignments[entry]:
+            _give(layout, assignments, entry, name, value)
 
 
 def _bind_positional(
-    layout: FlatContainer, given: Given, missing: list[tuple[int, str]], extra: tuple[Any, ...]
+    layout: FlatContainer, assignments: Assignments, missing: list[tuple[int, str]], extra: tuple[Any, ...]
 ) -> None:
-    slots = [(leaf, name) for leaf, name in missing if layout.leaves[leaf].op.keywords[name].tensor]  # type: ignore[union-attr]
+    slots = [(entry, name) for entry, name in missing if layout.entries[entry].op.keywords[name].tensor]  # type: ignore[union-attr]
     if len(extra) != len(slots):
         raise ArgumentError(_misfit(layout, missing, slots, extra))
-    for (leaf, name), value in zip(slots, extra, strict=True):
-        given[leaf][name] = value
+    for (entry, name), value in zip(slots, extra, strict=True):
+        assignments[entry][name] = value
     if len(slots) < len(missing):
         raise ArgumentError(_misfit(layout, [m for m in missing if m not in slots], [], ()))
 
@@ -159,16 +159,16 @@ def _misfit(
     layout: FlatContainer, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[Any, ...]
 ) -> str:
     if not extra:
-        return "missing: " + "; ".join(f"{layout.leaves[leaf]} needs {name!r}" for leaf, name in missing)
-    named = ", ".join(f"{name} of {layout.leaves[leaf]}" for leaf, name in slots) or "none"
+        return "missing: " + "; ".join(f"{layout.entries[entry]} needs {name!r}" for entry, name in missing)
+    named = ", ".join(f"{name} of {layout.entries[entry]}" for entry, name in slots) or "none"
     return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
 
 
-def _call(x: Tensor, given: Given) -> BoundArguments:
+def _call(x: Tensor, assignments: Assignments) -> BoundArguments:
     values: list[Any] = [x]
     slots = {id(x): 0}
     reads = []
-    for keywords in given:
+    for keywords in assignments:
         row = []
         for name, value in keywords.items():
             slot = slots.get(id(value)) if isinstance(value, (Tensor, list, tuple)) else None

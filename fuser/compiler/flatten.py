@@ -26,19 +26,20 @@ class Container(nn.Sequential):
     container_forward: ClassVar[Callable[..., Any]]
 
 
-class Leaf:
+class OpEntry:
     """One op, or one module that is not an op, in execution order.
 
-    It does not keep the module alive: graphs, which consist of leaves, are in an explanation that somebody may keep,
+    It does not keep the module alive: graphs, which consist of entries, are in an explanation that somebody may keep,
     and in reference cycles of networkx.
 
     Attributes:
         label: "1", or "1.0" inside a composite or a nested container.
         index: position in the outermost container, which int keys count in.
+        stands_alone: whether it is an op that was called by itself: its hooks, and a ``forward`` of its own, have run.
     """
 
-    def __init__(self, label: str, index: int, module: nn.Module) -> None:
-        self.label, self.index = label, index
+    def __init__(self, label: str, index: int, module: nn.Module, stands_alone: bool = False) -> None:
+        self.label, self.index, self.stands_alone = label, index, stands_alone
         self._kind = type(module).__name__
         self._module: ref[nn.Module] | None = ref(module)
 
@@ -63,65 +64,70 @@ class Leaf:
         return {**self.__dict__, "_kind": self.kind, "_module": None}
 
     def __str__(self) -> str:
-        return f"op {self.label} ({self.kind})"
+        return self.kind if self.stands_alone else f"op {self.label} ({self.kind})"
 
 
 @dataclass(frozen=True)
-class Target:
-    """Something that a key can address: a child, or a module deeper down, with the leaves that it stands for."""
+class Addressee:
+    """Something that a key can address: a child, or a module deeper down, with the entries that it stands for."""
 
     label: str
     module: nn.Module
-    leaves: tuple[int, ...]
+    entries: tuple[int, ...]
 
     def __str__(self) -> str:
         return f"op {self.label} ({type(self.module).__name__})"
 
 
-LeafSlots = tuple[tuple[tuple[str, int], ...], ...]  # leaf -> the (keyword, slot) that it is given
+EntrySlots = tuple[tuple[tuple[str, int], ...], ...]  # entry -> the (keyword, slot) that it is given
 
 
 class BindRecipe(NamedTuple):
     """How calls of one form are bound: the argument that each slot takes its value from, and who reads which slot."""
 
     arguments: list[int]
-    reads: LeafSlots
+    reads: EntrySlots
 
 
 class FlatContainer:
-    """The leaves of a container and the ways to address them.
+    """The entries of a container, or the one op that is called by itself, and the ways to address them.
 
     Attributes:
-        leaves: in execution order; composites and nested containers are taken apart.
-        channels: (leaf, keyword) -> (leaf, extra output) for every keyword that reads an earlier op's extra output.
-        takers: keyword -> the leaves that take it.
-        required: the (leaf, keyword) that a call must give, in op order, then signature order.
-        modules: those of the leaves.
-        ops: those of the leaves that are ops; ``holders``: of these, those with parameters; ``hooks``: all theirs.
+        entries: in execution order; composites and nested containers are taken apart.
+        channels: (entry, keyword) -> (entry, extra output) for every keyword that reads an earlier op's extra output.
+        takers: keyword -> the entries that take it.
+        required: the (entry, keyword) that a call must give, in op order, then signature order.
+        modules: those of the entries.
+        ops: those of the entries that are ops, and the ops inside them.
+        holders: those of the entries that are ops with parameters; ``hooks``: those of all entries that are ops.
         bound: the forms of calls that have been bound.
     """
 
-    def __init__(self, container: Container) -> None:
-        self.leaves: list[Leaf] = []
+    def __init__(self, container: Container | Op) -> None:
+        self.entries: list[OpEntry] = []
         self.modules: list[nn.Module] = []
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
         self.bound: dict[tuple[Any, ...], BindRecipe] = {}
-        self._by_index: list[Target] = []
-        self._by_name: dict[str, Target] = {}
-        self._by_id: dict[int, list[Target]] = {}
+        self._by_index: list[Addressee] = []
+        self._by_name: dict[str, Addressee] = {}
+        self._by_id: dict[int, list[Addressee]] = {}
         self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
-        self._composites: list[tuple[Composite, int]] = []
+        self._composites: list[tuple[Chain, int]] = []
         self._children = tuple(container._modules.items())
-        for index, (name, module) in enumerate(container._modules.items()):
-            self._by_index.append(self._add(module, name, index, (container,)))
+        if isinstance(container, Op):
+            self._add_alone(container)
+        else:
+            for index, (name, module) in enumerate(container._modules.items()):
+                self._by_index.append(self._add(module, name, index, (container,)))
         self._connect()
-        self.ops = [module for module in self.modules if isinstance(module, Op)]
-        self.holders = [op for op in self.ops if op._parameters or op._modules]
-        self.hooks = [hooks for op in self.ops for hooks in hooks_of(op)]
+        ops = [module for module in self.modules if isinstance(module, Op)]
+        self.ops = [inner for op in ops for inner in op.modules() if isinstance(inner, Op)]
+        self.holders = [op for op in ops if op._parameters or op._modules]
+        self.hooks = [hooks for op in ops for hooks in hooks_of(op)]
 
-    def is_current(self, container: Container) -> bool:
+    def is_current(self, container: Container | Op) -> bool:
         """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
         if tuple(container._modules.items()) != self._children:
             return False
@@ -133,12 +139,19 @@ class FlatContainer:
                 return False
         return True
 
+    def refuse_keyword(self, name: str) -> ArgumentError:
+        """The error for a keyword that no op takes."""
+        keywords = ", ".join(sorted(self.takers)) or "none"
+        if self.entries and self.entries[0].stands_alone:
+            return ArgumentError(f"{self.entries[0]} takes no {shown(name)}; its keywords are: {keywords}")
+        return ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {keywords}")
+
     def opened(self) -> Iterator[nn.Module]:
-        """The modules inside the container whose children are among the leaves."""
+        """The modules inside the container whose children are among the entries."""
         for module, _, _ in self._seen:
             yield module
 
-    def resolve(self, key: Any) -> Target:
+    def resolve(self, key: Any) -> Addressee:
         """What a key of ``op_kwargs`` addresses.
 
         Raises:
@@ -147,42 +160,42 @@ class FlatContainer:
             IndexError: an index out of range.
         """
         if isinstance(key, nn.Module):
-            target = self._of_module(key)
+            addressee = self._of_module(key)
         elif isinstance(key, str):
-            target = self._of_name(key)
+            addressee = self._of_name(key)
         elif isinstance(key, int) and not isinstance(key, bool):
-            target = self._of_index(key)
+            addressee = self._of_index(key)
         else:
             raise ArgumentError(
                 f"op_kwargs: {shown(key)} is a {type(key).__name__}; use the op itself, its index or its name"
             )
-        if not isinstance(target.module, Op):
-            inside = "; address the ops inside it by module" if isinstance(target.module, nn.Sequential) else ""
-            raise ArgumentError(f"op_kwargs: {target} is not an Op and takes no keywords{inside}")
-        return target
+        if not isinstance(addressee.module, Op):
+            inside = "; address the ops inside it by module" if isinstance(addressee.module, nn.Sequential) else ""
+            raise ArgumentError(f"op_kwargs: {addressee} is not an Op and takes no keywords{inside}")
+        return addressee
 
     def module_at(self, label: str) -> nn.Module:
         """The module with that label."""
         return self._by_name[label].module
 
-    def _of_module(self, key: nn.Module) -> Target:
-        found = self._by_id.get(id(key), [])
-        if not found:
+    def _of_module(self, key: nn.Module) -> Addressee:
+        addressees = self._by_id.get(id(key), [])
+        if not addressees:
             raise ArgumentError(
                 f"op_kwargs: this {type(key).__name__} is not in the container, which has {self._all()}"
             )
-        if len(found) > 1:
-            places = " and ".join(t.label for t in found)
-            way = "a name" if any("." in t.label for t in found) else "an index"
+        if len(addressees) > 1:
+            places = " and ".join(t.label for t in addressees)
+            way = "a name" if any("." in t.label for t in addressees) else "an index"
             raise ArgumentError(f"op_kwargs: this {type(key).__name__} occurs at {places}: use {way}")
-        return found[0]
+        return addressees[0]
 
-    def _of_name(self, key: str) -> Target:
+    def _of_name(self, key: str) -> Addressee:
         if key not in self._by_name:
             raise ArgumentError(f"op_kwargs: no op is named {shown(key)}; the container has {self._all()}")
         return self._by_name[key]
 
-    def _of_index(self, key: int) -> Target:
+    def _of_index(self, key: int) -> Addressee:
         count = len(self._by_index)
         if not -count <= key < count:
             raise IndexError(f"op_kwargs: index {key} is out of range; the container has {count} ops: {self._all()}")
@@ -194,8 +207,8 @@ class FlatContainer:
     def _note(self, parent: nn.Module) -> None:
         self._seen.append((parent, tuple(parent._modules.items()), is_hooked(parent)))
 
-    def _add(self, module: nn.Module, label: str, index: int, around: tuple[nn.Module, ...]) -> Target:
-        first = len(self.leaves)
+    def _add(self, module: nn.Module, label: str, index: int, around: tuple[nn.Module, ...]) -> Addressee:
+        first = len(self.entries)
         if isinstance(module, Composite):
             self._composites.append((module, module.changes))
         if opens(module):
@@ -204,45 +217,53 @@ class FlatContainer:
             for name, child in () if is_hooked(module) else module._modules.items():
                 self._add(child, f"{label}.{name}", index, (*around, module))  # type: ignore[arg-type]
         if not opens(module) or is_hooked(module):
-            self.leaves.append(Leaf(label, index, module))
+            self.entries.append(OpEntry(label, index, module))
             self.modules.append(module)
-            self._check_whole(self.leaves[-1], module)
-        target = Target(label, module, tuple(range(first, len(self.leaves))))
-        self._by_name[label] = target
-        self._by_id.setdefault(id(module), []).append(target)
-        return target
+            self._check_whole(self.entries[-1], module)
+        addressee = Addressee(label, module, tuple(range(first, len(self.entries))))
+        self._by_name[label] = addressee
+        self._by_id.setdefault(id(module), []).append(addressee)
+        return addressee
 
-    def _check_whole(self, leaf: Leaf, module: nn.Module) -> None:
+    def _add_alone(self, op: Op) -> None:
+        """Adds the op as the only entry. A composite runs as the chain of its parts."""
+        self._composites = [(chain, chain.changes) for chain in op.modules() if isinstance(chain, Chain)]
+        self.entries.append(OpEntry("0", 0, op, stands_alone=True))
+        self.modules.append(op)
+        self._by_index.append(Addressee("0", op, (0,)))
+        self._by_name["0"] = self._by_index[0]
+
+    def _check_whole(self, entry: OpEntry, module: nn.Module) -> None:
         """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
         if isinstance(module, Container) and opens(module):
             inner = FlatContainer(module)
             for i, name in inner.required:
                 raise ArgumentError(
-                    f"{leaf} has hooks, so it is called with x only, but its {inner.leaves[i]} needs {name!r}; "
+                    f"{entry} has hooks, so it is called with x only, but its {inner.entries[i]} needs {name!r}; "
                     "hook its ops instead"
                 )
 
     def _connect(self) -> None:
-        made: dict[str, tuple[int, str]] = {}
-        for i, leaf in enumerate(self.leaves):
-            op = leaf.op
+        makers: dict[str, tuple[int, str]] = {}
+        for i, entry in enumerate(self.entries):
+            op = entry.op
             if op is None:
                 continue
             twice = sorted(op.keywords.keys() & set(foreseen(op).input_names()))
             if twice:
-                raise ArgumentError(f"{leaf}: {twice[0]!r} is both a keyword and a parameter; rename one")
+                raise ArgumentError(f"{entry}: {twice[0]!r} is both a keyword and a parameter; rename one")
             for name, keyword in op.keywords.items():
                 self.takers.setdefault(name, []).append(i)
-                if name in made and not keyword.buffer:
-                    self.channels[i, name] = made[name]
+                if name in makers and not keyword.buffer:
+                    self.channels[i, name] = makers[name]
                 elif keyword.required:
                     self.required.append((i, name))
             for name in op.extra_outputs:
-                if name in made:
+                if name in makers:
                     raise ArgumentError(
-                        f"{leaf}: extra output {name!r} is made by {self.leaves[made[name][0]]} already"
+                        f"{entry}: extra output {name!r} is made by {self.entries[makers[name][0]]} already"
                     )
-                made[name] = (i, name)
+                makers[name] = (i, name)
 
 
 def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) -> None:

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx
-import torch
 from torch import Tensor
 
 from ..op import Op
-from ..spec import layout_of
+from ..spec import TensorSpec
 from .binding import BoundArguments
-from .flatten import FlatContainer, Leaf
+from .flatten import FlatContainer, OpEntry
 
 X = ".x"  # the node of the input of the first op
-
-
-class TensorInfo(NamedTuple):
-    """What a fusion may ask about an input: never its shape or its values, since plans are kept for other ones."""
-
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    layout: torch.layout = torch.strided
 
 
 @dataclass(frozen=True)
 class OpGraph:
     """One call's ops and inputs.
 
-    Nodes are op labels ("0", "1.0") with ``leaf=``, and inputs (".x", ".%1": what no label can be) with ``info=`` (a
-    :class:`TensorInfo`, or None for what is no tensor). A tensor that several ops read is one node. Edges carry
-    ``ports=``: for each port of the reader ("x" or a keyword) the output of the source ("y" or an extra output); and
-    ``port=``, the first of them.
+    Nodes are op labels ("0", "1.0") with ``entry=``, and inputs (".x", ".%1": what no label can be) with ``spec=`` (a
+    :class:`TensorSpec` without a shape, as plans are kept for other ones; None for what is no tensor). A tensor that
+    several ops read is one node. Edges carry ``ports=``: for each port of the reader ("x" or a keyword) the output of
+    the source ("y" or an extra output); and ``port=``, the first of them.
     """
 
     nx: networkx.DiGraph[str]
@@ -43,32 +33,32 @@ class OpGraph:
         graph: networkx.DiGraph[str] = networkx.DiGraph()
         sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
         previous = X
-        for i, leaf in enumerate(layout.leaves):
-            graph.add_node(leaf.label, leaf=leaf, position=i)
-            _connect(graph, previous, leaf.label, "x", "y")
+        for i, entry in enumerate(layout.entries):
+            graph.add_node(entry.label, entry=entry, position=i)
+            _connect(graph, previous, entry.label, "x", "y")
             for name, slot in call.reads[i]:
-                _connect(graph, sources[slot], leaf.label, name, "y")
-            previous = leaf.label
+                _connect(graph, sources[slot], entry.label, name, "y")
+            previous = entry.label
         for (reader, name), (maker, output) in layout.channels.items():
-            _connect(graph, layout.leaves[maker].label, layout.leaves[reader].label, name, output)
+            _connect(graph, layout.entries[maker].label, layout.entries[reader].label, name, output)
         return cls(graph)
 
-    def inputs(self) -> list[TensorInfo | None]:
-        """What is known of the inputs, in the order of their slots."""
-        return [info["info"] for _, info in self.nx.nodes.items() if "info" in info]
+    def inputs(self) -> list[TensorSpec | None]:
+        """The inputs, in the order of their slots."""
+        return [attributes["spec"] for _, attributes in self.nx.nodes.items() if "spec" in attributes]
 
-    def leaf(self, node: str) -> Leaf | None:
-        """The leaf of an op node, None for an input."""
-        return self.nx.nodes[node].get("leaf")
+    def entry(self, node: str) -> OpEntry | None:
+        """The entry of an op node, None for an input."""
+        return self.nx.nodes[node].get("entry")
 
     def op(self, node: str) -> Op | None:
         """The op of a node, None for inputs and for modules that are not ops."""
-        leaf = self.leaf(node)
-        return None if leaf is None else leaf.op
+        entry = self.entry(node)
+        return None if entry is None else entry.op
 
-    def leaves(self) -> list[str]:
+    def entries(self) -> list[str]:
         """The op nodes in execution order."""
-        return sorted((n for n in self.nx if self.leaf(n)), key=lambda n: self.nx.nodes[n]["position"])
+        return sorted((n for n in self.nx if self.entry(n)), key=lambda n: self.nx.nodes[n]["position"])
 
     def sources(self, node: str) -> dict[str, tuple[str, str]]:
         """Port -> (node, output) that an op reads."""
@@ -80,24 +70,24 @@ class OpGraph:
         edges = self.nx.succ[node].items()
         return [(reader, port, output) for reader, edge in edges for port, output in edge["ports"].items()]
 
+    def returns(self, node: str, output: str, is_read: bool) -> bool:
+        """Whether a call returns an extra output of an op; ``is_read``: a later op reads it."""
+        entry = self.nx.nodes[node]["entry"]
+        return entry.stands_alone or entry.op.returns(output, is_read)  # type: ignore[no-any-return]
+
     def ops_only(self) -> networkx.DiGraph[str]:
         """The graph without inputs, and without modules that are not ops."""
         return self.nx.subgraph([n for n in self.nx if self.op(n) is not None])
 
     def __str__(self) -> str:
-        names = {n: f"{n} {leaf.kind}" if (leaf := self.leaf(n)) else n[1:] for n in self.nx}
+        names = {n: f"{n} {entry.kind}" if (entry := self.entry(n)) else n[1:] for n in self.nx}
         return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
 
 
 def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
     name = f".%{slot}" if slot else X
-    info = _info(value) if isinstance(value, Tensor) else None
-    graph.add_node(name, info=info)
+    graph.add_node(name, spec=TensorSpec.without_shape(value) if isinstance(value, Tensor) else None)
     return name
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
 
 def _connect(graph: networkx.DiGraph[str], source: str, reader: str, port: str, output: str) -> None:

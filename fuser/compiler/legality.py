@@ -24,7 +24,7 @@ def last(match: Match) -> str:
     return next(n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n)))
 
 
-def entry(match: Match) -> tuple[str, str]:
+def source_of_x(match: Match) -> tuple[str, str]:
     """The (node, output) that the fused op reads as ``x``."""
     return next(iter(_outside(match.graph, set(match.nodes.values()))))
 
@@ -36,9 +36,10 @@ def _outside(graph: OpGraph, nodes: set[str]) -> set[tuple[str, str]]:
 def _hooks(match: Match) -> str | None:
     for role, node in match.nodes.items():
         op = getattr(match, role)
-        what = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
-        if what:
-            return f"op {node} has {what}, which only run{'s' if what[0] == 'a' else ''} where it is called itself"
+        user_code = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
+        if user_code:
+            runs = "runs" if user_code[0] == "a" else "run"
+            return f"op {node} has {user_code}, which only {runs} where it is called itself"
     return None
 
 
@@ -59,7 +60,7 @@ def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
                 return f"another op reads the output of op {node}"
             if name == "y" or name in fused.extra_outputs or op is None:
                 continue
-            if not all(inside) or op.returns(name, bool(inside)):
+            if not all(inside) or graph.returns(node, name, bool(inside)):
                 return f"the extra output {name!r} of op {node} is wanted outside"
     return None if ends == 1 else "the ops have more than one output"
 

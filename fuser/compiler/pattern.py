@@ -14,7 +14,8 @@ from networkx.algorithms.isomorphism import DiGraphMatcher
 from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import foreseen
-from .graph import OpGraph, TensorInfo
+from ..spec import TensorSpec
+from .graph import OpGraph
 
 OpTypes = type[Op] | tuple[type[Op], ...]
 
@@ -51,7 +52,7 @@ class Match:
         """What the fused op is built with."""
         return {role: self.graph.op(self.nodes[role]) if role in self.nodes else None for role in self.roles}
 
-    def given(self, role: str, port: str) -> bool:
+    def reads(self, role: str, port: str) -> bool:
         """Whether the op of a role reads anything at ``port``."""
         return role in self.nodes and port in self.graph.sources(self.nodes[role])
 
@@ -59,10 +60,10 @@ class Match:
         """The (node, output) that the op of a role reads at ``port``, None if nothing."""
         return self.graph.sources(self.nodes[role]).get(port) if role in self.nodes else None
 
-    def info(self, role: str, port: str) -> TensorInfo | None:
-        """What the caller gives the op of a role at ``port``; None if nothing, or if another op computes it."""
+    def info(self, role: str, port: str) -> TensorSpec | None:
+        """What a call gives the op of a role at ``port``, without its shape; None if nothing, or what an op gives."""
         source = self.source(role, port)
-        return None if source is None else self.graph.nx.nodes[source[0]].get("info")
+        return None if source is None else self.graph.nx.nodes[source[0]].get("spec")
 
 
 Condition = tuple[str, Callable[[Match], bool]]
@@ -89,11 +90,10 @@ class Pattern:
         types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
         if not roles:
             raise ValueError("Pattern.path: give at least one role, such as linear=Linear")
-        for role, found in types.items():
-            if not all(
-                isinstance(t, type) and issubclass(t, Op) for t in (found if isinstance(found, tuple) else (found,))
-            ):
-                raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {found!r}")
+        for role, classes in types.items():
+            several = classes if isinstance(classes, tuple) else (classes,)
+            if not all(isinstance(t, type) and issubclass(t, Op) for t in several):
+                raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {classes!r}")
         missing_ok = frozenset(role for role, t in roles.items() if isinstance(t, Optional))
         return cls(types, optional_roles=missing_ok, chain=tuple(roles))
 
@@ -111,7 +111,7 @@ class Pattern:
     def absent(self, port: str, role: str) -> Pattern:
         """Asks that the call does not give the keyword ``port`` to the op of a role."""
         self._check(role)
-        return self.where(f"{role} has {port!r}", lambda m: not m.given(role, port))
+        return self.where(f"{role} has {port!r}", lambda m: not m.reads(role, port))
 
     def where(self, reason: str, holds: Callable[[Match], bool]) -> Pattern:
         """Adds a condition; ``reason`` is what ``explain`` says where it does not hold.
@@ -124,8 +124,8 @@ class Pattern:
     def matches(self, graph: OpGraph) -> list[Match]:
         """Every place where the shape fits, conditions not yet asked: in execution order, the longest first."""
         position = graph.nx.nodes
-        found = [match for shape in self._shapes() for match in self._matches_of(shape, graph)]
-        return sorted(found, key=lambda m: (min(position[n]["position"] for n in m.nodes.values()), -len(m.nodes)))
+        matches = [match for shape in self._shapes() for match in self._matches_of(shape, graph)]
+        return sorted(matches, key=lambda m: (min(position[n]["position"] for n in m.nodes.values()), -len(m.nodes)))
 
     def refusal(self, match: Match) -> str | None:
         """The reason of the first condition that does not hold."""
@@ -173,7 +173,7 @@ class Pattern:
 
 
 def _fits(node: dict[str, Any], role: dict[str, Any]) -> bool:
-    return isinstance(node["leaf"].op, role["types"])
+    return isinstance(node["entry"].op, role["types"])
 
 
 def _same_ports(edge: dict[str, Any], wanted: dict[str, Any]) -> bool:

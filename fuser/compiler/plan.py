@@ -14,9 +14,9 @@ from ..errors import ArgumentError, RefusedError
 from ..op import Keyword, Op
 from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import CaptureSession, Runtime, refuse_transforms
+from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
-from ..spec import Spec, check_layout
+from ..spec import TensorSpec, check_layout
 from . import legality
 from .graph import OpGraph, X
 from .registry import Decision, Registry
@@ -42,15 +42,15 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     is_replayable: bool
 
-    def __call__(self, values: list[Any], runtime: Runtime, session: CaptureSession | None = None) -> Any:
+    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
         profiled = torch._C._autograd._profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
                 checked = self._check_run(i, values, runtime)
-            elif step.late:
-                step.check(Spec.of(values[step.x]), values, runtime, {})
+            elif step.reads_step_outputs:
+                step.check(TensorSpec.of(values[step.x]), values, runtime, {})
             if profiled:
                 with torch.profiler.record_function(f"fusible::{step.name}"):
                     step.run(values, runtime, session)
@@ -86,13 +86,13 @@ class Plan:
 
         So nothing of a run of ops between other modules has run when one of them refuses its arguments.
         """
-        leaf, x = self.steps[first].leaves[0], values[self.steps[first].x]
+        entry, x = self.steps[first].entries[0], values[self.steps[first].x]
         if self.steps[first].ops[0] is None:
             return first + 1
         if first and not isinstance(x, Tensor):
-            raise ArgumentError(f"{leaf}: x: expected a tensor, got a {type(x).__name__}")
-        spec: Spec | None = Spec.of(x)
-        extras: dict[str, Spec] = {}
+            raise ArgumentError(f"{entry}: x: expected a tensor, got a {type(x).__name__}")
+        spec: TensorSpec | None = TensorSpec.of(x)
+        extras: dict[str, TensorSpec] = {}
         end = first
         for step in self.steps[first:]:
             spec, end = step.check(spec, values, runtime, extras), end + 1
@@ -132,32 +132,32 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
 
 def _check_layouts(graph: OpGraph) -> None:
     """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
-    for node in graph.leaves():
-        leaf, op = graph.leaf(node), graph.op(node)
+    for node in graph.entries():
+        entry, op = graph.entry(node), graph.op(node)
         for port, (source, _) in graph.sources(node).items() if op else ():
-            info = graph.nx.nodes[source].get("info")
-            if info is not None:
-                check_layout(f"{leaf}: {port}", info.layout, op.layouts)  # type: ignore[union-attr]
+            spec = graph.nx.nodes[source].get("spec")
+            if spec is not None:
+                check_layout(f"{entry}: {port}", spec.layout, op.layouts)  # type: ignore[union-attr]
 
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    here = any(info is None or info.device.type != "cuda" for info in graph.inputs())
-    return here or config.debug or any(op.checks_values for node in graph.leaves() if (op := graph.op(node)))
+    here = any(spec is None or spec.device.type != "cuda" for spec in graph.inputs())
+    return here or config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node)))
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
     """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
     last |= dict.fromkeys(results, len(steps))
-    made: list[int] = []
+    outputs: list[int] = []
     extras: list[NamedValue] = []
     lasting = []
     for i, step in enumerate(steps):
-        made += step.outputs
-        dead = tuple([slot for slot in made if last[slot] == i])
+        outputs += step.outputs
+        last_uses = tuple([slot for slot in outputs if last[slot] == i])
         beside = [extra for extra in extras if last[extra.slot] > i] if not isinstance(step.module, Op) else ()
-        lasting.append(replace(step, dead=dead, beside=tuple(beside)))
+        lasting.append(replace(step, last_uses=last_uses, beside=tuple(beside)))
         names = step.module.extra_outputs if isinstance(step.module, Op) else ()
         extras += map(NamedValue, names, step.outputs[1:])
     return tuple(lasting)
@@ -165,11 +165,11 @@ def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[
 
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
     """What errors call it, the slot, and the declaration of everything that a call gives."""
-    made = {slot for step in steps for slot in step.outputs}
-    for leaf, op, reads in (each for s in steps for each in zip(s.leaves, s.ops, s.leaf_reads, strict=True)):
+    outputs = {slot for step in steps for slot in step.outputs}
+    for entry, op, reads in (each for s in steps for each in zip(s.entries, s.ops, s.entry_reads, strict=True)):
         for name, slot in reads:
-            if op and slot is not None and slot not in made:
-                yield f"{leaf}: {name!r}", slot, op.keywords[name]
+            if op and slot is not None and slot not in outputs:
+                yield f"{entry}: {name!r}", slot, op.keywords[name]
 
 
 class _Builder:
@@ -178,9 +178,9 @@ class _Builder:
     def __init__(self, graph: OpGraph, taken: list[Decision]) -> None:
         self.graph = graph
         self.decision_of = {node: d for d in taken for node in d.match.nodes.values()}
-        inputs = [n for n in graph.nx if graph.leaf(n) is None]
+        inputs = [n for n in graph.nx if graph.entry(n) is None]
         self.slots: dict[tuple[str, str], int] = {(n, "y"): slot for slot, n in enumerate(inputs)}
-        self.given = self.next = len(inputs)
+        self.input_count = self.next = len(inputs)
         self.outer = {(X, "y")}  # the x of the call, and what passes it on
 
     def steps(self) -> Iterator[Step]:
@@ -190,60 +190,66 @@ class _Builder:
 
     def results(self) -> tuple[int, ...]:
         """The slots of the main output and of the extra outputs that are returned."""
-        leaves = self.graph.leaves()
-        results = [self.slots[leaves[-1] if leaves else X, "y"]]
-        for node in leaves:
+        entries = self.graph.entries()
+        results = [self.slots[entries[-1] if entries else X, "y"]]
+        for node in entries:
             op, read = self.graph.op(node), {output for _, _, output in self.graph.readers(node)}
-            names = [n for n in op.extra_outputs if op.returns(n, n in read)] if op else ()
+            names = [n for n in op.extra_outputs if self.graph.returns(node, n, n in read)] if op else ()
             results += [self.slots[node, name] for name in names]
         return tuple(results)
 
     def _order(self) -> list[list[str]]:
         """The nodes of each step, in execution order: what a fusion took is one run of ops, as its legality says."""
         steps: dict[Any, list[str]] = {}
-        for node in self.graph.leaves():
+        for node in self.graph.entries():
             steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
         return list(steps.values())
 
     def _single(self, node: str) -> Step:
-        leaf = self.graph.leaf(node)
-        assert leaf is not None
-        module, op = leaf.module, leaf.op
+        entry = self.graph.entry(node)
+        assert entry is not None
+        module, op = entry.module, entry.op
         assert module is not None
         sources = self.graph.sources(node)
         source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
-        if not inner and op is not None and op.passes_x_on and not is_called_whole(op):
+        by_halves = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
+        if not inner and by_halves is not None and by_halves.passes_x_on:
             self.outer.add((node, "y"))
-        outputs = self._file([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
-        names = None if op is None or is_called_whole(op) else foreseen(op).input_names()
-        how = self._late(reads), op is not None and computes_parameters(op), inner
-        return Step(module, (leaf,), (op,), ("",), (reads,), reads, x, outputs, names, *how)
+        outputs = self._allocate_slots([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
+        names = None if by_halves is None else foreseen(by_halves).input_names()
+        late, parametrized = self._reads_step_outputs(reads), op is not None and computes_parameters(op)
+        return Step(module, (entry,), (op,), ("",), (reads,), reads, x, outputs, names, late, parametrized, inner)
 
     def _fused(self, decision: Decision, nodes: list[str]) -> Step:
         fused, match = decision.fused, decision.match
         assert fused is not None
-        source = legality.entry(match)
+        source = legality.source_of_x(match)
         reads = tuple((name, self.slots[source]) for name, source in decision.reads.items())
-        leaves = tuple(leaf for n in nodes if (leaf := self.graph.leaf(n)))
-        ops, leaf_reads = tuple(map(self.graph.op, nodes)), tuple(self._leaf_reads(n) for n in nodes)
+        entries = tuple(entry for n in nodes if (entry := self.graph.entry(n)))
+        ops, entry_reads = tuple(map(self.graph.op, nodes)), tuple(self._reads_of(n) for n in nodes)
         makers = {name: n for n, op in zip(nodes, ops, strict=True) for name in (op.extra_outputs if op else ())}
-        outputs = self._file([(legality.last(match), "y"), *((makers[name], name) for name in fused.extra_outputs)])
+        extras = [(makers[name], name) for name in fused.extra_outputs]
+        outputs = self._allocate_slots([(legality.last(match), "y"), *extras])
         role_of = {node: role for role, node in match.nodes.items()}
         roles, x, names = tuple([role_of[n] for n in nodes]), self.slots[source], foreseen(fused).input_names()
-        how = self._late(reads), computes_parameters(fused), source not in self.outer
-        return Step(fused, leaves, ops, roles, leaf_reads, reads, x, outputs, names, *how)
+        late, parametrized, inner = (
+            self._reads_step_outputs(reads),
+            computes_parameters(fused),
+            source not in self.outer,
+        )
+        return Step(fused, entries, ops, roles, entry_reads, reads, x, outputs, names, late, parametrized, inner)
 
-    def _late(self, reads: KeywordSlots) -> bool:
-        return any(slot >= self.given for _, slot in reads)
+    def _reads_step_outputs(self, reads: KeywordSlots) -> bool:
+        return any(slot >= self.input_count for _, slot in reads)
 
-    def _leaf_reads(self, node: str) -> PartSlots:
+    def _reads_of(self, node: str) -> PartSlots:
         """What an op inside a fused one reads."""
         sources = self.graph.sources(node).items()
         return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
 
-    def _file(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
+    def _allocate_slots(self, outputs: list[tuple[str, str]]) -> tuple[int, ...]:
         slots = tuple(range(self.next, self.next + len(outputs)))
         self.slots.update(zip(outputs, slots, strict=True))
         self.next += len(outputs)

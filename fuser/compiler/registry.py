@@ -83,8 +83,8 @@ class Registry:
             KeyError: there is none.
         """
         if all(f.name != name for f in self._fusions):
-            known = ", ".join(f.name for f in self._fusions) or "none"
-            raise KeyError(f"no fusion is named {name!r}; there are {known}")
+            names = ", ".join(f.name for f in self._fusions) or "none"
+            raise KeyError(f"no fusion is named {name!r}; there are {names}")
         self._set(tuple(f for f in self._fusions if f.name != name))
 
     @contextmanager
@@ -98,11 +98,11 @@ class Registry:
 
     def decide(self, graph: OpGraph, config: Config) -> Iterator[Decision]:
         """Tries every fusion, in order. The first to take an op has it."""
-        known = {fusion.name for fusion in self}
-        if not config.disable_fusions <= known:
-            unknown = ", ".join(sorted(config.disable_fusions - known))
+        names = {fusion.name for fusion in self}
+        if not config.disable_fusions <= names:
+            unknown = ", ".join(sorted(config.disable_fusions - names))
             warnings.warn(
-                f"config(disable_fusions): no fusion {unknown}; there are {', '.join(sorted(known))}", stacklevel=2
+                f"config(disable_fusions): no fusion {unknown}; there are {', '.join(sorted(names))}", stacklevel=2
             )
         taken: dict[str, str] = {}
         for fusion in self:
@@ -180,7 +180,7 @@ def _bind_keywords(match: Match, fused: FusedOp) -> tuple[KeywordSources, str | 
     """What each keyword of the fused op reads, and why its keywords do not fit the call if they do not."""
     reads: KeywordSources = {}
     owners: dict[str, str] = {}
-    for role, port, source in _given(match):
+    for role, port, source in _outer_reads(match):
         name = fused.takes(role, port)
         if name is None:
             return reads, f"{role} has {port!r}, which {type(fused).__name__} does not take"
@@ -190,7 +190,7 @@ def _bind_keywords(match: Match, fused: FusedOp) -> tuple[KeywordSources, str | 
     return reads, None
 
 
-def _given(match: Match) -> Iterator[tuple[str, str, tuple[str, str]]]:
+def _outer_reads(match: Match) -> Iterator[tuple[str, str, tuple[str, str]]]:
     """The (role, keyword, source) of everything that the matched ops read from outside besides ``x``."""
     inside = set(match.nodes.values())
     for role, node in match.nodes.items():

@@ -11,13 +11,13 @@ from torch import nn
 from .. import tracing as trace
 from ..errors import ArgumentError
 from ..op import Op
-from ..overrides import has_own_forward, outputs_of, patched_half
+from ..overrides import input_may_change, outputs_of, patched_half
 from ..parametrized import computed
-from ..runtime.autograd import CaptureSession, Runtime, calling, check, check_foreseen, check_without_x, run
+from ..runtime.autograd import Runtime, StepCapture, calling, check, check_foreseen, check_without_x, run
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
-from ..spec import Spec, Specs
-from .flatten import Leaf
+from ..spec import Specs, TensorSpec
+from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
 PartSlots = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
@@ -28,25 +28,27 @@ class Step:
     """One thing to run: an op, a fused op, or a module that is not an op. Slots are places in the list of values."""
 
     module: nn.Module
-    leaves: tuple[Leaf, ...]
-    ops: tuple[Op | None, ...]  # of the leaves
-    roles: tuple[str, ...]  # of each leaf, which part of a fused op it is; "" for the module itself
-    leaf_reads: tuple[PartSlots, ...]
+    entries: tuple[OpEntry, ...]
+    ops: tuple[Op | None, ...]  # of the entries
+    roles: tuple[str, ...]  # of each entry, which part of a fused op it is; "" for the module itself
+    entry_reads: tuple[PartSlots, ...]
     reads: KeywordSlots
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    late: bool  # reads what an earlier step computes, besides x
-    computes: bool  # some of the parameters of its ops
+    reads_step_outputs: bool  # reads what an earlier step computes, besides x
+    has_parametrized_inputs: bool  # of its ops
     x_is_inner: bool = False  # an earlier step has made x
-    dead: tuple[int, ...] = ()  # slots of outputs that nothing reads any more
+    last_uses: tuple[int, ...] = ()  # slots of outputs that nothing reads after it
     beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
 
     @property
     def name(self) -> str:
         return type(self.module).__name__
 
-    def check(self, x: Spec | None, values: list[Any], runtime: Runtime, extras: dict[str, Spec]) -> Spec | None:
+    def check(
+        self, x: TensorSpec | None, values: list[Any], runtime: Runtime, extras: dict[str, TensorSpec]
+    ) -> TensorSpec | None:
         """Lets every op that the step stands for check its own arguments; returns what the step will give, if known.
 
         Args:
@@ -54,9 +56,9 @@ class Step:
             values: those that are there.
             extras: what is known of extra outputs that are not there yet, by name; those of the step are added.
         """
-        whole, look = self.input_names is None, check_foreseen if self.computes else check
-        for i, (op, reads) in enumerate(zip(self.ops, self.leaf_reads)):  # noqa: B905
-            if op is None or (whole and self._input_may_change()):
+        whole, look = self.input_names is None, check_foreseen if self.has_parametrized_inputs else check
+        for i, (op, reads) in enumerate(zip(self.ops, self.entry_reads)):  # noqa: B905
+            if op is None or (whole and input_may_change(self.module)):
                 return None
             try:
                 keywords = {name: values[slot] for name, slot in reads} if reads else {}  # type: ignore[index]
@@ -69,16 +71,12 @@ class Step:
                     specs = look(op, x, keywords, runtime)
                     x = _noted(op, specs, extras) if op.extra_outputs else specs  # type: ignore[assignment]
             except ArgumentError as error:
-                raise error.located(str(self.leaves[i])) from None
+                raise error.located(str(self.entries[i])) from None
         if not whole or not self.module._forward_hooks:
             return x
         for name in self.ops[0].extra_outputs:  # type: ignore[union-attr]
             extras.pop(name, None)
         return None  # hooks may give out something else
-
-    def _input_may_change(self) -> bool:
-        """Whether an op that is called whole may be given another x than the call's, which it then checks itself."""
-        return bool(self.module._forward_pre_hooks) or has_own_forward(self.module)
 
     @property
     def is_replayable(self) -> bool:
@@ -96,25 +94,26 @@ class Step:
         """The same on parameters that are computed here, for one run; they may be others than have been checked."""
         assert isinstance(self.module, Op)
         op = computed(self.module)
-        return replace(self.with_op(op), computes=False, input_names=op.input_names())
+        return replace(self.with_op(op), has_parametrized_inputs=False, input_names=op.input_names())
 
-    def run(self, values: list[Any], runtime: Runtime, session: CaptureSession | None = None) -> None:
+    def run(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
         module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
         if self.input_names is not None:
-            if self.computes:
+            if self.has_parametrized_inputs:
                 step = self.computed()
-                step.check(Spec.of(x), values, runtime, {})
+                step.check(TensorSpec.of(x), values, runtime, {})
                 return step.run(values, runtime)
-            values += run(module, x, keywords, runtime, self.input_names, session, self.x_is_inner)  # type: ignore[arg-type]
+            inner = self.x_is_inner or runtime.x_is_inner
+            values += run(module, x, keywords, runtime, self.input_names, session, inner)  # type: ignore[arg-type]
             if session is not None:
                 session.add_outputs(values[-len(self.outputs) :])
         elif isinstance(module, Op):
             values.extend(self._called(module, x, keywords))
         else:
             beside = self.beside
-            values.append(run_beside(module, str(self.leaves[0]), x, beside, values) if beside else module(x))
-        for slot in self.dead:
+            values.append(run_beside(module, str(self.entries[0]), x, beside, values) if beside else module(x))
+        for slot in self.last_uses:
             values[slot] = None
 
     def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
@@ -122,19 +121,19 @@ class Step:
             with calling(self.x_is_inner):
                 result = op(x, **keywords)
         except ArgumentError as error:
-            raise ArgumentError(f"{self.leaves[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
-        return outputs_of(op, str(self.leaves[0]), result)
+            raise ArgumentError(f"{self.entries[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
+        return outputs_of(op, str(self.entries[0]), result)
 
 
 def _check_part(
     look: Callable[..., Specs],
     op: Op,
-    x: Spec | None,
+    x: TensorSpec | None,
     reads: PartSlots,
     values: list[Any],
     runtime: Runtime,
-    extras: dict[str, Spec],
-) -> Spec | None:
+    extras: dict[str, TensorSpec],
+) -> TensorSpec | None:
     """Lets an op check what is known of its arguments; returns what it will give, if that is known."""
     keywords = {name: values[slot] for name, slot in reads if slot is not None and slot < len(values)}
     promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
@@ -148,9 +147,9 @@ def _check_part(
     return None
 
 
-def _noted(op: Op, specs: Specs, extras: dict[str, Spec]) -> Spec | None:
+def _noted(op: Op, specs: Specs, extras: dict[str, TensorSpec]) -> TensorSpec | None:
     """What a check says of ``y``. What it says of extra outputs is added to ``extras``."""
-    if specs is None or isinstance(specs, Spec):
+    if specs is None or isinstance(specs, TensorSpec):
         return specs
     extras.update({name: specs[name] for name in op.extra_outputs if name in specs})
     return specs.get("y")

@@ -23,6 +23,7 @@ from ..errors import ArgumentError
 from ..module_state import field_names, is_record
 from ..op import Op
 from ..overrides import is_hooked, outputs_of
+from ..spec import TensorSpec
 from .steps import Program, TracedStep, run_step
 
 Modules = list[tuple[str, nn.Module]]
@@ -62,10 +63,10 @@ def run_container(
     for name, module in container._modules.items():
         _walk(module, name, modules, (container,))
     values = Values(x)
-    given = tuple([values.slot(value) for value in extra])
+    positional = tuple([values.slot(value) for value in extra])
     addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
     states = {label: _module_state(module, module, "") for label, module in modules if isinstance(module, Op)}
-    program = _find(container, states, values, (given, addressed, values.slots(shared)))
+    program = _find(container, states, values, (positional, addressed, values.slots(shared)))
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
@@ -74,12 +75,12 @@ def run_container(
 
 def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
     """:meth:`Op.forward` under Dynamo."""
-    values, states = Values(x), {"": _module_state(op, op, "")}
+    values, states = Values(x), {"0": _module_state(op, op, "")}
     program = _find(op, states, values, ((), None, values.slots(keywords)))
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(op, x, **keywords)
-    return _run(program, [("", op)], states, values.all)
+    return _run(program, [("0", op)], states, values.all)
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -89,23 +90,23 @@ def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> Program:
-    likes = tuple([_like(value) for value in values.all])
-    names = tuple([(label, own.names) for label, own in states.items()])
-    constants = (plain(fusion.registry.version), *[own.constants for own in states.values()])
-    program: Program = root._program(call, likes, names, switches(), constants)
+    arguments = tuple([_spec_or_value(value) for value in values.all])
+    names = tuple([(label, state.names) for label, state in states.items()])
+    constants = (constant_value(fusion.registry.version), *[state.constants for state in states.values()])
+    program: Program = root._program(call, arguments, names, active_flags(), constants)
     if program.error is not None:
         raise ArgumentError(program.error)
     return program
 
 
-def switches() -> tuple[tuple[str, Any], ...]:
+def active_flags() -> tuple[tuple[str, Any], ...]:
     """Those in force, by name."""
     config = thread_config.config
-    return tuple([(name, plain(getattr(config, name))) for name in field_names(Config)])
+    return tuple([(name, constant_value(getattr(config, name))) for name in field_names(Config)])
 
 
-def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], given: list[Any]) -> Any:
-    values = [given[slot] for slot in program.inputs]
+def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], arguments: list[Any]) -> Any:
+    values = [arguments[slot] for slot in program.inputs]
     for step in program.steps:
         if step.handle is None:
             values.extend(_call_module(step, modules, values))
@@ -127,45 +128,48 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
     raise AssertionError(step.labels[0])
 
 
-def _walk(module: nn.Module, label: str, found: Modules, around: tuple[nn.Module, ...]) -> None:
+def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Module, ...]) -> None:
     """The modules that stand for themselves or can be addressed, as :class:`FlatContainer` labels them."""
-    found.append((label, module))
+    modules.append((label, module))
     if opens(module):
         refuse_itself(module, label, around)
     if opens(module) and not is_hooked(module):
         for name, child in module._modules.items():
-            _walk(child, f"{label}.{name}", found, (*around, module))  # type: ignore[arg-type]
+            _walk(child, f"{label}.{name}", modules, (*around, module))  # type: ignore[arg-type]
 
 
 def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -> Any:
     """``op_kwargs`` with places instead of modules, and slots instead of values."""
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
-    found = []
+    addressed = []
     for key, keywords in op_kwargs.items():
         if isinstance(key, nn.Module):
             where: Any = ("module", type(key), tuple([label for label, module in modules if module is key]))
         else:
-            where = ("key", plain(key))
+            where = ("key", constant_value(key))
         if not isinstance(keywords, Mapping):
             raise ArgumentError(f"op_kwargs: {where[1]} got a {type(keywords).__name__}; give a mapping of keywords")
-        found.append((where, values.slots(keywords)))
-    return tuple(found)
+        addressed.append((where, values.slots(keywords)))
+    return tuple(addressed)
 
 
-def _like(value: Any) -> Any:
+def _spec_or_value(value: Any) -> Any:
     """What a plan may depend on: of a tensor all but shape and contents, else the value."""
     if isinstance(value, Tensor):
-        return ("tensor", value.dtype, value.device, value.requires_grad)
-    return ("value", plain(value))
+        return TensorSpec((0,), value.dtype, value.device, requires_grad=value.requires_grad)
+    return constant_value(value)
 
 
 def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
     """Of an op or, along a dotted path, of a module inside it."""
-    known = root._attributes(path)
-    names, tensors = [path + name for name in known.tensors], [getattr(module, name) for name in known.tensors]
-    constants: list[Any] = [(name, plain(getattr(module, name))) for name in known.plain]
-    if known.opaque:
+    attributes = root._attributes(path)
+    names, tensors = (
+        [path + name for name in attributes.tensors],
+        [getattr(module, name) for name in attributes.tensors],
+    )
+    constants: list[Any] = [(name, constant_value(getattr(module, name))) for name in attributes.values]
+    if attributes.opaque:
         constants.append(id(module))
     for name, child in module._modules.items():
         if child is not None:
@@ -176,20 +180,20 @@ def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
     return ModuleState(tuple(names), tensors, tuple(constants))
 
 
-def plain(value: Any) -> Any:
+def constant_value(value: Any) -> Any:
     """A value, read to the end: Dynamo then guards on all of it, and makes no number in it dynamic."""
     if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)):
         return value
     if isinstance(value, (int, float)):
         return guard_scalar(value)
     if isinstance(value, list):
-        return [plain(v) for v in value]
+        return [constant_value(v) for v in value]
     if isinstance(value, tuple):
-        return tuple([plain(v) for v in value])
+        return tuple([constant_value(v) for v in value])
     if isinstance(value, (set, frozenset)):
         return frozenset(value)
     if isinstance(value, Mapping):
-        return tuple([(plain(key), plain(v)) for key, v in value.items()])
+        return tuple([(constant_value(key), constant_value(v)) for key, v in value.items()])
     if is_record(type(value)):
-        return tuple([plain(getattr(value, name)) for name in field_names(type(value))])
+        return tuple([constant_value(getattr(value, name)) for name in field_names(type(value))])
     raise ArgumentError(f"torch.compile: expected a tensor or a plain value, got a {type(value).__name__}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..compiler.binding import bind
-from ..compiler.flatten import FlatContainer, Leaf
+from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..compiler.step import Step
 from ..config import Config, active_config, config_of, use_config
@@ -20,10 +20,10 @@ from ..errors import ArgumentError, RefusedError
 from ..module_state import with_tensors
 from ..op import Op
 from ..overrides import patched_half
-from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import Runtime, accepted, run
+from ..parametrized import foreseen
+from ..runtime.autograd import Runtime, run
 from ..runtime.in_place import works_in_place
-from ..spec import Spec
+from ..spec import TensorSpec
 from ..tracing import Outline
 
 
@@ -66,86 +66,74 @@ class _Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LoweredStep:
     """A step whose tensors, those of its modules included, are still to come.
 
     Attributes:
-        step: its module, and the ops of its leaves, have no tensors.
+        step: its module, and the ops of its entries, have no tensors.
         slots: of x and of the tensors among the keywords, in the order in which they come.
         names: of the modules' tensors, which come next.
-        given: slot -> value, of the keywords that are no tensors.
+        constants: slot -> value, of the keywords that are no tensors.
     """
 
     step: Step
     slots: tuple[int, ...]
     names: tuple[str, ...]
-    given: Mapping[int, Any]
+    constants: Mapping[int, Any]
     runtime: Runtime
     config: Config
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Checks and runs the step with these tensors."""
-        arguments, own = tensors[: len(self.slots)], tensors[len(self.slots) :]
-        known = {**self.given, **dict(zip(self.slots, arguments, strict=True))}
-        values: list[Any] = [known.get(slot) for slot in range(max(known) + 1)]
-        step = self.step.with_op(with_tensors(self.step.module, dict(zip(self.names, own, strict=True))))
+        arguments, module_tensors = tensors[: len(self.slots)], tensors[len(self.slots) :]
+        by_slot = {**self.constants, **dict(zip(self.slots, arguments, strict=True))}
+        values: list[Any] = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
+        step = self.step.with_op(with_tensors(self.step.module, dict(zip(self.names, module_tensors, strict=True))))
         x = values[step.x]
         with use_config(self.config):
-            step = step.computed() if step.computes else step
-            step.check(Spec.of(x), values, self.runtime, {})
+            step = step.computed() if step.has_parametrized_inputs else step
+            step.check(TensorSpec.of(x), values, self.runtime, {})
             keywords = {name: values[slot] for name, slot in step.reads}
             return run(step.module, x, keywords, self.runtime, step.input_names, None, step.x_is_inner)  # type: ignore[arg-type]
 
 
-_prepared: weakref.WeakValueDictionary[str, Prepared] = weakref.WeakValueDictionary()
+_lowered: weakref.WeakValueDictionary[str, LoweredStep] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _keep(handle: str, prepared: Prepared) -> None:
+def _keep(handle: str, lowered: LoweredStep) -> None:
     """Files a step for as long as the code lives that Dynamo is about to compile: as one of its globals."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    _prepared[handle] = prepared
-    InstructionTranslator.current_tx().output.install_global("__fusible_step", prepared)
+    _lowered[handle] = lowered
+    InstructionTranslator.current_tx().output.install_global("__fusible_step", lowered)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What Dynamo puts into its graph for a step: AOTAutograd traces through it, down to the kernels' custom ops."""
-    return _prepared[handle].run(tensors)
+    return _lowered[handle].run(tensors)
 
 
-def answer(find: Callable[..., Program], switches: tuple[Any, ...], *arguments: Any) -> Program:
+def program_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> Program:
     """A program, or one that says why there is none: Dynamo would bury an exception."""
     try:
-        with use_config(config_of(**dict(switches))):  # as the traced code has them
-            return find(*arguments)
+        with use_config(config_of(**dict(flags))):  # as the traced code has them
+            return program_of(current(), *call)
     except _Refused as refused:
         return Program(refusal=str(refused))
     except (ArgumentError, IndexError, RefusedError) as error:
         return Program(error=str(error))
 
 
-def of_container(container: Any, call: Any, likes: Any, names: Any) -> Program:
-    """The program of a ``Sequential`` for a call; :mod:`frontend` says what the arguments are."""
-    extra, addressed, shared = call
-    compiled, values = container._current(), [_stand_in(like) for like in likes]
+def program_of(compiled: Any, call: Any, arguments: Any, names: Any) -> Program:
+    """The program for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
+    (extra, addressed, shared), values = call, [_outline(each) for each in arguments]
     layout, runtime = compiled.layout, Runtime.of(values[0])
-    op_kwargs = None if addressed is None else {_key(layout, where): _given(kw, values) for where, kw in addressed}
-    bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _given(shared, values))
+    op_kwargs = None if addressed is None else {_key(layout, where): _by_name(kw, values) for where, kw in addressed}
+    bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _by_name(shared, values))
     plan: Plan = compiled.plan(bound, runtime)
     return _program(plan.steps, plan.results, bound.values, values, dict(names), runtime)
-
-
-def of_op(op: Op, call: Any, likes: Any, names: Any) -> Program:
-    """The program of an op alone."""
-    values = [_stand_in(like) for like in likes]
-    runtime, given = Runtime.of(values[0]), accepted(op, _given(call[2], values))
-    reads = tuple([(name, slot) for slot, name in enumerate(given, 1)])
-    outputs = tuple(range(1 + len(given), 2 + len(given) + len(op.extra_outputs)))
-    names_of = foreseen(op).input_names(), False, computes_parameters(op)
-    step = Step(op, (Leaf("", 0, op),), (op,), ("",), (reads,), reads, 0, outputs, *names_of)
-    return _program((step,), outputs, [values[0], *given.values()], values, dict(names), runtime)
 
 
 def _program(
@@ -157,33 +145,35 @@ def _program(
     runtime: Runtime,
 ) -> Program:
     """Prepares the steps. ``bound`` are those of ``values`` that the steps read, in the order of the slots."""
-    places = {id(value): place for place, value in enumerate(values)}
+    positions = {id(value): position for position, value in enumerate(values)}
     traced = [_traced(step, bound, names, runtime) for step in steps]
-    return Program(tuple([places[id(value)] for value in bound]), tuple(traced), results)
+    return Program(tuple([positions[id(value)] for value in bound]), tuple(traced), results)
 
 
 def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], runtime: Runtime) -> TracedStep:
-    labels = tuple([leaf.label for leaf in step.leaves])
+    labels = tuple([entry.label for entry in step.entries])
     if step.input_names is None or not isinstance(step.module, Op):
         return TracedStep(None, labels, (step.x,), step.reads, bool(step.beside) and works_in_place(step.module))
     _check_traceable(step, runtime)
-    given = {slot: bound[slot] for _, slot in step.reads if slot < len(bound) and not isinstance(bound[slot], Tensor)}
-    slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in given]]))
+    constants = {
+        slot: bound[slot] for _, slot in step.reads if slot < len(bound) and not isinstance(bound[slot], Tensor)
+    }
+    slots = tuple(dict.fromkeys([step.x, *[slot for _, slot in step.reads if slot not in constants]]))
     by_role = zip(step.roles, labels, strict=True)
     dotted = tuple([f"{role}.{name}" if role else name for role, label in by_role for name in names[label]])
     bare = replace(step, module=with_tensors(step.module, {}), ops=(None,) * len(step.ops))
     handle = f"step {next(_numbers)}: {step.name}"
-    _keep(handle, Prepared(bare, slots, dotted, given, runtime, active_config()))
+    _keep(handle, LoweredStep(bare, slots, dotted, constants, runtime, active_config()))
     return TracedStep(handle, labels, slots, ())
 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:
-    for leaf, op in zip(step.leaves, step.ops, strict=True):
+    for entry, op in zip(step.entries, step.ops, strict=True):
         if op and (half := patched_half(op)):
-            raise _Refused(f"{leaf}: its {half} was set on the object, whose tensors compiled code does not see")
+            raise _Refused(f"{entry}: its {half} was set on the object, whose tensors compiled code does not see")
         why = foreseen(op).trace_refusal() if op and runtime.grad_enabled else None
         if why:
-            raise _Refused(f"{leaf}: {why}")
+            raise _Refused(f"{entry}: {why}")
 
 
 def _key(layout: FlatContainer, where: Any) -> Any:
@@ -194,11 +184,10 @@ def _key(layout: FlatContainer, where: Any) -> Any:
     return layout.module_at(labels[0]) if labels else cls.__new__(cls)
 
 
-def _given(slots: Any, values: list[Any]) -> dict[str, Any]:
+def _by_name(slots: Any, values: list[Any]) -> dict[str, Any]:
     return {name: values[slot] for name, slot in slots}
 
 
-def _stand_in(like: Any) -> Any:
+def _outline(argument: Any) -> Any:
     """An argument without data: all that binding and plans ask of one."""
-    kind, *what = like
-    return Outline((0,), *what, "a plan reads no values") if kind == "tensor" else what[0]
+    return Outline(argument, "a plan reads no values") if isinstance(argument, TensorSpec) else argument

@@ -33,9 +33,9 @@ def html_line(text: str) -> str:
 
 def name(graph: OpGraph, node: str) -> str:
     """What a drawing calls a node."""
-    leaf = graph.leaf(node)
-    if leaf is not None:
-        return f"{leaf.label}: {leaf.kind}"
+    entry = graph.entry(node)
+    if entry is not None:
+        return f"{entry.label}: {entry.kind}"
     ports = sorted({port for _, port, _ in graph.readers(node)})
     return "x" if node == X else ", ".join(ports)
 
@@ -72,7 +72,7 @@ def mermaid(graph: OpGraph, boxes: Boxes) -> str:
     ids = {node: f"n{i}" for i, node in enumerate(graph.nx)}
     lines = ["flowchart LR"]
     for node in graph.nx:
-        opening, closing = ("[", "]") if graph.leaf(node) else ("([", "])")
+        opening, closing = ("[", "]") if graph.entry(node) else ("([", "])")
         lines.append(f'  {ids[node]}{opening}"{_for_mermaid(name(graph, node))}"{closing}')
     for source, reader, label in edges(graph):
         lines.append(f"  {ids[source]} -->{f'|{_for_mermaid(label)}|' if label else ''} {ids[reader]}")
@@ -85,7 +85,7 @@ def dot(graph: OpGraph, boxes: Boxes) -> str:
     """A Graphviz digraph."""
     lines = ["digraph fusible {", "  rankdir=LR;"]
     for node in graph.nx:
-        shape = "box" if graph.leaf(node) else "ellipse"
+        shape = "box" if graph.entry(node) else "ellipse"
         lines.append(f'  "{_for_dot(node)}" [label="{_for_dot(name(graph, node))}", shape={shape}];')
     for source, reader, label in edges(graph):
         lines.append(f'  "{_for_dot(source)}" -> "{_for_dot(reader)}" [label="{_for_dot(label)}"];')
@@ -97,27 +97,27 @@ def dot(graph: OpGraph, boxes: Boxes) -> str:
 
 def svg(graph: OpGraph, boxes: Boxes) -> str:
     """An SVG image: ops in a column, inputs to their left, fused steps as frames."""
-    rows = {node: i for i, node in enumerate(graph.leaves())}
+    rows = {node: i for i, node in enumerate(graph.entries())}
     inputs = [node for node in graph.nx if node not in rows]
-    place = {node: (320, 30 + 60 * i) for node, i in rows.items()}
-    place |= {node: (20, 30 + 60 * _first_reader(graph, node, rows) + 16 * i) for i, node in enumerate(inputs)}
-    height = 60 + max(y for _, y in place.values())
+    positions = {node: (320, 30 + 60 * i) for node, i in rows.items()}
+    positions |= {node: (20, 30 + 60 * _first_reader(graph, node, rows) + 16 * i) for i, node in enumerate(inputs)}
+    height = 60 + max(y for _, y in positions.values())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans" font-size="12">'
     ]
     for title, nodes in boxes.items():
-        top, bottom = min(place[n][1] for n in nodes), max(place[n][1] for n in nodes)
+        top, bottom = min(positions[n][1] for n in nodes), max(positions[n][1] for n in nodes)
         parts.append(
             f'<rect x="300" y="{top - 12}" width="320" height="{bottom - top + 54}" fill="none" stroke="teal"/>'
         )
         parts.append(f'<text x="500" y="{top + 2}" fill="teal">{_for_svg(title)}</text>')
     for source, reader, label in edges(graph):
-        (x1, y1), (x2, y2) = place[source], place[reader]
+        (x1, y1), (x2, y2) = positions[source], positions[reader]
         ends = (x1 + 80, y1 + 30, x2 + 80, y2) if source in rows else (x1 + 130, y1 + 12, x2, y2 + 15)
         parts.append('<line x1="{}" y1="{}" x2="{}" y2="{}" stroke="gray"/>'.format(*ends))
         if source in rows and label:
             parts.append(f'<text x="{x2 + 165}" y="{y2 + 20}" fill="gray">{_for_svg(label)}</text>')
-    for node, (x, y) in place.items():
+    for node, (x, y) in positions.items():
         if node in rows:
             parts.append(f'<rect x="{x}" y="{y}" width="160" height="30" fill="white" stroke="black"/>')
         parts.append(f'<text x="{x + 6}" y="{y + 19}">{_for_svg(name(graph, node))}</text>')

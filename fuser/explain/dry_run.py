@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,79 +19,57 @@ from ..compiler.step import Step
 from ..errors import RefusedError
 from ..op import Op
 from ..overrides import has_own_forward, patched_half
-from ..parametrized import AnyOp, form_of, view_of
+from ..parametrized import AnyOp, foreseen_spec, view_of
 from ..runtime.autograd import Runtime, differentiable
 from ..runtime.call import call_bwd, call_fwd, evaluate
 from ..runtime.in_place import works_in_place
 from ..runtime.residuals import pack, tensors_of, unpack
-from ..spec import Spec
+from ..spec import TensorSpec
 from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 
-class Shape(NamedTuple):
-    """An argument of a call without its data; ``value`` is what is no tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    device: torch.device | None
-    requires_grad: bool
-    value: Any = None
-
-    @classmethod
-    def of(cls, value: Any) -> Shape:
-        if not isinstance(value, Tensor):
-            return cls((), None, None, False, value)
-        return cls(Spec.of(value).shape, value.dtype, value.device, value.requires_grad)
-
-    def fake(self) -> Any:
-        """A tensor like it, to be called under a ``FakeTensorMode``."""
-        if self.dtype is None:
-            return self.value
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
-
-
-def explain_plan(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Explanation:
-    """Explains a plan for arguments of the given shapes."""
-    steps = tuple(_explain_steps(plan, shapes, runtime))
+def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanation:
+    """Explains a plan for these arguments; instead of each tensor there is its :class:`TensorSpec`."""
+    steps = tuple(_explain_steps(plan, arguments, runtime))
     fusions = []
     for decision in plan.decisions:
-        leaves = [leaf for node in decision.match.nodes.values() if (leaf := plan.graph.leaf(node))]
-        labels, ops = tuple(leaf.label for leaf in leaves), tuple(dict.fromkeys(leaf.index for leaf in leaves))
+        entries = [entry for node in decision.match.nodes.values() if (entry := plan.graph.entry(node))]
+        labels, ops = tuple(entry.label for entry in entries), tuple(dict.fromkeys(entry.index for entry in entries))
         fusions.append(ExplainedFusion(decision.fusion.name, ops, labels, decision.taken, decision.reason))
-    return Explanation(steps, tuple(fusions), math.prod(shapes[0].shape[:-1]), plan.graph)
+    return Explanation(steps, tuple(fusions), math.prod(arguments[0].shape[:-1]), plan.graph)
 
 
-def _explain_steps(plan: Plan, shapes: list[Shape], runtime: Runtime) -> Iterator[ExplainedStep]:
+def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterator[ExplainedStep]:
     kept: dict[int, Tensor] = {}
     behind = "its input is not known without data"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
-        values: list[Any] | None = [shape.fake() for shape in shapes]
+        values: list[Any] | None = [each.empty() if isinstance(each, TensorSpec) else each for each in arguments]
         for step in plan.steps:
-            labels, ops = (leaf.label for leaf in step.leaves), dict.fromkeys(leaf.index for leaf in step.leaves)
-            plain = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
+            labels, ops = (entry.label for entry in step.entries), dict.fromkeys(entry.index for entry in step.entries)
+            row = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
             if values is None:
-                yield replace(plain, **_unknown(KernelReport(reason=behind), runtime))
+                yield replace(row, **_unknown(KernelReport(reason=behind), runtime))
             elif isinstance(step.module, Op):
                 try:
-                    yield _explain_op(plain, step, step.module, values, runtime, mode, kept)
+                    yield _explain_op(row, step, step.module, values, runtime, mode, kept)
                 except Exception as error:
                     why = _unexplained(step.module, error)
                     if why is None:
                         raise
                     values = None
                     if isinstance(error, DynamicOutputShapeException):
-                        behind = f"its shapes depend on data: on what {step.leaves[-1]} gives"
-                    yield replace(plain, **_unknown(KernelReport("?", why), runtime))
+                        behind = f"its shapes depend on data: on what {step.entries[-1]} gives"
+                    yield replace(row, **_unknown(KernelReport("?", why), runtime))
             else:
                 notes = _notes_of_copy(step, values)
                 values = _run_module(step.module, step.x, values, mode)
                 reason = step.module.reason if isinstance(step.module, StandIn) else ""
                 report = KernelReport("module", reason or "not an Op: runs as it is")
                 if values is None:
-                    yield replace(plain, **_unknown(report, runtime), notes=notes)
+                    yield replace(row, **_unknown(report, runtime), notes=notes)
                 else:
                     trains, shape = runtime.grad_enabled and values[-1].requires_grad, tuple(values[-1].shape)
-                    yield replace(plain, forward=report, backward=report if trains else None, shape=shape, notes=notes)
+                    yield replace(row, forward=report, backward=report if trains else None, shape=shape, notes=notes)
 
 
 def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
@@ -115,7 +93,7 @@ def _unexplained(op: Op, error: Exception) -> str | None:
 
 
 def _explain_op(
-    plain: ExplainedStep,
+    row: ExplainedStep,
     step: Step,
     op: Op,
     values: list[Any],
@@ -128,22 +106,23 @@ def _explain_op(
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
-    op = view_of(_apart(op), lambda part, name: Shape(*form_of(part, name)[:4]).fake())  # computes nothing
+    op = view_of(_apart(op), lambda part, name: foreseen_spec(part, name).empty())  # computes nothing
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():
-        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, step.x_is_inner)
+        inner = step.x_is_inner or runtime.x_is_inner
+        outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, inner)
     new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
     kept |= new
     backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)
     values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
     return replace(
-        plain,
+        row,
         forward=KernelReport.of(seen.calls),
         backward=backward,
         shape=tuple(outputs[0].shape),
         saved_bytes=sum(t.untyped_storage().nbytes() for t in new.values()),
-        notes=(*plain.notes, *dict.fromkeys([*seen.notes, *notes])),
+        notes=(*row.notes, *dict.fromkeys([*seen.notes, *notes])),
     )
 
 
@@ -194,11 +173,11 @@ def _first_line(error: Exception) -> str:
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
     """Where the extra outputs of a step's ops go."""
     notes = []
-    for leaf, op in zip(step.leaves, step.ops, strict=True):
+    for entry, op in zip(step.entries, step.ops, strict=True):
         for name in op.extra_outputs if op else ():
-            readers = [reader for reader, _, output in graph.readers(leaf.label) if output == name]
+            readers = [reader for reader, _, output in graph.readers(entry.label) if output == name]
             ends = [f"read by op {' and '.join(readers)}"] if readers else []
-            ends += ["returned"] if op and op.returns(name, bool(readers)) else []
+            ends += ["returned"] if graph.returns(entry.label, name, bool(readers)) else []
             notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
     return tuple(notes)
 

@@ -92,8 +92,8 @@ class ExplainedStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the forward's kernels beside the rest, those of the backward under ``"backward"``."""
-        plain = asdict(self)
-        return {**plain, **plain.pop("forward")}
+        fields = asdict(self)
+        return {**fields, **fields.pop("forward")}
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Explanation:
         yield "  backward", labels, back.kernel, "", *sizes, "", step.backward_reason
 
     def _on_cuda(self) -> bool:
-        return any(info.device.type == "cuda" for info in self.graph.inputs() if info is not None)
+        return any(spec.device.type == "cuda" for spec in self.graph.inputs() if spec is not None)
 
 
 def _sizes(flops: int, moved: int) -> tuple[str, str]:

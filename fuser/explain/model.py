@@ -28,7 +28,7 @@ class Explainable(Protocol):
         """Explains a call with these arguments, or the last one."""
 
 
-class Found(NamedTuple):
+class FoundContainer(NamedTuple):
     """A container that runs a module of somebody else's, and what brings rows to its groups and back."""
 
     container: Explainable
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 _NO_LAYER = "no layer runs through fusible"
-Finder = Callable[[nn.Module], Found | str | None]
+Finder = Callable[[nn.Module], FoundContainer | str | None]
 """Says what runs a module of somebody else's; or why we do not; or None, if it is no such module."""
 
 _finders: list[Finder] = []
@@ -69,13 +69,13 @@ class ExplainedLayer:
 
     def row(self) -> tuple[str, ...]:
         """The layer in one line."""
-        found = self.explanation
-        if found is None:
+        explanation = self.explanation
+        if explanation is None:
             return (self.path, self.kind, *["-"] * 7, self.reason)
-        names = " + ".join(step.name for step in found.steps)
-        kernels = " + ".join(dict.fromkeys(step.kernel for step in found.steps))
-        backward = " + ".join(dict.fromkeys(step.backward.kernel for step in found.steps if step.backward)) or "-"
-        sizes = f"{found.rows}", f"{found.flops / 1e9:.3f}", f"{found.saved_bytes_per_row:.0f}"
+        names = " + ".join(step.name for step in explanation.steps)
+        kernels = " + ".join(dict.fromkeys(step.kernel for step in explanation.steps))
+        backward = " + ".join(dict.fromkeys(step.backward.kernel for step in explanation.steps if step.backward)) or "-"
+        sizes = f"{explanation.rows}", f"{explanation.flops / 1e9:.3f}", f"{explanation.saved_bytes_per_row:.0f}"
         return (self.path, self.kind, names, kernels, backward, self.routing or "-", *sizes, self.reason)
 
 
@@ -121,7 +121,8 @@ def explain(
             :meth:`Sequential.explain`.
     """
     if isinstance(module, Op):
-        explanation: Explanation = module._standalone.explain(module, args, {"op_kwargs": op_kwargs, **shared})
+        keywords = shared if op_kwargs is None else {"op_kwargs": op_kwargs, **shared}
+        explanation: Explanation = module._standalone.explain(module, args, keywords)
         return explanation
     if isinstance(module, Container):
         return cast(Explainable, module).explain(*args, op_kwargs=op_kwargs, **shared)
@@ -134,34 +135,34 @@ def explain(
 
 
 def _layers(module: nn.Module, path: str) -> Iterator[ExplainedLayer]:
-    found = _found(module)
-    if found is not None:
-        yield _layer(module, path, found)
+    container = _find_container(module)
+    if container is not None:
+        yield _layer(module, path, container)
         return
     for name, child in module.named_children():
         yield from _layers(child, f"{path}.{name}" if path else name)
 
 
-def _found(module: nn.Module) -> Found | str | None:
+def _find_container(module: nn.Module) -> FoundContainer | str | None:
     if isinstance(module, Container):
-        return Found(cast(Explainable, module))
+        return FoundContainer(cast(Explainable, module))
     for finder in _finders:
-        found = finder(module)
-        if found is not None:
-            return found
+        container = finder(module)
+        if container is not None:
+            return container
     return None
 
 
-def _layer(module: nn.Module, path: str, found: Found | str) -> ExplainedLayer:
+def _layer(module: nn.Module, path: str, container: FoundContainer | str) -> ExplainedLayer:
     kind = type(module).__name__
-    if isinstance(found, str):
-        return ExplainedLayer(path, kind, None, found)
-    if not found.container.was_called:
+    if isinstance(container, str):
+        return ExplainedLayer(path, kind, None, container)
+    if not container.container.was_called:
         return ExplainedLayer(path, kind, None, "no call yet")
-    explanation = found.container.explain()
+    explanation = container.container.explain()
     refused = [f"{fusion.name}: {fusion.reason}" for fusion in explanation.fusions if not fusion.taken]
     shadowed = len(explanation.steps) == 1  # everything is one step: what else would have fitted is of no interest
     reasons = [reason for step in explanation.steps for reason in (step.reason, step.backward_reason)]
     reasons += [] if shadowed else refused
     reason = "; ".join(filter(None, dict.fromkeys(reasons)))
-    return ExplainedLayer(path, kind, explanation, reason, found.routing)
+    return ExplainedLayer(path, kind, explanation, reason, container.routing)

@@ -166,7 +166,7 @@ class CaptureSession:
         if step is None or any(id(t) not in position_of for t in (*inputs, *given)):
             self._refused = True
             return
-        dead = tuple([self._position(slot) for slot in self._plan.steps[len(self._steps)].dead])
+        dead = tuple([self._position(slot) for slot in self._plan.steps[len(self._steps)].last_uses])
         asked, read = [tuple([position_of[id(t)] for t in tensors]) for tensors in (inputs, given)]
         self._steps.append(CallStep(step, asked, read, dead))
 

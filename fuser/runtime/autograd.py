@@ -16,15 +16,14 @@ from ..config import active_config, use_config
 from ..errors import ArgumentError, DoubleBackwardError
 from ..op import Op
 from ..overrides import patched_half
-from ..parametrized import computed, computes_parameters, foreseen, is_certain
-from ..spec import Spec, Specs, check_layout, layout_of
-from .buffers import NamedValue, check_overlaps
+from ..parametrized import foreseen, is_certain
+from ..spec import Specs, TensorSpec, check_layout
 from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
 
 
-class CaptureSession(Protocol):
+class StepCapture(Protocol):
     """Captures the steps of a call while they run."""
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
@@ -35,10 +34,15 @@ class CaptureSession(Protocol):
 
 
 class Runtime(NamedTuple):
-    """What holds for a whole call."""
+    """What holds for a whole call.
+
+    Attributes:
+        x_is_inner: of an op that a container calls as itself: whether the container's call has made its x.
+    """
 
     grad_enabled: bool
     autocast_dtype: torch.dtype | None
+    x_is_inner: bool = False
 
     @classmethod
     def of(cls, x: Tensor) -> Runtime:
@@ -50,23 +54,23 @@ class Runtime(NamedTuple):
         return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
 
 
-class _Calling(local):
+class Caller(local):
     """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
 
     x_is_inner = False
 
 
-_calling = _Calling()
+caller = Caller()
 
 
 @contextmanager
 def calling(x_is_inner: bool) -> Iterator[None]:
     """For the body, in which a container calls an op as itself."""
-    before, _calling.x_is_inner = _calling.x_is_inner, x_is_inner
+    before, caller.x_is_inner = caller.x_is_inner, x_is_inner
     try:
         yield
     finally:
-        _calling.x_is_inner = before
+        caller.x_is_inner = before
 
 
 _RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
@@ -82,7 +86,7 @@ def run(
     keywords: dict[str, Any],
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
-    session: CaptureSession | None = None,
+    session: StepCapture | None = None,
     x_is_inner: bool = False,
 ) -> tuple[Tensor, ...]:
     """Applies ``op``; records it for autograd if anything that it reads requires a gradient.
@@ -110,60 +114,20 @@ def run(
 
 
 def _forward(
-    step: EagerStep, tensors: list[Tensor], session: CaptureSession | None, flags: tuple[bool, ...] | None
+    step: EagerStep, tensors: list[Tensor], session: StepCapture | None, flags: tuple[bool, ...] | None
 ) -> ForwardResult:
     wanted = _NOTHING if flags is None else _wanted(step.names, flags[1:])
     return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
 
 
-def run_alone(op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
-    """``op(x, **keywords)``: checks, runs, and returns ``y`` or ``(y, *extras)``."""
-    given = accepted(op, keywords)
-    runtime = Runtime.of(x)
-    refuse_transforms([op])
-    computes = computes_parameters(op)
-    try:
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                check_layout(name, layout_of(value), op.layouts)
-        (check_foreseen if computes else check)(op, Spec.of(x), given, runtime)
-        _check_buffers(op, x, given)
-        if computes:
-            op = computed(op)
-            check(op, Spec.of(x), given, runtime)
-    except ArgumentError as error:
-        raise error.located(type(op).__name__) from None
-    outputs = run(op, x, given, runtime, None, None, _calling.x_is_inner)
-    return outputs if op.extra_outputs else outputs[0]
-
-
-def accepted(op: Op, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords that were given, once it is clear that the op takes them and needs no others."""
-    given = {k: v for k, v in keywords.items() if v is not None}
-    unknown = given.keys() - op.keywords.keys()
-    missing = [k for k, keyword in op.keywords.items() if keyword.required and k not in given]
-    if unknown or missing:
-        what = f"takes no {', '.join(sorted(unknown))}" if unknown else f"needs {', '.join(missing)}"
-        raise ArgumentError(f"{type(op).__name__} {what}; its keywords are: {', '.join(op.keywords) or 'none'}")
-    return given
-
-
-def _check_buffers(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> None:
-    named = [(k, NamedValue(repr(k), i)) for i, k in enumerate(keywords, 1)]
-    lent = [value for k, value in named if op.keywords[k].buffer]
-    if lent:
-        inputs = [NamedValue("x", 0), *(value for k, value in named if not op.keywords[k].buffer)]
-        check_overlaps(lent, inputs, [x, *keywords.values()], op.parameters())
-
-
-def check(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
     if x.layout not in op.layouts:
         check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
-def check_foreseen(op: Op, x: Spec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
     """:func:`check` before the parameters are computed; None where only their values will tell."""
     try:
         return check(foreseen(op), x, keywords, runtime)

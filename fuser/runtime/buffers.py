@@ -14,7 +14,7 @@ from ..spec import layout_of
 
 
 @dataclass(frozen=True)
-class Lent:
+class CallerBuffer:
     """A buffer on its way to the backward. It may change meanwhile, so it is hidden from ``save_for_backward``."""
 
     tensor: Tensor
@@ -31,7 +31,7 @@ def check_overlaps(
     buffers: Sequence[NamedValue], inputs: Sequence[NamedValue], values: list[Any], parameters: Iterable[Tensor]
 ) -> None:
     """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
-    read = [(given.name, values[given.slot]) for given in inputs if isinstance(values[given.slot], Tensor)]
+    read = [(each.name, values[each.slot]) for each in inputs if isinstance(values[each.slot], Tensor)]
     read += [("a parameter", p) for p in parameters]
     for i, buffer in enumerate(buffers):
         others = [(other.name, values[other.slot]) for other in buffers[:i]] + read

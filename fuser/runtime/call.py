@@ -179,12 +179,12 @@ def call_fwd(
     x_is_inner: bool = False,
 ) -> tuple[tuple[Tensor, ...], Any]:
     """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
-    given, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner), op.changes
+    arguments, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner), op.changes
     if autocast_dtype is None:
-        returned = op.fwd(x, **given)
+        returned = op.fwd(x, **arguments)
     else:  # the op casts what it wants cast; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
-            returned = op.fwd(x, **given)
+            returned = op.fwd(x, **arguments)
     if op.changes != changes:
         op.forget_changes(changes)
     if not isinstance(returned, tuple):
@@ -223,14 +223,14 @@ def with_reserved(
     declared = op.reserved[half]
     if not declared:
         return keywords
-    given = dict(keywords)
+    arguments = dict(keywords)
     if "needs_grad" in declared:
-        given["needs_grad"] = needs_grad
+        arguments["needs_grad"] = needs_grad
     if "autocast_dtype" in declared:
-        given["autocast_dtype"] = autocast_dtype
+        arguments["autocast_dtype"] = autocast_dtype
     if "x_is_inner" in declared:
-        given["x_is_inner"] = x_is_inner
-    return given
+        arguments["x_is_inner"] = x_is_inner
+    return arguments
 
 
 def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:
@@ -247,8 +247,8 @@ def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None
 
 
 def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    given = outputs.keys() if isinstance(outputs, Mapping) else {f"a {type(outputs).__name__}"}
-    if given != {"y", *op.extra_outputs}:
+    names = outputs.keys() if isinstance(outputs, Mapping) else {f"a {type(outputs).__name__}"}
+    if names != {"y", *op.extra_outputs}:
         expected = ", ".join(("y", *op.extra_outputs))
-        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(given)}; expected {expected}")
+        raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(names)}; expected {expected}")
     return tuple(outputs[name] for name in ("y", *op.extra_outputs))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .buffers import Lent
+from .buffers import CallerBuffer
 
 
 class Source(Protocol):
@@ -80,7 +80,7 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart
             rest.append(_like(item, _take(item, tensors, lent, apart)))
         elif isinstance(item, dict):
             rest.append(dict(zip(item, _take(item.values(), tensors, lent, apart), strict=True)))
-        elif isinstance(item, Lent):
+        elif isinstance(item, CallerBuffer):
             lent.append(item.tensor)
             rest.append(_LENT)
         else:
@@ -95,7 +95,7 @@ def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor],
         if item is _HOLE:
             saved.append(next(tensors))
         elif item is _LENT:
-            saved.append(Lent(next(lent)))
+            saved.append(CallerBuffer(next(lent)))
         elif item is _APART:
             saved.append(next(joined))
         elif type(item) in _PLAIN:

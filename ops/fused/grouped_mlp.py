@@ -29,7 +29,7 @@ _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
 def _buffer_holds_y(match: Match) -> bool:
     """A buffer of the second linear holds what that linear gives, before a scale that follows it."""
-    return match.out_scale is None or not match.given("fc2", "output")
+    return match.out_scale is None or not match.reads("fc2", "output")
 
 
 @register_fusion(

@@ -1,0 +1,126 @@
+"""What a container keeps between calls, and runs calls with: layout, plans, captured calls."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .compiler.binding import BoundArguments
+from .compiler.flatten import FlatContainer
+from .compiler.graph import OpGraph
+from .compiler.plan import Plan, compile_plan
+from .compiler.recent import Recent
+from .compiler.registry import registry
+from .config import active_config
+from .errors import ArgumentError
+from .explain.dry_run import explain_plan
+from .explain.explanation import Explanation
+from .overrides import is_hooked
+from .parametrized import foreseen
+from .replay.calls import CapturedCall, call_key, start_capture
+from .replay.guards import UNSUPPORTED, GuardedCache
+from .replay.program import aligned
+from .runtime.autograd import Runtime
+from .spec import TensorSpec
+
+_MANY_PLANS = 64
+
+
+class CallCache:
+    """What a container keeps between calls: layout, plans, captured calls, and what ``explain()`` needs of the last.
+
+    All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
+    which is still in an earlier call files nothing among the plans of later ones.
+    """
+
+    def __init__(self, layout: FlatContainer, last: LastCall | None = None) -> None:
+        self.layout, self.last, self.version = layout, last, registry.version
+        self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
+        self.changes = 0  # of the ops when the plans were made
+        self.captured: GuardedCache[CapturedCall] = GuardedCache()
+
+    def run(self, call: BoundArguments, runtime: Runtime) -> Any:
+        key = call_key(self.layout, call, runtime)
+        if key is None:
+            return self.note(call, runtime)(call.values, runtime)
+        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        state = entry.state
+        if state is UNSUPPORTED or not aligned(addresses):
+            return self.note(call, runtime)(call.values, runtime)
+        if type(state) is CapturedCall:
+            if state.plan.buffers and state.overlaps(key.pool, addresses):
+                return self.note(call, runtime)(call.values, runtime)
+            self.last = state.last or LastCall.of(state.plan, call, runtime)
+            return state.run(key.pool, addresses, key.rows)
+        plan = self.note(call, runtime)
+        session = start_capture(entry, plan, key, len(call.values))
+        result = plan(call.values, runtime, session)
+        if session is not None:
+            session.finish(self.last)
+        return result
+
+    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
+        """The plan for this call, which is the last one from now on."""
+        plan = self.plan(call, runtime)
+        self.last = LastCall.of(plan, call, runtime)
+        return plan
+
+    def explain(self, call: BoundArguments, runtime: Runtime, checks: bool = True) -> Explanation:
+        """What the call runs; ``checks``: raises where its arguments do not fit."""
+        plan = self.plan(call, runtime)
+        if checks:
+            plan.check(call.values, runtime)
+        return explain_plan(plan, [TensorSpec.of(v) if isinstance(v, Tensor) else v for v in call.values], runtime)
+
+    def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
+        """The plan for this signature, compiled at the first call that has it."""
+        config, key, changes = active_config(), call.key(), 0
+        for op in self.layout.ops:
+            view = op if not op._modules else foreseen(op)
+            key += (view.decision_key(), is_hooked(op))
+            changes += op.changes
+        if changes != self.changes:  # conditions may have read what has been assigned since
+            self.plans, self.changes = Recent(_MANY_PLANS), changes
+        signature, plans = (*key, runtime, config.token), self.plans
+        plan = plans.young.get(signature) or plans.from_old(signature)
+        if plan is None:
+            plan = compile_plan(OpGraph.of(self.layout, call), registry, config)
+            plans.add(signature, plan)
+        return plan
+
+
+class LastCall(NamedTuple):
+    """The last call, without its tensors.
+
+    Attributes:
+        shapes: of each value the shape, or what is no tensor.
+    """
+
+    plan: Plan
+    shapes: list[Any]
+    runtime: Runtime
+
+    @classmethod
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> LastCall:
+        # a nested tensor, which a module may take, has no shape to keep
+        shapes = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
+        return cls(plan, shapes, runtime)
+
+    def explain(self) -> Explanation:
+        specs = zip(self.plan.graph.inputs(), self.shapes, strict=True)
+        arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]
+        return explain_plan(self.plan, arguments, self.runtime)
+
+
+def explain_last(cache: CallCache | None) -> Explanation:
+    """What the last call has run.
+
+    Raises:
+        ArgumentError: there was none.
+    """
+    if cache is None or cache.last is None:
+        raise ArgumentError(
+            "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
+        )
+    return cache.last.explain()

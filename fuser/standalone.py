@@ -1,0 +1,96 @@
+"""An op that is called by itself is a container of one: the same plans, checks, replays, errors and explanations.
+
+What is kept between its calls must neither keep the op alive nor be part of a reference cycle with it. So it refers to
+a view: another object of the op's class that shares all of its attributes. The op has it in a slot, which is none of
+the attributes: no state dict, copy or pickle of the op sees it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call_cache import CallCache, explain_last
+from .compiler.binding import OpKwargs, bind
+from .compiler.flatten import FlatContainer
+from .compiler.registry import registry
+from .edits import tell_of_edits
+from .explain.explanation import Explanation
+from .op import Op
+from .overrides import input_may_change
+from .runtime.autograd import Runtime, caller
+
+
+class ContainerOfOne:
+    """What is kept between the calls of an op, which is given at every call."""
+
+    def __init__(self) -> None:
+        self.compiled: CallCache | None = None
+
+    def current(self, op: Op) -> CallCache:
+        """What is kept for the structure of the op and the fusions of now."""
+        compiled = self.compiled
+        if compiled is None or type(op) is not type(compiled.layout.modules[0]) or not compiled.layout.is_current(op):
+            compiled = self.compiled = CallCache(FlatContainer(_view(op)))
+            for module in op.modules() if op._modules else ():
+                tell_of_edits(module, self)
+        elif compiled.version != registry.version:
+            compiled = self.compiled = CallCache(compiled.layout, compiled.last)
+        return compiled
+
+    def forget_children(self) -> None:
+        """Drops what is kept of earlier calls: somebody edits the op, or one inside it."""
+        self.compiled = None
+
+
+class Standalone:
+    """The entry points of :class:`Op`."""
+
+    def run(self, op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
+        keywords = {name: value for name, value in keywords.items() if value is not None}
+        if torch.compiler.is_dynamo_compiling():
+            from .dynamo.frontend import run_op
+
+            return run_op(op, x, keywords)
+        try:
+            container = op._container_of_one
+        except AttributeError:  # its first call
+            container = _container_of(op)
+        compiled, runtime = container.current(op), Runtime.of(x)
+        if caller.x_is_inner:
+            runtime = runtime._replace(x_is_inner=True)
+        return compiled.run(bind(compiled.layout, x, (), None, keywords), runtime)
+
+    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any) -> Any:
+        from .dynamo.steps import program_or_reason
+
+        return program_or_reason(partial(_container_of(op).current, op), flags, call, arguments, names)
+
+    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Explanation:
+        if not arguments and not keywords:
+            return explain_last(_container_of(op).compiled)
+        return _explain(op, *arguments, **keywords)
+
+
+def _explain(
+    op: Op, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **keywords: Any
+) -> Explanation:
+    compiled, runtime = _container_of(op).current(op), Runtime.of(x)
+    call = bind(compiled.layout, x, extra_inputs, op_kwargs, keywords)
+    return compiled.explain(call, runtime, checks=not input_may_change(op))
+
+
+def _container_of(op: Op) -> ContainerOfOne:
+    if not hasattr(op, "_container_of_one"):
+        object.__setattr__(op, "_container_of_one", ContainerOfOne())
+    container: ContainerOfOne = op._container_of_one
+    return container
+
+
+def _view(op: Op) -> Op:
+    view: Op = object.__new__(type(op))
+    object.__setattr__(view, "__dict__", op.__dict__)
+    return view
