@@ -1,7 +1,8 @@
 # Each target does all its set-up in .venv; a second run starts at once.
-# PYTHON: the interpreter to start from, 3.11 or newer.  TORCH: what to install where torch is missing.
+# PYTHON: the interpreter to start from, 3.11 or newer.  TORCH: what to install where torch is missing.  JOBS: processes of a test run.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -11,7 +12,7 @@ export GOMP_SPINCOUNT ?= 10000
 CUDA_SOURCES := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types bench wheels clean
+.PHONY: help demo test test-all lint types bench wheels clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -19,8 +20,12 @@ help: ## what can be made
 demo: $(VENV)/package ## trains a small language model for a minute, then shows how its experts run
 	$(BIN)/python -m fusible demo $(ARGS)
 
-test: $(VENV)/installed ## the tests that need no GPU; with one: make test ARGS="-m cuda"
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/installed ## the quick tests, which take a minute; says what it leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not cuda and not slow" -n $(JOBS) --dist loadfile $(ARGS)
+
+test-all: $(VENV)/installed ## all tests that need no GPU; those that do: .venv/bin/python -m pytest -m cuda
+	$(BIN)/python tests/emulation/build.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed ## style, format
 	$(BIN)/ruff check .

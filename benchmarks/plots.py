@@ -26,7 +26,8 @@ def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit
         axes.bar_label(drawn, fmt="%.3g", fontsize=7)
     axes.set_xticks([g + 0.4 - width / 2 for g in range(len(groups))], list(groups))
     axes.set_ylabel(unit)
-    _write(figure, axes, file)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)  # inside, it would hide bars
+    _save(figure, axes, file)
 
 
 def roofline(file: Path, points: Mapping[str, Sequence[Point]], peak: float, bandwidth: float, title: str) -> None:
@@ -66,9 +67,13 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _write(figure: Any, axes: Any, file: Path) -> None:
+    axes.legend(fontsize=8)
+    _save(figure, axes, file)
+
+
+def _save(figure: Any, axes: Any, file: Path) -> None:
     from matplotlib import rc_context
 
-    axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusible"}):  # text as text; the same file every time
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

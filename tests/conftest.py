@@ -18,6 +18,39 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+SLOW = {
+    "test_benchmarks": "times and draws",
+    "test_compile": "compiles with torch.compile",
+    "test_compile_guards": "compiles with torch.compile",
+    "test_computed_parameters": "compiles with torch.compile",
+    "test_configuration": "compiles csrc with g++",
+    "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
+    "test_fsdp": "starts processes, compiles csrc with g++",
+    "test_library": "compiles with torch.compile",
+    "test_lifetimes": "collects garbage after every call",
+    "test_random_experts": "thousands of problems",
+    "test_replay": "compiles csrc with g++",
+    "test_transformers_compile": "compiles with torch.compile",
+}
+"""What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says what is left out."""
+    if "not slow" not in config.option.markexpr:
+        return []
+    files = [f"  {name}: {why}" for name, why in SLOW.items()]
+    return ["left out as slow (make test-all runs them):", *files, "  elsewhere: what runs the kernels on the CPU"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is slow."""
+    for item in items:
+        if item.path.stem in SLOW or "emulation" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)

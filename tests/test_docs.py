@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fusible
+from fusible.benchmarks import measured_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -34,6 +36,7 @@ def can_run(block: str) -> bool:
 
 def run_page(page: str) -> dict[str, Any]:
     """Runs the Python blocks of a page that can run, one after the other, in one namespace."""
+    torch._dynamo.reset()  # a page counts what it compiles itself, not what tests before it have compiled
     names: dict[str, Any] = {"__name__": page}
     for block in filter(can_run, blocks(page, "python")):
         exec(compile(block, page, "exec"), names)
@@ -71,12 +74,60 @@ def test_drawing_in_readme_is_what_explain_draws(capsys: pytest.CaptureFixture[s
     assert blocks("README.md", "mermaid") == [names["model"].explain(names["x"], **call).to_mermaid() + "\n"]
 
 
-def test_readme_shows_the_two_commands() -> None:
+def test_readme_shows_the_commands_that_there_are() -> None:
     readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+    targets = re.findall(r"^    make ([a-z-]+) +# ", readme, re.MULTILINE)
 
-    for target in ("demo", "test"):
-        assert f"make {target}" in readme
+    assert targets == ["demo", "test", "test-all"]
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_ci_runs_the_tests_by_the_command_of_the_readme() -> None:
+    readme, ci = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
+
+    assert "make test-all    # all tests that need no GPU, as CI runs them" in readme
+    assert re.search(r"^make test-all ", ci, re.MULTILINE)
+
+
+def measured_speeds() -> dict[str, dict[str, float]]:
+    return measured_plot.speeds((ROOT / "docs" / "measured.md").read_text())
+
+
+def test_the_plot_shows_what_was_measured() -> None:
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", (ROOT / "docs" / "plots" / "experts.svg").read_text())
+    labels = [
+        f"{by_name[name]:.3g}" for name in measured_plot.LABELS.values() for by_name in measured_speeds().values()
+    ]
+
+    assert len(measured_speeds()) == 5
+    assert [text for text in texts if text in labels] == labels
+
+
+def test_the_plot_is_drawn_from_the_page(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page, drawing = tmp_path / "page.md", tmp_path / "drawing.svg"
+    row = "| {} | 1.0 | 123 |"
+    rows = "\n".join(row.format(name) for name in measured_plot.LABELS)
+    page.write_text(
+        f"# x\n\n## Experts on the GPU\n\n### A, 8k tokens: E\n\n| | ms | TFLOP/s |\n|-|-|-|\n{rows}\n\n## y\n"
+    )
+    measured_plot.main([str(page), str(drawing)])
+
+    assert drawing.read_text().count(">123<") == len(measured_plot.LABELS)
+
+
+def test_the_factors_of_the_readme_are_those_of_the_tables() -> None:
+    page = (ROOT / "docs" / "measured.md").read_text()
+    both = [
+        {row[""]: float(row["both, ms"]) for row in rows}
+        for _, rows in measured_plot.tables(page, "Experts on the GPU")
+    ]
+    factors = [times["grouped_mm+compile"] / times["fused"] for times in both]
+    said = re.search(r"([\d.]+) × \(Mixtral\) to ([\d.]+) × \(Qwen3-30B-A3B", (ROOT / "README.md").read_text())
+
+    assert said is not None
+    assert [f"{min(factors):.2f}", f"{max(factors):.2f}"] == [*said.groups()]
 
 
 def test_plugin_of_the_docs_is_short_and_changes_nothing() -> None:

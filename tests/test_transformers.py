@@ -69,7 +69,9 @@ def test_every_experts_module_of_it_is_fused(name: str) -> None:
 
     assert len(layers) == len(experts_of(model)) > 0
     assert [layer.explanation.steps[0].name for layer in layers] == ["GroupedMLP"] * len(layers)
-    assert str(fusible.explain(model)).count("GroupedMLP") == len(layers)
+    rows = str(fusible.explain(model)).splitlines()[2:]  # equal layers share one
+    assert rows
+    assert all(row.count("GroupedMLP") == 1 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "nemotron-h", "gemma-4"])
