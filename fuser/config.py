@@ -48,7 +48,8 @@ def config_of(**switches: Any) -> Config:
 
 _in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
-_FLAGS = {"0": False, "1": True}
+_FLAGS: dict[str, Any] = {"0": False, "1": True}
+_VALUES = {"strict": _FLAGS, "debug": _FLAGS, "backend": {name: name for name in BACKENDS}}  # what variables may say
 
 
 def defaults_of(environment: Mapping[str, str]) -> Config:
@@ -61,11 +62,7 @@ def defaults_of(environment: Mapping[str, str]) -> Config:
         ValueError: a variable with another value.
     """
     switches = vars(Config())
-    for name, values in {
-        "strict": _FLAGS,
-        "debug": _FLAGS,
-        "backend": dict(zip(BACKENDS, BACKENDS, strict=True)),
-    }.items():
+    for name, values in _VALUES.items():
         variable = f"FUSIBLE_{name.upper()}"
         if value := environment.get(variable, "").strip():
             if value not in values:

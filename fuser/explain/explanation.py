@@ -109,12 +109,18 @@ class ExplainedFusion:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it."""
+    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
+
+    Attributes:
+        fusions: that were taken or refused. Those that only cover a part of one that was taken are left out.
+        near_misses: that would fit, if it were not for one op.
+    """
 
     steps: tuple[ExplainedStep, ...]
     fusions: tuple[ExplainedFusion, ...]
     rows: int
     graph: OpGraph
+    near_misses: tuple[ExplainedFusion, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -146,6 +152,7 @@ class Explanation:
         return {
             "steps": [step.to_dict() for step in self.steps],
             "fusions": [asdict(fusion) for fusion in self.fusions],
+            "near_misses": [asdict(fusion) for fusion in self.near_misses],
             "rows": self.rows,
             "flops": self.flops,
             "bytes": self.bytes,
@@ -181,8 +188,9 @@ class Explanation:
         steps += [row for step in self.steps for row in self._rows_of(step)]
         fusions: list[tuple[str, ...]] = [("fusion", "ops", "", "reason")]
         fusions += [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
+        fusions += [(f.name, " ".join(f.labels), "missed", f.reason) for f in self.near_misses]
         chosen = [line for step in self.steps for line in _chosen(step)]
-        fused = draw.table(fusions if self.fusions else [("no fusion fits",)])
+        fused = draw.table(fusions if len(fusions) > 1 else [("no fusion fits",)])
         return "\n".join([*draw.table([*steps]), self._total(), *chosen, "", *fused])
 
     def _total(self) -> str:
