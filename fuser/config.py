@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +47,32 @@ def config_of(**switches: Any) -> Config:
 
 
 _in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
-_DEFAULT = config_of(**vars(Config()))
+BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
+_FLAGS: dict[str, Any] = {"0": False, "1": True}
+_VALUES = {"strict": _FLAGS, "debug": _FLAGS, "backend": {name: name for name in BACKENDS}}  # what variables may say
+
+
+def defaults_of(environment: Mapping[str, str]) -> Config:
+    """The switches that hold where no :func:`config` is, for jobs whose code one cannot edit.
+
+    ``FUSIBLE_STRICT`` and ``FUSIBLE_DEBUG`` are 0 or 1, ``FUSIBLE_BACKEND`` is a backend, and
+    ``FUSIBLE_DISABLE_FUSIONS`` names fusions, with commas between them. One that is empty counts as not there.
+
+    Raises:
+        ValueError: a variable with another value.
+    """
+    switches = vars(Config())
+    for name, values in _VALUES.items():
+        variable = f"FUSIBLE_{name.upper()}"
+        if value := environment.get(variable, "").strip():
+            if value not in values:
+                raise ValueError(f"{variable} must be one of {', '.join(values)}, got {value!r}")
+            switches = {**switches, name: values[value]}
+    names = environment.get("FUSIBLE_DISABLE_FUSIONS", "").split(",")
+    return config_of(**{**switches, "disable_fusions": frozenset(filter(None, map(str.strip, names)))})
+
+
+_DEFAULT = defaults_of(os.environ)
 
 
 class ThreadConfig(local):
@@ -57,7 +83,6 @@ class ThreadConfig(local):
 
 
 thread_config = ThreadConfig()
-BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 
 
 def active_config() -> Config:
@@ -85,6 +110,9 @@ def config(
     debug: bool | None = None,
 ) -> Iterator[Config]:
     """Changes the switches that are given, for the body of the ``with``.
+
+    Without it those hold that environment variables give when ``fusible`` is imported: ``FUSIBLE_STRICT``,
+    ``FUSIBLE_DEBUG`` (0 or 1), ``FUSIBLE_BACKEND``, ``FUSIBLE_DISABLE_FUSIONS`` (names, with commas between them).
 
     Args:
         strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.

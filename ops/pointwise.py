@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, Gradient, Grads, Keyword, Op, Spec
+from ..fuser import ArgumentError, Gradient, Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
 from . import kernels
 from .activation_spec import Interleaved
@@ -81,7 +81,7 @@ class Pointwise(Op):
     def _program_inputs(self) -> tuple[str, ...]:
         return (*self._x_inputs, *self._row_inputs.values())
 
-    def check(self, x: Spec, **rows: Tensor) -> Spec:
+    def check(self, x: TensorSpec, **rows: Tensor) -> TensorSpec:
         check_floats(x)
         for name, numbers in rows.items():
             check_rows(name, numbers, x)

@@ -216,11 +216,11 @@ def _check_form(name: str, tensor: Tensor | None, shape: tuple[int, ...], up: Te
 
 def _traced(spec: ActivationSpec, transposed: bool, *tensors: Tensor | None) -> Tensor:
     """What Dynamo traces: a part of the graph, with the switches of now."""
-    from ..fuser.dynamo.frontend import plain, switches
+    from ..fuser.dynamo.frontend import active_flags, constant_value
 
     _register_with_dynamo()
-    flags = [(name, tuple(sorted(value)) if isinstance(value, frozenset) else value) for name, value in switches()]
-    y: Tensor = _in_graph(plain(spec), transposed, tuple(flags), *tensors)
+    flags = [(name, tuple(sorted(value)) if isinstance(value, frozenset) else value) for name, value in active_flags()]
+    y: Tensor = _in_graph(constant_value(spec), transposed, tuple(flags), *tensors)
     return y
 
 

@@ -40,7 +40,7 @@ def test_info_tells_why_a_backend_does_not_run(capsys: pytest.CaptureFixture[str
 def test_explain_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     printed = printed_by(capsys, "explain", "--tokens", "64")
 
-    assert "GroupedMLP        0 1 2 3  taken" in printed
+    assert "GroupedMLP  0 1 2 3  taken" in printed
     assert "128x256" in printed  # two rows a token
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import tracing as trace
 from ..compiler.graph import OpGraph
+from ..compiler.near_miss import covered, near_misses
 from ..compiler.plan import Plan
+from ..compiler.registry import registry
 from ..compiler.step import Step
 from ..errors import RefusedError
 from ..op import Op
@@ -31,12 +33,23 @@ from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelRepo
 def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanation:
     """Explains a plan for these arguments; instead of each tensor there is its :class:`TensorSpec`."""
     steps = tuple(_explain_steps(plan, arguments, runtime))
-    fusions = []
-    for decision in plan.decisions:
-        entries = [entry for node in decision.match.nodes.values() if (entry := plan.graph.entry(node))]
-        labels, ops = tuple(entry.label for entry in entries), tuple(dict.fromkeys(entry.index for entry in entries))
-        fusions.append(ExplainedFusion(decision.fusion.name, ops, labels, decision.taken, decision.reason))
-    return Explanation(steps, tuple(fusions), math.prod(arguments[0].shape[:-1]), plan.graph)
+    fusions = [
+        _explained(plan.graph, d.fusion.name, d.match.nodes.values(), d.taken, d.reason)
+        for d in plan.decisions
+        if not covered(d, plan.decisions)
+    ]
+    enabled = [fusion for fusion in registry if fusion.name not in plan.config.disable_fusions]
+    missed = [
+        _explained(plan.graph, *miss[:2], False, miss.reason)
+        for miss in near_misses(plan.graph, enabled, plan.decisions)
+    ]
+    return Explanation(steps, tuple(fusions), math.prod(arguments[0].shape[:-1]), plan.graph, tuple(missed))
+
+
+def _explained(graph: OpGraph, name: str, nodes: Iterable[str], taken: bool, reason: str) -> ExplainedFusion:
+    entries = [entry for node in nodes if (entry := graph.entry(node))]
+    labels, ops = tuple(entry.label for entry in entries), tuple(dict.fromkeys(entry.index for entry in entries))
+    return ExplainedFusion(name, ops, labels, taken, reason)
 
 
 def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterator[ExplainedStep]:

@@ -109,12 +109,18 @@ class ExplainedFusion:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it."""
+    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
+
+    Attributes:
+        fusions: that were taken or refused. Those that only cover a part of one that was taken are left out.
+        near_misses: that would fit, if it were not for one op.
+    """
 
     steps: tuple[ExplainedStep, ...]
     fusions: tuple[ExplainedFusion, ...]
     rows: int
     graph: OpGraph
+    near_misses: tuple[ExplainedFusion, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -146,6 +152,7 @@ class Explanation:
         return {
             "steps": [step.to_dict() for step in self.steps],
             "fusions": [asdict(fusion) for fusion in self.fusions],
+            "near_misses": [asdict(fusion) for fusion in self.near_misses],
             "rows": self.rows,
             "flops": self.flops,
             "bytes": self.bytes,
@@ -191,10 +198,9 @@ class Explanation:
 
     def _fusions(self) -> list[tuple[str, ...]]:
         """The table of fusions, with its heading."""
-        if not self.fusions:
-            return [("no fusion fits",)]
         rows = [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
-        return [("fusion", "ops", "", "reason"), *rows]
+        rows += [(f.name, " ".join(f.labels), "missed", f.reason) for f in self.near_misses]
+        return [("fusion", "ops", "", "reason"), *rows] if rows else [("no fusion fits",)]
 
     def _lines(self) -> list[str]:
         """What stands between the tables: the total, and what was chosen for the kernels."""

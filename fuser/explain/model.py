@@ -160,7 +160,8 @@ def _layer(module: nn.Module, path: str, container: FoundContainer | str) -> Exp
     if not container.container.was_called:
         return ExplainedLayer(path, kind, None, "no call yet")
     explanation = container.container.explain()
-    refused = [f"{fusion.name}: {fusion.reason}" for fusion in explanation.fusions if not fusion.taken]
+    lost = [fusion for fusion in (*explanation.fusions, *explanation.near_misses) if not fusion.taken]
+    refused = [f"{fusion.name}: {fusion.reason}" for fusion in lost]
     shadowed = len(explanation.steps) == 1  # everything is one step: what else would have fitted is of no interest
     reasons = [reason for step in explanation.steps for reason in (step.reason, step.backward_reason)]
     reasons += [] if shadowed else refused
