@@ -17,7 +17,7 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"
 
 
 class Attributes(NamedTuple):
-    """The names of a module's attributes. ``opaque``: there are others, which cannot be compared by value."""
+    """The names of a module's attributes: comparable values, and tensors. ``opaque``: there are others."""
 
     values: tuple[str, ...]
     tensors: tuple[str, ...]
