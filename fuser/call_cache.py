@@ -37,7 +37,7 @@ class CallCache:
     def __init__(self, layout: FlatContainer, last: LastCall | None = None) -> None:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
-        self.changes = 0  # of the ops when the plans were made
+        self.decision_version = 0  # the sum of the ops' when the plans were made
         self.captured: GuardedCache[CapturedCall] = GuardedCache()
 
     def run(self, call: BoundArguments, runtime: Runtime) -> Any:
@@ -75,13 +75,13 @@ class CallCache:
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
-        config, key, changes = active_config(), call.key(), 0
+        config, key, version = active_config(), call.key(), 0
         for op in self.layout.ops:
             view = op if not op._modules else foreseen(op)
             key += (view.decision_key(), is_hooked(op))
-            changes += op.changes
-        if changes != self.changes:  # conditions may have read what has been assigned since
-            self.plans, self.changes = Recent(_MANY_PLANS), changes
+            version += op.decision_version
+        if version != self.decision_version:  # conditions may have read what has been assigned since
+            self.plans, self.decision_version = Recent(_MANY_PLANS), version
         signature, plans = (*key, runtime, config.token), self.plans
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:

@@ -59,8 +59,8 @@ class Chain(Op):
                 tensors += part.input_tensors()
         return tensors
 
-    def memory(self) -> list[Tensor]:
-        return [tensor for part in self.parts.values() for tensor in part.memory()]
+    def device_inputs(self) -> list[Tensor]:
+        return [tensor for part in self.parts.values() for tensor in part.device_inputs()]
 
     def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
         return [each for name, part in self.parts.items() for each in part.deliveries(wanted, f"{role}{name}.")]

@@ -25,7 +25,7 @@ _lock = Lock()
 
 
 def tell_of_edits(module: nn.Module, observer: Observer) -> None:
-    """Lets ``knows`` forget once the children of ``module`` change. Keeps neither alive."""
+    """Lets ``observer`` forget once the children of ``module`` change. Keeps neither alive."""
     with _lock:
         _observers.setdefault(module, WeakSet()).add(observer)
 

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from .config import constant
 
 _COMPARABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl", "edits", "changes"}
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
+    "_compiled_call_impl",
+    "attribute_version",
+    "decision_version",
+}
 
 
 class Attributes(NamedTuple):
-    """The names of a module's attributes. ``opaque``: there are others, which cannot be compared by value."""
+    """The names of a module's attributes: comparable values, and tensors. ``opaque``: there are others."""
 
     values: tuple[str, ...]
     tensors: tuple[str, ...]

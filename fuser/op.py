@@ -48,7 +48,7 @@ class Keyword(NamedTuple):
     buffer: bool = False
 
 
-class Targets(NamedTuple):
+class SideEffects(NamedTuple):
     """Where a gradient goes that ``bwd`` does not return.
 
     Attributes:
@@ -69,12 +69,12 @@ class Delivery(NamedTuple):
 
     Attributes:
         name: of the input, as autograd's wishes have it.
-        targets: finds where the gradient goes, and raises where it cannot go there. A backward asks before it writes
-            anything, and only if it wants the gradient.
+        side_effects: finds where the gradient goes, and raises where it cannot go there. A backward asks before it
+            writes anything, and only if it wants the gradient.
     """
 
     name: str
-    targets: Callable[[], Targets]
+    side_effects: Callable[[], SideEffects]
 
 
 class StandaloneRunner(Protocol):
@@ -113,11 +113,12 @@ class Op(nn.Module, ABC):
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
         replayable: whether calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched
             by the kernels' library, returned, or declared by :meth:`deliveries`, and depends on nothing but what
-            :meth:`memory` and the calls give, by form, and on attributes that are assigned (``training`` aside). A
-            subclass with code of its own, beyond ``__init__``, must promise it again.
+            :meth:`device_inputs` and the calls give, by form, and on attributes that are assigned (``training`` aside).
+            A subclass with code of its own, beyond ``__init__``, must promise it again.
         caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
-        edits: how often an attribute has been assigned.
-        changes: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are decided anew.
+        attribute_version: how often an attribute has been assigned.
+        decision_version: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are then
+            decided anew.
         layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
@@ -134,8 +135,8 @@ class Op(nn.Module, ABC):
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
     replayable: bool = False
-    edits: int = 0
-    changes: int = 0
+    attribute_version: int = 0
+    decision_version: int = 0
     _standalone: ClassVar[StandaloneRunner]
     _container_of_one: Any  # what is kept between its calls where it stands alone
     _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
@@ -197,12 +198,12 @@ class Op(nn.Module, ABC):
         """The parameters alone, in the order of their names."""
         return [p for _, p in self._named()]
 
-    def memory(self) -> list[Tensor]:
+    def device_inputs(self) -> list[Tensor]:
         """The tensors of the op that ``fwd`` reads, in a fixed order."""
         return self.input_tensors()
 
-    def held(self, grad_enabled: bool) -> list[Tensor]:
-        """:meth:`memory` and, where autograd records, :meth:`input_tensors`; each tensor once."""
+    def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
+        """:meth:`device_inputs` and, where autograd records, :meth:`input_tensors`; each tensor once."""
         return self.input_tensors()
 
     def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
@@ -243,13 +244,13 @@ class Op(nn.Module, ABC):
         children_changed(self)
 
     def _count_edit(self, of_tensor: bool) -> None:
-        self.__dict__["edits"] = self.edits + 1
+        self.__dict__["attribute_version"] = self.attribute_version + 1
         if not of_tensor:
-            self.__dict__["changes"] = self.changes + 1
+            self.__dict__["decision_version"] = self.decision_version + 1
 
-    def forget_changes(self, changes: int) -> None:
+    def restore_decision_version(self, decision_version: int) -> None:
         """What an op assigns to itself while it runs is its own affair: conditions are not to read that."""
-        self.__dict__["changes"] = changes
+        self.__dict__["decision_version"] = decision_version
 
     def trace_refusal(self) -> str | None:
         """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""

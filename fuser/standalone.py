@@ -7,6 +7,7 @@ the attributes: no state dict, copy or pickle of the op sees it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,8 @@ def _explain(
     op: Op, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **keywords: Any
 ) -> Explanation:
     compiled, runtime = _container_of(op).current(op), Runtime.of(x)
+    if isinstance(op_kwargs, Mapping):  # which may address the op itself, not its view
+        op_kwargs = {0 if key is op else key: values for key, values in op_kwargs.items()}
     call = bind(compiled.layout, x, extra_inputs, op_kwargs, keywords)
     return compiled.explain(call, runtime, checks=not input_may_change(op))
 

@@ -456,11 +456,11 @@ class Remembers(Identity):
 
 def test_what_an_op_assigns_to_itself_is_forgotten():
     op = Remembers()
-    edits = op.edits
+    version = op.attribute_version
     backward_of(Sequential(op), torch.ones(2, requires_grad=True))
 
     assert op.last is None
-    assert op.edits == edits
+    assert op.attribute_version == version
 
 
 class Asks(Identity):

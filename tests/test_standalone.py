@@ -99,6 +99,7 @@ def test_explain_tells_of_the_last_call() -> None:
 
     assert explained.steps[0].shape == (3, 6)
     assert str(explained) == str(explain(op, X, split_sizes=SIZES)) == str(explain(Sequential(op), X, SIZES))
+    assert str(explained) == str(explain(op, X, op_kwargs={op: {"split_sizes": SIZES}}))
 
 
 def test_a_fusion_of_one_op_is_taken_and_returns_all_outputs() -> None:

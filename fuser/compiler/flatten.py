@@ -134,8 +134,8 @@ class FlatContainer:
         for module, children, hooked in self._seen:
             if tuple(module._modules.items()) != children or is_hooked(module) != hooked:
                 return False
-        for composite, changes in self._composites:  # noqa: SIM110  # no generator: this is asked at every call
-            if composite.changes != changes:
+        for composite, version in self._composites:  # noqa: SIM110  # no generator: this is asked at every call
+            if composite.decision_version != version:
                 return False
         return True
 
@@ -210,7 +210,7 @@ class FlatContainer:
     def _add(self, module: nn.Module, label: str, index: int, around: tuple[nn.Module, ...]) -> Addressee:
         first = len(self.entries)
         if isinstance(module, Composite):
-            self._composites.append((module, module.changes))
+            self._composites.append((module, module.decision_version))
         if opens(module):
             refuse_itself(module, label, around)
             self._note(module)
@@ -227,7 +227,7 @@ class FlatContainer:
 
     def _add_alone(self, op: Op) -> None:
         """Adds the op as the only entry. A composite runs as the chain of its parts."""
-        self._composites = [(chain, chain.changes) for chain in op.modules() if isinstance(chain, Chain)]
+        self._composites = [(chain, chain.decision_version) for chain in op.modules() if isinstance(chain, Chain)]
         self.entries.append(OpEntry("0", 0, op, stands_alone=True))
         self.modules.append(op)
         self._by_index.append(Addressee("0", op, (0,)))

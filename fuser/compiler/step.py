@@ -36,8 +36,8 @@ class Step:
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    reads_step_outputs: bool  # reads what an earlier step computes, besides x
-    has_parametrized_inputs: bool  # of its ops
+    reads_step_outputs: bool  # what an earlier step computes, besides x
+    has_parametrized_inputs: bool  # a parametrization computes some parameters of its ops
     x_is_inner: bool = False  # an earlier step has made x
     last_uses: tuple[int, ...] = ()  # slots of outputs that nothing reads after it
     beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later

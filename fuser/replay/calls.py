@@ -53,12 +53,12 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
     if torch._C._len_torch_dispatch_stack():  # somebody wants to see every operation: an export, a counter
         return None
     key: list[Any] = [call.reads, runtime, active_config().token]
-    key += [op.edits for op in layout.ops]
+    key += [op.attribute_version for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:
         if op._modules and computes_parameters(op):
             return None
-        pool += op.held(runtime.grad_enabled)
+        pool += op.autograd_inputs(runtime.grad_enabled)
     for value in call.values:
         if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
             return None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..op import Op, Targets
+from ..op import Op, SideEffects
 from ..runtime.autograd import apply
 from ..runtime.call import BackwardContext, EagerStep, ForwardResult, refuse_overlaps
 from .capture import Capture
@@ -40,22 +40,22 @@ class CapturedContext(BackwardContext):
         joined: list[Tensor | Sequence[Tensor]] = []
         if self.sources:
             tensors, joined = tensors[: self.number], self.joined(tensors)
-        targets: tuple[Targets, ...] = ()
+        effects: tuple[SideEffects, ...] = ()
         wanted = self.wanted
         deliveries = self.op.deliveries(wanted)
         if deliveries:
             requested, wanted = self.requested(deliveries, node)
-            targets = tuple([each.targets() for each in requested])
-            refuse_overlaps(self.op, requested, targets, lent)
+            effects = tuple([each.side_effects() for each in requested])
+            refuse_overlaps(self.op, requested, effects, lent)
         given = [*tensors, *lent, *douts]
-        if targets:
-            written = [tensor for each in targets for tensor in each.tensors]
+        if effects:
+            written = [tensor for each in effects for tensor in each.tensors]
             given += dict(zip(map(id, written), written, strict=True)).values()  # each once
         for value in joined:
             given += (value,) if type(value) is Tensor else value
         addresses = list(map(Tensor.data_ptr, given))
-        facts = tuple([each.facts for each in targets]) if targets else ()
-        key = len(given), facts, *[op.edits for op in self.ops]
+        facts = tuple([each.facts for each in effects]) if effects else ()
+        key = len(given), facts, *[op.attribute_version for op in self.ops]
         rows = douts[0].shape[0] if douts[0].dim() else 0
         entry = self.cache.entry(key, given, rows)
         replay = entry.state
@@ -67,7 +67,7 @@ class CapturedContext(BackwardContext):
             _file(entry, capture.result(rows, grads), rows)
             return grads
         made = replay.run(given, addresses, rows, stream_of(given[0]))
-        for each in targets:
+        for each in effects:
             if each.done is not None:
                 each.done()
         return [None if i is None else made[i] for i in replay.made]

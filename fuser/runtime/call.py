@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config, active_config
-from ..op import Delivery, Gradient, Grads, Op, Targets
+from ..op import Delivery, Gradient, Grads, Op, SideEffects
 from .buffers import overlap
 from .residuals import Source, pack, unpack
 
@@ -48,7 +48,7 @@ class BackwardContext:
         if deliveries:
             requested, wanted = self.requested(deliveries, node)
             if lent:
-                refuse_overlaps(self.op, requested, [each.targets() for each in requested], lent)
+                refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
         return self.run(tensors, lent, joined, douts, wanted)
 
     def run(
@@ -156,13 +156,15 @@ class EagerStep(NamedTuple):
 
     def inputs(self, x: Tensor) -> list[Tensor]:
         """All tensors that it may read."""
-        return [x, *self.keywords.values(), *self.op.memory()]
+        return [x, *self.keywords.values(), *self.op.device_inputs()]
 
 
-def refuse_overlaps(op: Op, requested: Sequence[Delivery], targets: Sequence[Targets], lent: Sequence[Tensor]) -> None:
+def refuse_overlaps(
+    op: Op, requested: Sequence[Delivery], effects: Sequence[SideEffects], lent: Sequence[Tensor]
+) -> None:
     """Raises where a buffer of the backward shares memory with what it writes besides."""
     for buffer in lent:
-        for delivery, each in zip(requested, targets, strict=True):
+        for delivery, each in zip(requested, effects, strict=True):
             if any(overlap(buffer, tensor) for tensor in each.written):
                 raise RuntimeError(
                     f"{type(op).__name__}: a buffer for a gradient overlaps in memory what that of {delivery.name} is "
@@ -179,14 +181,15 @@ def call_fwd(
     x_is_inner: bool = False,
 ) -> tuple[tuple[Tensor, ...], Any]:
     """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
-    arguments, changes = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner), op.changes
+    arguments = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner)
+    decision_version = op.decision_version
     if autocast_dtype is None:
         returned = op.fwd(x, **arguments)
     else:  # the op casts what it wants cast; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
             returned = op.fwd(x, **arguments)
-    if op.changes != changes:
-        op.forget_changes(changes)
+    if op.decision_version != decision_version:
+        op.restore_decision_version(decision_version)
     if not isinstance(returned, tuple):
         raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
     result, saved = returned
@@ -196,10 +199,10 @@ def call_fwd(
 def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
     """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
     extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
-    changes = op.changes
+    decision_version = op.decision_version
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
-    if op.changes != changes:
-        op.forget_changes(changes)
+    if op.decision_version != decision_version:
+        op.restore_decision_version(decision_version)
     if not needs_grad <= grads.keys():
         missing = sorted(needs_grad - grads.keys())
         raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")

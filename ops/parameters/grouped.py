@@ -132,7 +132,7 @@ class ExpertParameters(Op):
             own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
         return own + [p for _, p in self._others()] if self._has_others() else own
 
-    def held(self, grad_enabled: bool) -> list[Tensor]:
+    def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
         held: list[Tensor] = []
         for name, split in self.per_group.items():
             if split:
@@ -147,7 +147,7 @@ class ExpertParameters(Op):
                 held.append(self.one_parameter(name))
         return held + [p for _, p in self._others()] if self._has_others() else held
 
-    def memory(self) -> list[Tensor]:
+    def device_inputs(self) -> list[Tensor]:
         """The parameters, stacked where they are one tensor each and lie so."""
         tensors: list[Tensor] = []
         for name, split in self.per_group.items():

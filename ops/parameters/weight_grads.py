@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...fuser import Grads
 from ...fuser import tracing as trace
-from ...fuser.op import Delivery, Targets
+from ...fuser.op import Delivery, SideEffects
 from ...fuser.replay import capture
 from .. import kernels
 from ..checks import is_plain
@@ -82,7 +82,7 @@ class WeightGrads(ExpertParameters):
         """The gradient of the weights, where it goes to ``main_grad`` or is delayed."""
         if not (self.accumulate_into_main_grad or self.delay_wgrad_compute) or f"{role}weight" not in wanted:
             return ()
-        return (Delivery(f"{role}weight", partial(self._targets, role)),)
+        return (Delivery(f"{role}weight", partial(self._side_effects, role)),)
 
     def need_backward_dw(self) -> bool:
         """Whether weight gradients are delayed, so that each backward needs a :meth:`backward_dw`."""
@@ -157,9 +157,9 @@ class WeightGrads(ExpertParameters):
         everything = len(names) == self.num_groups or not self.per_group["weight"]
         return self.expert_parameters("weight") if everything else [getattr(self, name) for name in names]
 
-    def _targets(self, role: str) -> Targets:
+    def _side_effects(self, role: str) -> SideEffects:
         if self.delay_wgrad_compute:
-            return Targets((), (role, "delayed"))
+            return SideEffects((), (role, "delayed"))
         names = self._trained()
         parameters = self._of_names(names)
         goes = self._destination(names, parameters)
@@ -172,7 +172,7 @@ class WeightGrads(ExpertParameters):
             goes.flag(parameters)
 
         facts = role, names, tuple(goes.add), tuple(goes.flagged), goes.zeros
-        return Targets((*tensors, *shared), facts, tensors, done)
+        return SideEffects((*tensors, *shared), facts, tensors, done)
 
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
         """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
