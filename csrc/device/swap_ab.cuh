@@ -2,9 +2,10 @@
 // Tiles with A and B swapped (swap_ab): the product of weights [tile_n, depth] and tokens [up to tile_m, depth],
 // transposed when it is stored.
 //
-// The left operand of a product has 64 rows, the right one any multiple of 16 columns. So where the weights are on the
-// left, a tile multiplies 16 tokens more than it has at most, rather than 64, and a group's tokens can be shared evenly
-// among its tiles (tile_scheduler.cuh). Each consumer has half of the weights, in blocks of 64, and all tokens.
+// The left operand of a product has 64 rows, the right one any multiple of 8 columns, of which these tiles use
+// multiples of 16. So where the weights are on the left, the tokens of a tile are rounded up to 16 rather than to 64,
+// and a group's tokens can be shared evenly among its tiles (tile_scheduler.cuh). Each consumer has half of the
+// weights, in blocks of 64, and all tokens.
 #pragma once
 #include "device/mainloop.cuh"
 
