@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +24,8 @@ from .explain.explanation import Explanation
 from .op import Op
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay.calls import CapturedCall, call_key, start_capture
-from .replay.guards import UNSUPPORTED, GuardedCache
-from .replay.program import aligned
+from .replay.calls import CallKey, Calls, call_key, refusal, start_capture
+from .replay.guards import CAPTURED
 from .runtime.autograd import Runtime, run_alone
 
 _MANY_PLANS = 64
@@ -42,33 +42,41 @@ class _Compiled:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.changes = 0  # of the ops when the plans were made
-        self.captured: GuardedCache[CapturedCall] = GuardedCache()
+        self.calls: Calls = Calls()
 
     def run(self, call: BoundArguments, runtime: Runtime) -> Any:
         key = call_key(self.layout, call, runtime)
-        if key is None:
-            return self.note(call, runtime)(call.values, runtime)
-        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
-        state = entry.state
-        if state is UNSUPPORTED or not aligned(addresses):
-            return self.note(call, runtime)(call.values, runtime)
-        if type(state) is CapturedCall:
-            if state.plan.buffers and state.overlaps(key.pool, addresses):
-                return self.note(call, runtime)(call.values, runtime)
-            self.last = state.last or _Last.of(state.plan, call, runtime)
-            return state.run(key.pool, addresses, key.rows)
-        plan = self.note(call, runtime)
+        if isinstance(key, str):
+            return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
+        entry, addresses = self.calls.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        reason, captured = refusal(entry, key.pool, addresses), entry.capture
+        if reason is not None:
+            return self.note(call, runtime, reason)(call.values, runtime)
+        if captured is not None:
+            self.last = captured.last or _Last.of(captured.plan, call, runtime, CAPTURED.value)
+            return captured.run(key.pool, addresses, key.rows)
+        plan = self.plan(call, runtime)
+        last = self.last = _Last.of(plan, call, runtime, CAPTURED.value)
         session = start_capture(entry, plan, key, len(call.values))
         result = plan(call.values, runtime, session)
         if session is not None:
-            session.finish(self.last)
+            session.finish(last)
+        self.last = last._replace(replay=str(entry))
         return result
 
-    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
+    def note(self, call: BoundArguments, runtime: Runtime, replay: str = "") -> Plan:
         """The plan for this call, which is the last one from now on."""
         plan = self.plan(call, runtime)
-        self.last = _Last.of(plan, call, runtime)
+        self.last = _Last.of(plan, call, runtime, replay)
         return plan
+
+    def replay(self, call: BoundArguments, runtime: Runtime, plan: Plan) -> str:
+        """What ``explain()`` says of replays of such a call."""
+        key = call_key(self.layout, call, runtime)
+        reason = key if isinstance(key, str) else plan.replay_refusal
+        if isinstance(key, CallKey) and reason is None:
+            return str(self.calls.entry(*key))
+        return (reason and f"not replayed: {reason}") or ""
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
@@ -88,22 +96,23 @@ class _Compiled:
 
 
 class _Last(NamedTuple):
-    """The last call: of each value the shape, or what is no tensor. Holds no tensors."""
+    """The last call: of each value the shape, or what is no tensor, and whether it replays. Holds no tensors."""
 
     plan: Plan
     seen: list[Any]
     runtime: Runtime
+    replay: str
 
     @classmethod
-    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> _Last:
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime, replay: str) -> _Last:
         # a nested tensor, which a module may take, has no shape to keep
         seen = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
-        return cls(plan, seen, runtime)
+        return cls(plan, seen, runtime, replay)
 
     def explain(self) -> Explanation:
         infos = self.plan.graph.inputs()
         shapes = [Shape(tuple(s), *i[:3]) if i else Shape.of(s) for s, i in zip(self.seen, infos, strict=True)]
-        return explain_plan(self.plan, shapes, self.runtime)
+        return replace(explain_plan(self.plan, shapes, self.runtime), replay=self.replay)
 
 
 class StateFormat(NamedTuple):
@@ -210,7 +219,8 @@ class Sequential(Container):
         call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
         plan = compiled.plan(call, runtime)
         plan.check(call.values, runtime)
-        return explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
+        explanation = explain_plan(plan, [Shape.of(v) for v in call.values], runtime)
+        return replace(explanation, replay=compiled.replay(call, runtime, plan))
 
     def note(self, x: Tensor, **shared: Any) -> None:
         """Takes note of a call that somebody else runs: :meth:`explain` tells of it as of the last one. Runs nothing.

@@ -14,8 +14,7 @@ from emulation import harness
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
-from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls as captured_calls
+from fusible.fuser import replay
 
 K = F = 8
 
@@ -54,11 +53,9 @@ class NothingLaunched:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu() -> Iterator[None]:
     """The way of our kernels, without them."""
-    with harness.installed(NothingLaunched()):
-        monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-        monkeypatch.setattr(captured_calls, "is_replayed_for", lambda tensor: True)
+    with harness.installed(NothingLaunched()), replay.simulated("cpu"):
         yield
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from itertools import pairwise
 from typing import Any
@@ -21,10 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError
-from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls, capture, captured, program
-from fusible.fuser.replay import step as replayed_step
+from fusible.fuser import DoubleBackwardError, replay
+from fusible.fuser.replay import capture, captured
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -37,18 +35,28 @@ class Runs:
     """Counts: of launches made one by one, and of replays."""
 
     def __init__(self) -> None:
-        self.one_by_one, self.again = 0, 0
-        self.streams: list[int] = []
+        self.one_by_one = 0
+        self.before = replay.stats()
+
+    @property
+    def again(self) -> int:
+        """Replays so far."""
+        return replay.stats().replayed - self.before.replayed
+
+    @property
+    def captured(self) -> int:
+        """Captures so far, of calls and of backwards."""
+        return replay.stats().captured - self.before.captured
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int]:
-        self.one_by_one = self.again = 0
+        one_by_one, again = self.one_by_one, self.again
         function()
-        return self.one_by_one, self.again
+        return self.one_by_one - one_by_one, self.again - again
 
 
 @pytest.fixture
-def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    runs, run = Runs(), program.Replay.run
+def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    runs = Runs()
 
     class Counted:
         def __getattr__(self, name: str) -> Any:
@@ -62,16 +70,9 @@ def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
             return launch
 
-    def again(self: program.Replay, *arguments: Any) -> list[Tensor]:
-        runs.again += 1
-        runs.streams.append(arguments[-1])
-        return run(self, *arguments)
-
     monkeypatch.setattr(extension, "library", lambda: Counted())
-    monkeypatch.setattr(program.Replay, "run", again)
-    monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-    monkeypatch.setattr(calls, "is_replayed_for", lambda tensor: True)
-    return runs
+    with replay.simulated("cpu"):
+        yield runs
 
 
 class Experts:
@@ -224,7 +225,7 @@ def test_rows_may_differ_in_every_step(
         )
 
     assert counts[4:] == [(0, 2)] * 3
-    assert len(experts.model._compiled.captured._entries) == 4
+    assert runs.captured == 6
 
 
 def test_rows_may_differ_without_gradients(runs: Runs) -> None:
@@ -448,15 +449,19 @@ def test_what_changes_between_calls_is_seen(runs: Runs, change: Callable[[Expert
         assert same(experts.step(), expected)
 
 
-def test_memory_without_alignment_takes_the_long_way(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_alignment_takes_the_long_way(runs: Runs) -> None:
     experts = Experts()
     experts.warm()
-    with monkeypatch.context() as patch:
-        patch.setattr(replayed_step, "aligned", lambda addresses: addresses[-1] != experts.dy.data_ptr())
+
+    def misaligned_scales(tensor: Tensor) -> Tensor:
+        return torch.empty(T + 1)[1:].copy_(tensor) if tensor.shape == (T,) else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, misaligned_scales):
         assert runs.of(experts.step)[1] == 1
     experts.scales = torch.rand(T + 1)[1:].requires_grad_()
 
     assert runs.of(experts.step)[1] == 0
+    assert experts.model.explain().replay == "not replayed: an address is not aligned to 16 bytes"
 
 
 def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
@@ -472,17 +477,17 @@ def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     assert same(experts.step(), experts.anew())
 
 
-def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_made_on_the_current_stream(runs: Runs, emulation: harness.Emulation) -> None:
     experts = Experts()
     first = experts.step()
     experts.warm()
-    for half in (calls, replayed_step):
-        monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
-
+    emulation.streams.clear()
     again: list[Tensor] = []
-    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    with replay.simulated("cpu", stream=16):
+        assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+
     assert same(again, first)
-    assert runs.streams[-4:] == [0, 0, 16, 16]
+    assert emulation.streams == [16, 16]
 
 
 def hooked(experts: Experts) -> Callable[[], None]:

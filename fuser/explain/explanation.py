@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -109,12 +109,18 @@ class ExplainedFusion:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it."""
+    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
+
+    Attributes:
+        replay: whether the call replays captured launches, and if not, why; empty where a device launches nothing. It
+            depends on earlier calls, so two explanations that differ in it alone are equal.
+    """
 
     steps: tuple[ExplainedStep, ...]
     fusions: tuple[ExplainedFusion, ...]
     rows: int
     graph: OpGraph
+    replay: str = field(default="", compare=False)
 
     @property
     def flops(self) -> int:
@@ -152,6 +158,7 @@ class Explanation:
             "backward_flops": self.backward_flops,
             "backward_bytes": self.backward_bytes,
             "saved_bytes_per_row": self.saved_bytes_per_row,
+            "replay": self.replay,
         }
 
     def to_text(self) -> str:
@@ -183,7 +190,8 @@ class Explanation:
         fusions += [(f.name, " ".join(f.labels), "taken" if f.taken else "refused", f.reason) for f in self.fusions]
         chosen = [line for step in self.steps for line in _chosen(step)]
         fused = draw.table(fusions if self.fusions else [("no fusion fits",)])
-        return "\n".join([*draw.table([*steps]), self._total(), *chosen, "", *fused])
+        replay = [f"replay: {self.replay}"] if self.replay else []
+        return "\n".join([*draw.table([*steps]), self._total(), *chosen, *replay, "", *fused])
 
     def _total(self) -> str:
         """What the whole call costs, in a line."""

@@ -8,12 +8,12 @@ left of it once every decision that depends on forms has been taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .stats import counts
 
 
 class Launches(Protocol):
@@ -73,6 +73,7 @@ class Replay(NamedTuple):
 
     def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> list[Tensor]:
         """The given tensors and those that were made, in their positions; ``addresses`` are those of the given ones."""
+        counts.replayed += 1
         sizes = (rows,) if self.any_rows else ()
         for allocate in self.allocations:
             made = allocate(*sizes)
@@ -88,18 +89,3 @@ class Replay(NamedTuple):
         for view in self.views:
             given.append(view.of(given, rows))
         return given
-
-
-def is_replayed_for(tensor: Tensor) -> bool:
-    """Whether work for such tensors is launched, rather than done."""
-    return tensor.device.type == "cuda"
-
-
-def stream_of(tensor: Tensor) -> int:
-    """The address of the current stream of a tensor's device, without an object for it; 0 where there are none."""
-    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device())) if tensor.device.type == "cuda" else 0
-
-
-def aligned(addresses: list[int]) -> bool:
-    """Whether every kernel can read there: some choose their way by the last bits of an address."""
-    return not reduce(or_, addresses) & 15

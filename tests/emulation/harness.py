@@ -35,6 +35,7 @@ class Emulation:
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
         self._hidden = 0
+        self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
     def __getattr__(self, name: str) -> Any:
@@ -43,8 +44,10 @@ class Emulation:
 
     def Launches(self) -> Any:
         launches = self._module.Launches()
+        run = self._call(launches.run)
         return SimpleNamespace(
-            run=self._call(launches.run), **{name: getattr(launches, name) for name in self._module.LAUNCHES}
+            run=lambda *arguments: (self.streams.append(arguments[-1]), run(*arguments)),
+            **{name: getattr(launches, name) for name in self._module.LAUNCHES},
         )
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
