@@ -154,9 +154,9 @@ class CaptureSession:
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
         given = step.inputs(inputs[0])
-        with Capture(given) as capture:
+        with Capture(given, self._rows) as capture:
             result = step.run(inputs[0], wanted)
-        captured = capture.result(self._rows, result.outputs, (*result.kept, *result.lent) if wanted else ())
+        captured = capture.result(result.outputs, (*result.kept, *result.lent) if wanted else ())
         replay = captured and replay_of([captured])
         if captured is None or replay is None:
             self._refuse(f"{type(step.op).__name__}: {capture.refusal}")

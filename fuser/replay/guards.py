@@ -14,7 +14,7 @@ from .stats import counts
 _guards: Any = torch._C._dynamo.guards  # torch's own look at tensors before it runs compiled code
 _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
-ENOUGH = 3  # captures with different numbers of rows: two make a line, the third tells whether it is one
+ENOUGH = 2  # captures with different numbers of rows
 
 
 class State(Enum):

@@ -81,7 +81,7 @@ class CapturedContext(BackwardContext):
         if entry.state is UNSUPPORTED or reduce(or_, addresses) & 15:
             return self.run(tensors, lent, joined, douts, wanted)
         if entry.capture is None:
-            with Capture(given) as capture:
+            with Capture(given, rows) as capture:
                 grads = self.run(tensors, lent, joined, douts, wanted)
             self._file(entry, capture, rows, grads)
             return grads
@@ -93,7 +93,7 @@ class CapturedContext(BackwardContext):
         return [None if i is None else made[i] for i in replay.made]
 
     def _file(self, entry: Any, capture: Capture, rows: int, grads: list[Tensor | None]) -> None:
-        captured = capture.result(rows, grads)
+        captured = capture.result(grads)
         if captured is None:
             entry.refuse(f"{type(self.op).__name__}.bwd: {capture.refusal}")
         else:
