@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,9 +19,8 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay.calls import CapturedCall, call_key, start_capture
-from .replay.guards import UNSUPPORTED, GuardedCache
-from .replay.program import aligned
+from .replay.calls import CallKey, Calls, call_key, refusal, start_capture
+from .replay.guards import CAPTURED
 from .runtime.autograd import Runtime
 from .spec import TensorSpec
 
@@ -38,32 +38,32 @@ class CallCache:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
-        self.captured: GuardedCache[CapturedCall] = GuardedCache()
+        self.calls: Calls = Calls()
 
     def run(self, call: BoundArguments, runtime: Runtime) -> Any:
         key = call_key(self.layout, call, runtime)
-        if key is None:
-            return self.note(call, runtime)(call.values, runtime)
-        entry, addresses = self.captured.entry(*key), list(map(Tensor.data_ptr, key.pool))
-        state = entry.state
-        if state is UNSUPPORTED or not aligned(addresses):
-            return self.note(call, runtime)(call.values, runtime)
-        if type(state) is CapturedCall:
-            if state.plan.buffers and state.overlaps(key.pool, addresses):
-                return self.note(call, runtime)(call.values, runtime)
-            self.last = state.last or LastCall.of(state.plan, call, runtime)
-            return state.run(key.pool, addresses, key.rows)
-        plan = self.note(call, runtime)
+        if isinstance(key, str):
+            return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
+        entry, addresses = self.calls.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        reason, captured = refusal(entry, key.pool, addresses), entry.capture
+        if reason is not None:
+            return self.note(call, runtime, reason)(call.values, runtime)
+        if captured is not None:
+            self.last = captured.last or LastCall.of(captured.plan, call, runtime, CAPTURED.value)
+            return captured.run(key.pool, addresses, key.rows)
+        plan = self.plan(call, runtime)
+        last = self.last = LastCall.of(plan, call, runtime, CAPTURED.value)
         session = start_capture(entry, plan, key, len(call.values))
         result = plan(call.values, runtime, session)
         if session is not None:
-            session.finish(self.last)
+            session.finish(last)
+        self.last = last._replace(replay=str(entry))
         return result
 
-    def note(self, call: BoundArguments, runtime: Runtime) -> Plan:
-        """The plan for this call, which is the last one from now on."""
+    def note(self, call: BoundArguments, runtime: Runtime, replay: str) -> Plan:
+        """The plan for this call, which is the last one from now on; ``replay`` says why it is not replayed."""
         plan = self.plan(call, runtime)
-        self.last = LastCall.of(plan, call, runtime)
+        self.last = LastCall.of(plan, call, runtime, replay)
         return plan
 
     def explain(self, call: BoundArguments, runtime: Runtime, checks: bool = True) -> Explanation:
@@ -71,7 +71,16 @@ class CallCache:
         plan = self.plan(call, runtime)
         if checks:
             plan.check(call.values, runtime)
-        return explain_plan(plan, [TensorSpec.of(v) if isinstance(v, Tensor) else v for v in call.values], runtime)
+        arguments = [TensorSpec.of(v) if isinstance(v, Tensor) else v for v in call.values]
+        return replace(explain_plan(plan, arguments, runtime), replay=self._replay(call, runtime, plan))
+
+    def _replay(self, call: BoundArguments, runtime: Runtime, plan: Plan) -> str:
+        """What an explanation says of replays of such a call."""
+        key = call_key(self.layout, call, runtime)
+        reason = key if isinstance(key, str) else plan.replay_refusal
+        if isinstance(key, CallKey) and reason is None:
+            return str(self.calls.entry(*key))
+        return f"not replayed: {reason}" if reason else ""
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""
@@ -95,22 +104,24 @@ class LastCall(NamedTuple):
 
     Attributes:
         shapes: of each value the shape, or what is no tensor.
+        replay: whether it replays, in words.
     """
 
     plan: Plan
     shapes: list[Any]
     runtime: Runtime
+    replay: str
 
     @classmethod
-    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime) -> LastCall:
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime, replay: str) -> LastCall:
         # a nested tensor, which a module may take, has no shape to keep
         shapes = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
-        return cls(plan, shapes, runtime)
+        return cls(plan, shapes, runtime, replay)
 
     def explain(self) -> Explanation:
         specs = zip(self.plan.graph.inputs(), self.shapes, strict=True)
         arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]
-        return explain_plan(self.plan, arguments, self.runtime)
+        return replace(explain_plan(self.plan, arguments, self.runtime), replay=self.replay)
 
 
 def explain_last(cache: CallCache | None) -> Explanation:

@@ -126,7 +126,7 @@ class Sequential(Container):
             ArgumentError: as :meth:`forward`.
         """
         compiled, runtime = self._current(), Runtime.of(x)
-        compiled.note(bind(compiled.layout, x, (), None, shared), runtime)
+        compiled.note(bind(compiled.layout, x, (), None, shared), runtime, "")
 
     def runs_as(self, name: str) -> bool:
         """Whether the last call, or noted one, is a single step of an op of that name."""

@@ -1,6 +1,5 @@
-"""The compiled extension: CUDA kernels behind plain integers. `ops/backends` is its only caller."""
+"""The compiled extension: CUDA kernels behind plain integers. `ops/kernels/hopper` is its only caller."""
 
-from collections.abc import Callable
 from typing import TypedDict
 
 TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
@@ -8,13 +7,24 @@ WIDE_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 
-LAUNCHES: dict[str, list[int]]
+Activation = tuple[int, bool, float, float, float, int]
+"""Curve, whether it is gated, alpha, limit, linear offset, block."""
+
+class Capture:
+    """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""
+
+    refusal: str | None
+    def __init__(self, given: list[tuple[int, int]], rows: int) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def allocated(self, address: int, bytes: int, per_row: bool) -> bool: ...
+    def launches(self, other: Capture, positions: list[int]) -> Launches | None: ...
 
 class Launches:
-    """Keeps launches: for each function in LAUNCHES a method of patches (fuser/replay/captured.py), then arguments."""
+    """Captured launches, to be made again."""
 
+    def scratch_bytes(self, rows: int) -> int: ...
     def run(self, addresses: list[int], rows: int, stream: int) -> None: ...
-    def __getattr__(self, name: str) -> Callable[..., None]: ...
 
 class DeviceProperties(TypedDict):
     name: str
@@ -26,14 +36,13 @@ class DeviceProperties(TypedDict):
 def cuda_version() -> int: ...
 def device_properties(device: int) -> DeviceProperties: ...
 def grouped_gemm(
+    *,
     layout: int,
     operand: int,
-    output: int,
     device: int,
     stream: int,
     groups: int,
     tokens: int,
-    m: int,
     n: int,
     k: int,
     a: int,
@@ -41,37 +50,54 @@ def grouped_gemm(
     b: int,
     b_pitch: int,
     b_group: int,
+    b_addresses: list[int],
+    sizes: int,
+    int64_sizes: bool,
+    output: int,
+    m: int,
     out: int,
     out_pitch: int,
     out_group: int,
-    sizes: int,
-    int64_sizes: bool,
+    out_addresses: list[int],
     accumulate: bool,
-    bias: int = 0,
-    bias_type: int = 0,
-    bias_pitch: int = 0,
-    row_scale: int = 0,
-    bias_scale: int = 0,
-    alphas: int = 0,
-    alpha: float = 1.0,
-    betas: int = 0,
-    beta: float = 1.0,
-    workspace: int = 0,
-    variant: int = -1,
-    b_addresses: list[int] = ...,
-    out_addresses: list[int] = ...,
+    bias: int = ...,
+    bias_type: int = ...,
+    bias_pitch: int = ...,
     bias_addresses: list[int] = ...,
-    zero_tail: bool = False,
+    bias_scale: int = ...,
+    row_scale: int = ...,
+    alphas: int = ...,
+    alpha: float = ...,
+    betas: int = ...,
+    beta: float = ...,
+    workspace: int = ...,
+    variant: int = ...,
+    zero_tail: bool = ...,
 ) -> None: ...
 def ragged_gemm(
+    *,
     layout: int,
     operand: int,
     output: int,
     device: int,
     stream: int,
     groups: int,
-    a: tuple[int, int, int, bool, int, int, bool, int],
-    b: tuple[int, int, int, bool, int, int, bool, int],
+    a: int,
+    a_elements: int,
+    a_rows: int,
+    a_rows_int64: bool,
+    a_rows_uniform: int,
+    a_columns: int,
+    a_columns_int64: bool,
+    a_columns_uniform: int,
+    b: int,
+    b_elements: int,
+    b_rows: int,
+    b_rows_int64: bool,
+    b_rows_uniform: int,
+    b_columns: int,
+    b_columns_int64: bool,
+    b_columns_uniform: int,
     out: int,
     out_elements: int,
     zero_tail: bool,
@@ -100,29 +126,21 @@ def grouped_gemm_config(
     scale_bias: bool = False,
 ) -> str: ...
 def activate(
-    curve: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    linear_offset: float,
-    block: int,
+    *,
+    activation: Activation,
     device: int,
     stream: int,
     type: int,
     rows: int,
     columns: int,
     pre: int,
-    scales: int,
-    scales_type: int,
     hidden: int,
+    scales: int = ...,
+    scales_type: int = ...,
 ) -> None: ...
 def activate_backward(
-    curve: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    linear_offset: float,
-    block: int,
+    *,
+    activation: Activation,
     device: int,
     stream: int,
     type: int,
@@ -130,23 +148,19 @@ def activate_backward(
     columns: int,
     dhidden: int,
     pre: int,
-    scales: int,
-    scales_type: int,
-    dpre: int,
-    dscales: int,
-    hidden: int,
+    scales: int = ...,
+    scales_type: int = ...,
+    dpre: int = ...,
+    dscales: int = ...,
+    hidden: int = ...,
 ) -> None: ...
 def linear_activation(
-    curve: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    linear_offset: float,
-    block: int,
-    device: int,
-    stream: int,
+    *,
+    activation: Activation,
     layout: int,
     operand: int,
+    device: int,
+    stream: int,
     groups: int,
     tokens: int,
     n: int,
@@ -159,29 +173,25 @@ def linear_activation(
     b_addresses: list[int],
     sizes: int,
     int64_sizes: bool,
-    bias: int,
-    bias_type: int,
-    bias_pitch: int,
-    bias_addresses: list[int],
-    bias_scale: int,
-    scales: int,
-    scales_type: int,
     pre: int,
     hidden: int,
-    workspace: int,
-    variant: int = -1,
+    bias: int = ...,
+    bias_type: int = ...,
+    bias_pitch: int = ...,
+    bias_addresses: list[int] = ...,
+    bias_scale: int = ...,
+    scales: int = ...,
+    scales_type: int = ...,
+    workspace: int = ...,
+    variant: int = ...,
 ) -> None: ...
 def linear_activation_backward(
-    curve: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    linear_offset: float,
-    block: int,
-    device: int,
-    stream: int,
+    *,
+    activation: Activation,
     layout: int,
     operand: int,
+    device: int,
+    stream: int,
     groups: int,
     tokens: int,
     n: int,
@@ -194,16 +204,16 @@ def linear_activation_backward(
     b_addresses: list[int],
     sizes: int,
     int64_sizes: bool,
-    scales: int,
-    scales_type: int,
     pre: int,
     dpre: int,
-    dscales: int,
-    hidden: int,
-    dbias: int,
-    dbias_type: int,
-    workspace: int,
-    variant: int = -1,
+    scales: int = ...,
+    scales_type: int = ...,
+    dscales: int = ...,
+    hidden: int = ...,
+    dbias: int = ...,
+    dbias_type: int = ...,
+    workspace: int = ...,
+    variant: int = ...,
 ) -> None: ...
 def linear_activation_config(
     backward: bool,
@@ -217,20 +227,34 @@ def linear_activation_config(
     k: int,
     scale_bias: bool = False,
 ) -> str: ...
-def backward_workspace_bytes(groups: int, tokens: int, columns: int, dscales: bool, bias_columns: int) -> int: ...
+def backward_workspace_bytes(
+    *,
+    groups: int,
+    tokens: int,
+    columns: int,
+    dscales: bool,
+    bias_columns: int,
+) -> int: ...
 def zero_tail(
+    *,
     device: int,
     stream: int,
     data: int,
     tokens: int,
     row_bytes: int,
     pitch_bytes: int,
-    sizes: int,
     groups: int,
+    sizes: int,
     int64_sizes: bool,
 ) -> None: ...
-def column_sums_workspace(tokens: int, columns: int, groups: int) -> int: ...
+def column_sums_workspace(
+    *,
+    tokens: int,
+    columns: int,
+    groups: int,
+) -> int: ...
 def column_sums(
+    *,
     device: int,
     stream: int,
     rows: int,
@@ -238,8 +262,8 @@ def column_sums(
     tokens: int,
     columns: int,
     pitch: int,
-    sizes: int,
     groups: int,
+    sizes: int,
     int64_sizes: bool,
     scale: int,
     out: int,
@@ -247,6 +271,7 @@ def column_sums(
     workspace: int,
 ) -> None: ...
 def row_dots(
+    *,
     device: int,
     stream: int,
     rows: int,
@@ -254,30 +279,36 @@ def row_dots(
     tokens: int,
     columns: int,
     pitch: int,
-    sizes: int,
     groups: int,
+    sizes: int,
     int64_sizes: bool,
     vectors: int,
     vectors_type: int,
     out: int,
 ) -> None: ...
-def route_workspace_bytes(slots: int, groups: int) -> int: ...
+def route_workspace_bytes(
+    *,
+    slots: int,
+    groups: int,
+) -> int: ...
 def route(
+    *,
     device: int,
     stream: int,
     ids: int,
     int64_ids: bool,
     slots: int,
     groups: int,
-    weights: int,
-    weights_type: int,
     sizes: int,
     order: int,
     place: int,
-    scales: int,
     counts: int,
+    weights: int = ...,
+    weights_type: int = ...,
+    scales: int = ...,
 ) -> None: ...
 def spread_rows(
+    *,
     device: int,
     stream: int,
     type: int,
@@ -286,13 +317,14 @@ def spread_rows(
     slots: int,
     place: int,
     all: int,
-    from_: int,
-    from_pitch: int,
-    to: int,
-    to_pitch: int,
+    source: int,
+    source_pitch: int,
+    out: int,
+    out_pitch: int,
     fill: bool,
 ) -> None: ...
 def sum_rows(
+    *,
     device: int,
     stream: int,
     type: int,
@@ -301,13 +333,21 @@ def sum_rows(
     slots: int,
     place: int,
     all: int,
-    from_: int,
-    from_pitch: int,
-    to: int,
-    to_pitch: int,
+    source: int,
+    source_pitch: int,
+    out: int,
+    out_pitch: int,
 ) -> None: ...
 def numbers_of_slots(
-    device: int, stream: int, rows: int, place: int, all: int, slots: int, to: int, type: int
+    *,
+    device: int,
+    stream: int,
+    rows: int,
+    place: int,
+    all: int,
+    slots: int,
+    out: int,
+    type: int,
 ) -> None: ...
 
 class RoutedMlp:

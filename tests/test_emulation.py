@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,16 +88,17 @@ def test_beta_of_more_groups_than_a_block_has_threads() -> None:
 
 def test_tails_of_more_calls_than_one_clearing_takes(emulation: harness.Emulation) -> None:
     """Calls that are made again together have their tails cleared before the first of them, four by one launch."""
-    launches, sizes = emulation.Launches(), range(11)
-    kept = SimpleNamespace(grouped_gemm=lambda *arguments: launches.grouped_gemm([], *arguments))
+    sizes = range(11)
     a, b = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((12, 8), (1, 8, 8)))
-    outs = [torch.full((12, 8), math.nan, dtype=torch.bfloat16) for _ in sizes]
+    outs = [torch.empty(12, 8, dtype=torch.bfloat16) for _ in sizes]
     of_groups = [torch.tensor([size]) for size in sizes]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "compiled", lambda: kept)
+    given = [a, b, *outs, *of_groups]
+    with emulation.Capture([(tensor.data_ptr(), tensor.nbytes) for tensor in given], 12) as capture:
         for out, size in zip(outs, of_groups, strict=True):
             hopper.launch(Layout.NT, a, b, out, size, dynamic=False, fresh=True)
-    launches.run([], 0, 0)
+    for out in outs:
+        out.fill_(math.nan)
+    capture.launches(capture, []).run([tensor.data_ptr() for tensor in given], 12, 0)
     for out, size in zip(outs, sizes, strict=True):
         assert torch.equal(out, torch.where(torch.arange(12).unsqueeze(1) < size, 8.0, 0.0).expand(12, 8).bfloat16())
 

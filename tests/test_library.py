@@ -14,6 +14,7 @@ from reference import assert_same
 from torch import Tensor, nn
 from torch.library import opcheck
 
+from fusible import Pointwise, interleaved
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.kernels import codecs, custom_ops
@@ -33,6 +34,7 @@ EXPERTS = [WEIGHT, torch.randn(3, 8, 8)]
 TURNED = [weight.mT.contiguous() for weight in EXPERTS]
 TOKENS = (X[:6], IDS % 3, torch.rand(6, 2))
 TOKENS_ALONE, DOWN, DOWN_BIAS = ([i == place for i in range(6)] for place in (0, 3, 5))  # which gradient is wanted
+GATED = Pointwise(lambda gate, up, s: gate.tanh() * up * s, halves=interleaved(4)).program.text
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -57,6 +59,9 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "activate backward": (OPS.activate_backward, (X, WIDE, *SPEC, SCALES, True, True)),
     "activate backward alone": (OPS.activate_backward, (X, WIDE, *SPEC, None, False, False)),
     "column sums": (OPS.column_sums, (WIDE, SIZES, torch.float32, SCALES)),
+    "pointwise": (OPS.pointwise, (WIDE, GATED, 4, SCALES[None])),
+    "pointwise backward": (OPS.pointwise_backward, (X, WIDE, GATED, 4, SCALES[None], True, True)),
+    "pointwise backward alone": (OPS.pointwise_backward, (X, None, "in x dy\ny = x\ndx = dy", None, None, True, False)),
     "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
     "route": (OPS.route, (IDS, 3)),
     "spread rows": (OPS.spread_rows, (X[:6], PLACE, COUNTS)),

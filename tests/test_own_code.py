@@ -25,7 +25,7 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import Grads
+from fusible.fuser import Grads, replay
 from fusible.ops.activation_spec import activation
 
 E, K, F, SIZES = 3, 4, 6, [2, 0, 3]
@@ -71,13 +71,14 @@ def test_a_patched_bwd_runs() -> None:
 
 
 def test_a_patched_op_is_not_replayed() -> None:
-    model = Sequential(Scale())
-    model(torch.ones(2, K), scales=torch.ones(2))
-    assert model._compiled.last.plan.steps[0].is_replayable
-    model[0].fwd = model[0].fwd
-    model(torch.ones(2, K), scales=torch.ones(2))
+    model, x, scales = Sequential(Scale()), torch.ones(2, K), torch.ones(2)
+    with replay.simulated("cpu"):
+        model(x, scales=scales)
+        assert model.explain().replay == "captured when a call of this form comes again"
+        model[0].fwd = model[0].fwd
+        model(x, scales=scales)
 
-    assert not model._compiled.last.plan.steps[0].is_replayable
+    assert model.explain().replay == "not replayed: the fwd of op 0 (Scale) is set on the object"
 
 
 def test_a_patched_op_is_not_compiled() -> None:

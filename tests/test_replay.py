@@ -5,11 +5,13 @@ They run on the emulated kernels (tests/emulation), whose tensors are on the CPU
 
 from __future__ import annotations
 
+import ast
 import gc
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
-from fusible.fuser import DoubleBackwardError
-from fusible.fuser.compiler import plan
-from fusible.fuser.replay import calls, capture, captured, program
-from fusible.fuser.replay import step as replayed_step
+from fusible.fuser import DoubleBackwardError, replay
+from fusible.fuser.replay import capture, captured
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 
+ROOT = Path(__file__).parents[1]
 GROUPS, K, F, SIZES = 3, 16, 16, [5, 0, 9]
 T = sum(SIZES) + 2
 
@@ -37,41 +38,51 @@ class Runs:
     """Counts: of launches made one by one, and of replays."""
 
     def __init__(self) -> None:
-        self.one_by_one, self.again = 0, 0
-        self.streams: list[int] = []
+        self.one_by_one = 0
+        self.before = replay.stats()
+
+    @property
+    def again(self) -> int:
+        """Replays so far."""
+        return replay.stats().replayed - self.before.replayed
+
+    @property
+    def captured(self) -> int:
+        """Captures so far, of calls and of backwards."""
+        return replay.stats().captured - self.before.captured
 
     def of(self, function: Callable[[], Any]) -> tuple[int, int]:
-        self.one_by_one = self.again = 0
+        one_by_one, again = self.one_by_one, self.again
         function()
-        return self.one_by_one, self.again
+        return self.one_by_one - one_by_one, self.again - again
+
+
+def launches_of(emulation: harness.Emulation) -> set[str]:
+    """The functions of the extension that launch."""
+    functions = vars(emulation._module).items()
+    return {name for name, function in functions if "stream" in (getattr(function, "__text_signature__", None) or "")}
 
 
 @pytest.fixture
-def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    runs, run = Runs(), program.Replay.run
+def runs(emulation: harness.Emulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    runs = Runs()
 
     class Counted:
         def __getattr__(self, name: str) -> Any:
             value = getattr(emulation, name)
-            if name not in emulation.LAUNCHES:
+            if name not in launching:
                 return value
 
-            def launch(*arguments: Any) -> None:
+            def launch(**fields: Any) -> None:
                 runs.one_by_one += 1
-                value(*arguments)
+                value(**fields)
 
             return launch
 
-    def again(self: program.Replay, *arguments: Any) -> list[Tensor]:
-        runs.again += 1
-        runs.streams.append(arguments[-1])
-        return run(self, *arguments)
-
-    monkeypatch.setattr(extension, "library", lambda: Counted())
-    monkeypatch.setattr(program.Replay, "run", again)
-    monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)
-    monkeypatch.setattr(calls, "is_replayed_for", lambda tensor: True)
-    return runs
+    counted, launching = Counted(), launches_of(emulation)
+    monkeypatch.setattr(extension, "library", lambda: counted)
+    with replay.simulated("cpu"):
+        yield runs
 
 
 class Experts:
@@ -124,17 +135,80 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_every_launch_is_recorded_or_refuses(emulation: harness.Emulation) -> None:
-    functions = {name: str(getattr(emulation._module, name).__doc__) for name in dir(emulation._module)}
-    launching = {name for name, text in functions.items() if "stream:" in text}
-    refusals = {}
-    for name in functions:
-        with capture.Capture([]) as watching:
-            getattr(extension._Noted(emulation._module, watching), name)
-        refusals[name] = watching.refusal
+DECLARED = ROOT / "ops" / "_C.pyi"
 
-    assert set(emulation.LAUNCHES) <= launching
-    assert {name for name, reason in refusals.items() if reason} == launching - set(emulation.LAUNCHES)
+
+def test_the_stub_declares_the_fields_of_every_launch(emulation: harness.Emulation) -> None:
+    declared = {
+        node.name: {each.arg: default is None for each, default in zip(keywords, node.args.kw_defaults, strict=True)}
+        for node in ast.parse(DECLARED.read_text()).body
+        if isinstance(node, ast.FunctionDef) and (keywords := node.args.kwonlyargs)
+    }
+    fields = {
+        name: {
+            n: p.default is p.empty for n, p in inspect.signature(getattr(emulation._module, name)).parameters.items()
+        }
+        for name in declared
+    }
+
+    assert declared == fields
+    assert launches_of(emulation) <= declared.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stream": 0, "rows": 1}, "zero_tail: takes no rows"),
+        ({"data": "x"}, "zero_tail: data: does not take 'x'"),
+        ({"groups": 2**40}, "zero_tail: groups: does not take 1099511627776"),
+    ],
+)
+def test_fields_of_a_launch_are_checked(emulation: harness.Emulation, fields: dict[str, Any], message: str) -> None:
+    names = ("device", "stream", "data", "tokens", "row_bytes", "pitch_bytes", "groups", "sizes", "int64_sizes")
+
+    with pytest.raises(TypeError, match=message):
+        emulation.zero_tail(**dict.fromkeys(names, 0) | fields)
+    with pytest.raises(TypeError, match="zero_tail: needs int64_sizes"):
+        emulation.zero_tail(**dict.fromkeys(names[:-1], 0))
+
+
+def zero_tail_of(emulation: harness.Emulation, rows: Tensor, sizes: Tensor) -> None:
+    emulation.zero_tail(
+        device=0,
+        stream=0,
+        data=rows.data_ptr(),
+        tokens=rows.shape[0],
+        row_bytes=4 * rows.shape[1],
+        pitch_bytes=4 * rows.shape[1],
+        groups=sizes.shape[0],
+        sizes=sizes.data_ptr(),
+        int64_sizes=True,
+    )
+
+
+def test_a_launch_on_other_memory_refuses(emulation: harness.Emulation) -> None:
+    rows, sizes, refusals = torch.ones(8, 4), torch.tensor([2, 3]), []
+    for given in ([rows, sizes], [rows]):
+        with capture.Capture(given, 8) as watching:
+            zero_tail_of(emulation, rows, sizes)
+        refusals.append(watching.refusal)
+
+    assert torch.equal(rows[:, 0], torch.tensor([1.0] * 5 + [0.0] * 3))
+    assert refusals == [None, "a launch reads or writes memory that was neither given nor allocated"]
+
+
+def test_a_layer_in_one_call_refuses(emulation: harness.Emulation) -> None:
+    x, weight = torch.ones(2, K, dtype=torch.bfloat16), torch.ones(1, K, K, dtype=torch.bfloat16)
+    ids, weights, out = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.empty_like(x)
+    matrix, relu, bf16 = (weight.data_ptr(), K, K * K), (3, False, 1, 1, 0, K), 2
+    layer = emulation.RoutedMlp(*relu, bf16, 1, K, K, False, True, matrix, matrix, 0, 0, 0, 0, 0)
+    workspace = torch.empty(layer.workspace_bytes(2), dtype=torch.uint8)
+    rows, slots = (x.data_ptr(), K), (ids.data_ptr(), True, weights.data_ptr(), 0)
+    with capture.Capture([x, weight, ids, weights, out, workspace], 2) as watching:
+        layer.run(0, 0, 2, 1, *rows, *slots, out.data_ptr(), workspace.data_ptr())
+
+    assert watching.refusal == "RoutedMlp.run is a launch that cannot be captured"
+    assert torch.equal(out, torch.full_like(out, K * K))
 
 
 FORMS = [
@@ -161,7 +235,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "_LARGE", 512)
+    monkeypatch.setattr(captured, "LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -210,7 +284,7 @@ LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 def test_rows_may_differ_in_every_step(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
 ) -> None:
-    monkeypatch.setattr(captured, "_LARGE", large)
+    monkeypatch.setattr(captured, "LARGE", large)
     experts, counts = Experts(**how), []
     for rows in LENGTHS:
         experts.give(rows)
@@ -223,8 +297,8 @@ def test_rows_may_differ_in_every_step(
             experts.x, split_sizes=experts.sizes, scales=experts.scales
         )
 
-    assert counts[4:] == [(0, 2)] * 3
-    assert len(experts.model._compiled.captured._entries) == 4
+    assert counts[3:] == [(0, 2)] * 4
+    assert runs.captured == 4
 
 
 def test_rows_may_differ_without_gradients(runs: Runs) -> None:
@@ -239,7 +313,7 @@ def test_rows_may_differ_without_gradients(runs: Runs) -> None:
             counts.append(runs.of(lambda got=got: got.append(experts.forward())))
             assert torch.equal(got[0], expected.forward())
 
-    assert counts[4:] == [(0, 1)] * 3
+    assert counts[3:] == [(0, 1)] * 4
 
 
 def test_rows_that_differ_must_still_fit(runs: Runs) -> None:
@@ -268,17 +342,13 @@ def test_no_rows_are_not_those_of_others(runs: Runs) -> None:
     assert not experts.fc1.weight.grad.any()
 
 
-def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
-    runs: Runs, monkeypatch: pytest.MonkeyPatch
+def test_sizes_that_nobody_declares_are_replayed_at_their_own_length(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, emulation: harness.Emulation
 ) -> None:
-    line = captured._Generalised.affine
+    def odd(**fields: Any) -> int:
+        return int(emulation.backward_workspace_bytes(**fields)) + fields["tokens"] ** 2
 
-    def odd(self: Any, values: Any) -> Any:
-        if values[0] != values[-1]:
-            values = (*values[:-1], values[-1] + 1)
-        return line(self, values)
-
-    monkeypatch.setattr(captured._Generalised, "affine", odd)
+    monkeypatch.setattr(extension.library(), "backward_workspace_bytes", odd, raising=False)
     experts, counts = Experts(), []
     for rows in (*LENGTHS, *LENGTHS[:3]):
         experts.give(rows)
@@ -286,26 +356,43 @@ def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
         counts.append(runs.of(lambda got=got: got.extend(experts.step())))
         assert same(got, expected), rows
 
-    assert counts[3][1] == counts[4][1] == 0
+    assert [again for _, again in counts[3:6]] == [1, 1, 1]  # the forward
     assert counts[-1] == (0, 2)
 
 
-WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True, 72),
-    "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
-}
-OF_NO_REPLAY = {"route_workspace_bytes", "ragged_workspace_bytes"}  # for kernels that ops do not launch, or not kept
-OF_NO_ROWS = {"workspace_bytes"}
+def test_a_size_may_be_the_number_of_rows_by_chance(runs: Runs) -> None:
+    experts, counts = Experts(), []
+    experts.sizes = torch.tensor([1, 0, 1])
+    for rows in (5, 9, GROUPS, 4, 7):
+        experts.give(rows)
+        expected, got = experts.anew(), list[Tensor]()
+        counts.append(runs.of(lambda got=got: got.extend(experts.step())))
+        assert same(got, expected), rows
+
+    assert counts[3:] == [(0, 2)] * 2
 
 
-def test_workspaces_grow_on_a_line(emulation: harness.Emulation) -> None:
-    """What three runs tell of a size must hold for all other lengths."""
-    sizes = {name for name in dir(emulation._module) if "workspace" in name}
+def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emulation) -> None:
+    """Their sizes need not lie on a line, so those of two captures would not tell them."""
+    asked = emulation._module.route_workspace_bytes
+    captures = [emulation._module.Capture([], rows) for rows in (600, 1300)]
+    for each, rows in zip(captures, (600, 1300), strict=True):
+        with each:
+            size = asked(slots=2 * rows, groups=4)
+            assert not each.allocated(2**20, size + rows, False)
+            size = asked(slots=2 * rows, groups=4)
+            assert each.allocated(2**30, size, False)
+    launches = captures[0].launches(captures[1], [-1, -1])
+    sizes = [(asked(slots=2 * rows, groups=4) + 255) // 256 * 256 for rows in range(1, 4000)]
 
-    assert sizes == WORKSPACES.keys() | OF_NO_REPLAY | OF_NO_ROWS
-    for name, arguments in WORKSPACES.items():
-        bytes_of = [getattr(emulation._module, name)(*arguments(rows)) for rows in range(1, 2100)]
-        assert len({b - a for a, b in pairwise(bytes_of)}) == 1, name
+    assert launches is None  # the first is no workspace that anybody was asked for
+    assert len(set(sizes)) > 1
+    captures = [emulation._module.Capture([], rows) for rows in (600, 1300)]
+    for each, rows in zip(captures, (600, 1300), strict=True):
+        with each:
+            assert each.allocated(2**30, asked(slots=2 * rows, groups=4), False)
+    launches = captures[0].launches(captures[1], [-1])
+    assert [launches.scratch_bytes(rows) for rows in range(1, 4000)] == sizes
 
 
 class Lending(Experts):
@@ -448,15 +535,19 @@ def test_what_changes_between_calls_is_seen(runs: Runs, change: Callable[[Expert
         assert same(experts.step(), expected)
 
 
-def test_memory_without_alignment_takes_the_long_way(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_alignment_takes_the_long_way(runs: Runs) -> None:
     experts = Experts()
     experts.warm()
-    with monkeypatch.context() as patch:
-        patch.setattr(replayed_step, "aligned", lambda addresses: addresses[-1] != experts.dy.data_ptr())
+
+    def misaligned_scales(tensor: Tensor) -> Tensor:
+        return torch.empty(T + 1)[1:].copy_(tensor) if tensor.shape == (T,) else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, misaligned_scales):
         assert runs.of(experts.step)[1] == 1
     experts.scales = torch.rand(T + 1)[1:].requires_grad_()
 
     assert runs.of(experts.step)[1] == 0
+    assert experts.model.explain().replay == "not replayed: an address is not aligned to 16 bytes"
 
 
 def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
@@ -472,17 +563,17 @@ def test_tensors_that_overlapped_once_may_differ_later(runs: Runs) -> None:
     assert same(experts.step(), experts.anew())
 
 
-def test_launches_are_made_on_the_current_stream(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_are_made_on_the_current_stream(runs: Runs, emulation: harness.Emulation) -> None:
     experts = Experts()
     first = experts.step()
     experts.warm()
-    for half in (calls, replayed_step):
-        monkeypatch.setattr(half, "stream_of", lambda tensor: 16)
-
+    emulation.streams.clear()
     again: list[Tensor] = []
-    assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+    with replay.simulated("cpu", stream=16):
+        assert runs.of(lambda: again.extend(experts.step())) == (0, 2)
+
     assert same(again, first)
-    assert runs.streams[-4:] == [0, 0, 16, 16]
+    assert emulation.streams == [16, 16]
 
 
 def hooked(experts: Experts) -> Callable[[], None]:

@@ -1,15 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches that are kept, to be made again with other addresses.
+// Launches as values; the capture of launches while they are made; and captured launches, which are made again with
+// other addresses, on another stream, for another number of rows.
+//
+// A launch derives from OnStream and has
+//   kName               its name in Python
+//   fields(visitor)     tells the visitor each field with its name. The type of a member says what it is: an address is
+//                       a pointer, a list of them `Addresses`. Numbers of rows are told as such.
+//   complete()          derives from the fields what else run() needs
+//   run()
+//   zero_before(zeroing) of those that share one kernel for what they must find zeroed
+// A workspace is such a struct too; it has bytes() instead of what comes after the fields.
 #pragma once
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
-#include <variant>
 #include <vector>
 
+#include "fusible/activation.h"
 #include "fusible/error.h"
 #include "fusible/zeroing.h"
 
@@ -18,115 +35,329 @@ namespace fusible {
 using Address = uintptr_t;
 using Addresses = std::vector<Address>;
 
-// Where an argument of a launch comes from: the `position`-th (the `element`-th of it, if it is a list) is an address
-// that lies `offset` bytes, and `factor` for each of kRowBlock rows begun, behind the `source`-th that a run is given;
-// or of kNumber: `offset` and `factor` for each row; or it is the stream.
-struct Patch {
-  static constexpr int64_t kNumber = -1, kStream = -2;
-  int64_t position, element, source, offset, factor;
-};
-inline constexpr int64_t kRowBlock =
-    128;  // so that whatever stands behind many rows is aligned as what stands behind few
-
-// A call on a stream of a device: there is zero_before(call, zeroing) and launch(call, device, stream).
-template <class Call>
 struct OnStream {
-  Call call;
-  int device;
-  cudaStream_t stream;
+  int device = 0;
+  cudaStream_t stream = nullptr;
 };
 
-class Launches {
+template <class Visitor>
+void visit_activation(Visitor& visitor, Activation& a) {
+  visitor.field("curve", a.curve), visitor.field("gated", a.gated), visitor.field("alpha", a.alpha);
+  visitor.field("limit", a.limit), visitor.field("linear_offset", a.linear_offset), visitor.field("block", a.block);
+}
+
+// Where an address points: so many bytes behind the start of a tensor that was given or, from -1 down, of an
+// allocation.
+struct Source {
+  static constexpr int64_t kNull = INT64_MIN;
+  int64_t tensor, offset;
+  bool operator==(const Source&) const = default;
+};
+
+// A number that is fixed, or grows with the rows.
+struct Count {
+  int64_t fixed, per_row;
+  int64_t at(int64_t rows) const { return fixed + per_row * rows; }
+};
+
+// The fields of a captured launch, or of a workspace: their values, and where those stand that differ between calls.
+struct CapturedFields {
+  const char* name = "";
+  std::vector<int64_t> numbers;
+  std::vector<Source> sources;
+  std::vector<int64_t> row_numbers;
+  std::vector<void*> addresses;  // of the sources
+  std::vector<int64_t*> rows;    // of the row numbers
+  cudaStream_t* stream = nullptr;
+
+  // Whether two captures with different numbers of rows made the same launch, as far as this tells.
+  bool matches(const CapturedFields& other) const {
+    return !std::strcmp(name, other.name) && numbers == other.numbers && sources == other.sources &&
+           row_numbers.size() == other.row_numbers.size();
+  }
+};
+
+struct CapturedLaunch {
+  CapturedFields fields;
+  virtual ~CapturedLaunch() = default;
+  virtual const OnStream& prepare(Zeroing& zeroing) = 0;
+  virtual void run() = 0;
+};
+
+struct CapturedWorkspace {
+  CapturedFields fields;
+  virtual ~CapturedWorkspace() = default;
+  virtual int64_t bytes() = 0;
+};
+
+// Memory that is allocated during a capture; `workspace`: it is as large as the extension has said that one must be.
+struct CapturedAllocation {
+  Address first;
+  int64_t bytes;
+  bool per_row;  // its first size is that of the rows, if it varies
+  std::shared_ptr<CapturedWorkspace> workspace;
+};
+
+// What launches while a capture is active in its thread is also noted by it.
+class Capture {
  public:
-  template <class... Args>
-  void add(void (*function)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
-    const auto arguments = keep(patches, {args...});
-    launches_.push_back([function, arguments] { apply(function, *arguments, std::index_sequence_for<Args...>()); });
+  // The first addresses and the sizes in bytes of all tensors that are given.
+  Capture(std::vector<std::array<Address, 2>> given, int64_t rows) : rows_(rows), given_(std::move(given)) {}
+
+  static Capture*& active() {
+    static thread_local Capture* capture = nullptr;
+    return capture;
   }
 
-  // One kernel zeroes what all such calls must find zeroed.
-  template <class Call, class... Args>
-  void add(OnStream<Call> (*make)(Args...), const std::vector<Patch>& patches, const std::decay_t<Args>&... args) {
-    const auto arguments = keep(patches, {args...});
-    const auto made = std::make_shared<OnStream<Call>>();
-    prepare_.push_back([=](Launches& launches) {
-      *made = apply(make, *arguments, std::index_sequence_for<Args...>());
-      zero_before(made->call, launches.zeroing_);
-      launches.device_ = made->device, launches.stream_ = made->stream;
-    });
-    launches_.push_back([made] { launch(made->call, made->device, made->stream); });
+  void refuse(const std::string& reason) {
+    if (!refusal_) refusal_ = reason;
+  }
+  const std::optional<std::string>& refusal() const { return refusal_; }
+
+  // Returns whether the memory is a workspace whose size the extension was asked for just before.
+  bool allocated(Address first, int64_t bytes, bool per_row) {
+    std::shared_ptr<CapturedWorkspace> workspace = std::exchange(asked_, nullptr);
+    if (workspace && workspace->bytes() != bytes) workspace = nullptr;
+    allocations_.push_back({first, bytes, per_row, workspace});
+    return workspace != nullptr;
+  }
+
+  template <class Launch>
+  void launched(const Launch& launch);
+  template <class Workspace>
+  void asked(const Workspace& workspace);
+
+  // Every address must be in a tensor that is given, or in the latest allocation that had it.
+  Source find(Address address) {
+    if (!address) return {Source::kNull, 0};
+    for (int64_t i = std::ssize(allocations_) - 1; i >= 0; --i)
+      if (address - allocations_[i].first < static_cast<Address>(allocations_[i].bytes))
+        return {~i, static_cast<int64_t>(address - allocations_[i].first)};
+    for (int64_t i = 0; i < std::ssize(given_); ++i)
+      if (address - given_[i][0] < given_[i][1]) return {i, static_cast<int64_t>(address - given_[i][0])};
+    refuse("a launch reads or writes memory that was neither given nor allocated");
+    return {Source::kNull, 0};
+  }
+
+ private:
+  friend class Launches;
+  int64_t rows_;
+  std::vector<std::array<Address, 2>> given_;
+  std::vector<CapturedAllocation> allocations_;
+  std::vector<std::shared_ptr<CapturedLaunch>> launches_;
+  std::shared_ptr<CapturedWorkspace> asked_;
+  std::optional<std::string> refusal_;
+};
+
+// Collects the fields of a launch.
+class FieldCollector {
+ public:
+  FieldCollector(CapturedFields& fields, Capture& capture) : fields_(fields), capture_(capture) {}
+
+  template <class T>
+  void field(const char*, T*& pointer) {
+    add(&pointer, reinterpret_cast<Address>(pointer));
+  }
+  void field(const char*, cudaStream_t& stream) { fields_.stream = &stream; }
+  void field(const char*, Addresses& list) {
+    fields_.numbers.push_back(std::ssize(list));
+    for (Address& address : list) add(&address, address);
+  }
+  void field(const char*, Activation& activation) { visit_activation(*this, activation); }
+  void field(const char*, float& value) { fields_.numbers.push_back(std::bit_cast<int32_t>(value)); }
+  template <class T>
+    requires std::is_integral_v<T> || std::is_enum_v<T>
+  void field(const char*, T& value) {
+    fields_.numbers.push_back(static_cast<int64_t>(value));
+  }
+  void rows(const char*, int64_t& value) {
+    fields_.rows.push_back(&value);
+    fields_.row_numbers.push_back(value);
+  }
+  void optional() {}
+
+ private:
+  void add(void* where, Address address) {
+    fields_.addresses.push_back(where);
+    fields_.sources.push_back(capture_.find(address));
+  }
+
+  CapturedFields& fields_;
+  Capture& capture_;
+};
+
+template <class Launch>
+void Capture::launched(const Launch& launch) {
+  struct Captured final : CapturedLaunch {
+    Launch launch;
+    explicit Captured(const Launch& made) : launch(made) {}
+    const OnStream& prepare(Zeroing& zeroing) override {
+      launch.complete();
+      if constexpr (requires { launch.zero_before(zeroing); }) launch.zero_before(zeroing);
+      return launch;
+    }
+    void run() override { launch.run(); }
+  };
+  const auto captured = std::make_shared<Captured>(launch);
+  captured->fields.name = Launch::kName;
+  FieldCollector collector(captured->fields, *this);
+  captured->launch.fields(collector);
+  launches_.push_back(captured);
+}
+
+template <class Workspace>
+void Capture::asked(const Workspace& workspace) {
+  struct Captured final : CapturedWorkspace {
+    Workspace workspace;
+    explicit Captured(const Workspace& wanted) : workspace(wanted) {}
+    int64_t bytes() override { return workspace.bytes(); }
+  };
+  const auto captured = std::make_shared<Captured>(workspace);
+  captured->fields.name = Workspace::kName;
+  FieldCollector collector(captured->fields, *this);
+  captured->workspace.fields(collector);
+  asked_ = captured;
+}
+
+// Makes a launch, and lets the capture note it if there is one. Whatever launches calls this, or refuse_capture().
+template <class Launch>
+void launch_now(Launch& launch) {
+  launch.complete();
+  launch.run();
+  if (Capture* capture = Capture::active()) capture->launched(launch);
+}
+
+inline void refuse_capture(const char* name) {
+  if (Capture* capture = Capture::active()) capture->refuse(std::string(name) + " is a launch that cannot be captured");
+}
+
+// Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls
+// differ in the number of rows alone, for any number.
+class Launches {
+ public:
+  // `positions` says of each allocation which address a run is given for it; -1: it is a piece of scratch memory, whose
+  // address is behind all others. Null if the captures do not fit together.
+  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second,
+                                      const std::vector<int64_t>& positions) {
+    auto launches = std::make_shared<Launches>();
+    const int64_t apart = std::ranges::count_if(positions, [](int64_t position) { return position >= 0; });
+    launches->scratch_ = std::ssize(first.given_) + apart;
+    const bool fits = first.given_.size() == second.given_.size() &&
+                      first.allocations_.size() == second.allocations_.size() &&
+                      first.allocations_.size() == positions.size() && launches->add_pieces(first, second, positions) &&
+                      launches->add_launches(first, second, positions);
+    return fits ? launches : nullptr;
+  }
+
+  int64_t scratch_bytes(int64_t rows) const {
+    int64_t bytes = 0;
+    for (const Piece& piece : pieces_) bytes += piece.bytes(rows);
+    return bytes;
   }
 
   // Not from two threads at once.
   void run(const Addresses& addresses, int64_t rows, int64_t stream) {
-    FUSIBLE_CHECK(static_cast<int64_t>(addresses.size()) >= sources_, "launches of ", sources_, " tensors got ",
-                  addresses.size());
-    const int64_t padded = (rows + kRowBlock - 1) / kRowBlock * kRowBlock;
-    for (const auto& [target, source, offset, factor] : patches_)
-      *target = source == Patch::kStream   ? stream
-                : source == Patch::kNumber ? offset + factor * rows
-                                           : addresses[source] + offset + factor * padded;
+    const int64_t least = scratch_ + !pieces_.empty();
+    FUSIBLE_CHECK(std::ssize(addresses) >= least, "launches of ", least, " tensors got ", addresses.size());
+    Address scratch = pieces_.empty() ? 0 : addresses[scratch_];
+    for (Piece& piece : pieces_) piece.first = scratch, scratch += piece.bytes(rows);
+    for (const auto& [target, piece, source, offset] : addresses_) {
+      const Address address = (piece < 0 ? addresses[source] : pieces_[piece].first) + offset;
+      std::memcpy(target, &address, sizeof address);
+    }
+    for (const auto& [target, count] : rows_) *target = count.at(rows);
+    for (const auto& launch : launches_) *launch->fields.stream = reinterpret_cast<cudaStream_t>(stream);
     zeroing_.counters.clear(), zeroing_.tails.clear();
-    for (const auto& prepare : prepare_) prepare(*this);
-    zero(zeroing_, device_, stream_);
-    for (const auto& launch : launches_) launch();
+    OnStream last;
+    for (const auto& launch : launches_) last = launch->prepare(zeroing_);
+    zero(zeroing_, last.device, last.stream);
+    for (const auto& launch : launches_) launch->run();
   }
 
  private:
-  struct Target {
-    Address* address;  // or a number
-    int64_t source, offset, factor;
+  static constexpr int64_t kAlignment = 256;  // of pieces of scratch memory, as torch's own allocations are
+
+  struct RowTarget {
+    int64_t* target;
+    Count count;
   };
+  struct AddressTarget {
+    void* target;
+    int64_t piece, source, offset;  // of the source, if it is no piece
+  };
+  struct Piece {
+    Count count;
+    std::shared_ptr<CapturedWorkspace> workspace;  // or what tells the size
+    std::vector<RowTarget> rows;                   // of it
+    Address first = 0;                             // in a run
 
-  // An argument that is kept. A list of these rather than a tuple, which for dozens of arguments takes the compiler
-  // seconds a function.
-  using Value = std::variant<Address, Addresses, int64_t, int, bool, float>;
-  using Values = std::vector<Value>;
-
-  static Address* address_in(Value& value, int64_t element) {
-    if (Addresses* list = std::get_if<Addresses>(&value)) return &list->at(element);
-    if (int64_t* number = std::get_if<int64_t>(&value))
-      return reinterpret_cast<Address*>(number);  // of the same type but for the sign
-    return std::get_if<Address>(&value);
-  }
-
-  std::shared_ptr<Values> keep(const std::vector<Patch>& patches, Values values) {
-    const auto arguments = std::make_shared<Values>(std::move(values));
-    for (const auto& [position, element, source, offset, factor] : patches) {
-      const bool given = position >= 0 && position < static_cast<int64_t>(arguments->size());
-      Address* target = given ? address_in((*arguments)[position], element) : nullptr;
-      FUSIBLE_CHECK(target, "argument ", position, " is neither an address nor a number");
-      patches_.push_back({target, source, offset, factor});
-      sources_ = std::max(sources_, source + 1);
+    int64_t bytes(int64_t number) const {
+      for (const auto& [target, rows_of_workspace] : rows) *target = rows_of_workspace.at(number);
+      const int64_t size = workspace ? workspace->bytes() : count.at(number);
+      return (size + kAlignment - 1) / kAlignment * kAlignment;
     }
-    return arguments;
-  }
-
-  template <class Made, class... Args, size_t... kPositions>
-  static Made apply(Made (*function)(Args...), const Values& values, std::index_sequence<kPositions...>) {
-    return function(*std::get_if<std::decay_t<Args>>(&values[kPositions])...);
-  }
-
-  std::vector<std::function<void(Launches&)>> prepare_;
-  std::vector<std::function<void()>> launches_;
-  std::vector<Target> patches_;
-  int64_t sources_ = 0;
-  Zeroing zeroing_;
-  int device_ = 0;
-  cudaStream_t stream_ = nullptr;
-};
-
-// Which of a function's arguments are addresses or lists of them.
-template <class Made, class... Args>
-std::vector<int> address_positions(Made (*)(Args...)) {
-  std::vector<int> positions;
-  int position = 0;
-  const auto look = [&](bool is_address) {
-    if (is_address) positions.push_back(position);
-    ++position;
   };
-  (look(std::is_same_v<std::decay_t<Args>, Address> || std::is_same_v<std::decay_t<Args>, Addresses>), ...);
-  return positions;
-}
+
+  static std::optional<Count> common(int64_t a, int64_t b, const Capture& first, const Capture& second) {
+    if (a == b) return Count{a, 0};
+    if (first.rows_ <= 0 || a % first.rows_ || a / first.rows_ * second.rows_ != b) return std::nullopt;
+    return Count{0, a / first.rows_};
+  }
+
+  static bool add_rows(std::vector<RowTarget>& to, const CapturedFields& a, const CapturedFields& b,
+                       const Capture& first, const Capture& second) {
+    for (size_t i = 0; i < a.rows.size(); ++i) {
+      const auto count = common(a.row_numbers[i], b.row_numbers[i], first, second);
+      if (!count) return false;
+      to.push_back({a.rows[i], *count});
+    }
+    return true;
+  }
+
+  bool add_pieces(const Capture& first, const Capture& second, const std::vector<int64_t>& positions) {
+    for (size_t i = 0; i < positions.size(); ++i) {
+      const CapturedAllocation &a = first.allocations_[i], &b = second.allocations_[i];
+      if (a.per_row != b.per_row || !a.workspace != !b.workspace) return false;
+      piece_of_.push_back(positions[i] < 0 ? std::ssize(pieces_) : -1);
+      if (positions[i] >= 0) continue;
+      Piece piece{{a.bytes, 0}, a.workspace, {}};
+      if (a.workspace) {
+        const CapturedFields &of_a = a.workspace->fields, &of_b = b.workspace->fields;
+        if (!of_a.matches(of_b) || !add_rows(piece.rows, of_a, of_b, first, second)) return false;
+      } else if (a.bytes != b.bytes) {
+        const auto count = a.per_row ? common(a.bytes, b.bytes, first, second) : std::nullopt;
+        if (!count) return false;
+        piece.count = *count;
+      }
+      pieces_.push_back(std::move(piece));
+    }
+    return true;
+  }
+
+  bool add_launches(const Capture& first, const Capture& second, const std::vector<int64_t>& positions) {
+    launches_ = first.launches_;
+    if (first.launches_.size() != second.launches_.size()) return false;
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      const CapturedFields &a = first.launches_[i]->fields, &b = second.launches_[i]->fields;
+      if (!a.matches(b) || !add_rows(rows_, a, b, first, second)) return false;
+      for (size_t j = 0; j < a.sources.size(); ++j) {
+        const auto [tensor, offset] = a.sources[j];
+        if (tensor == Source::kNull) continue;
+        const bool given = tensor >= 0;
+        addresses_.push_back(
+            {a.addresses[j], given ? -1 : piece_of_[~tensor], given ? tensor : positions[~tensor], offset});
+      }
+    }
+    return true;
+  }
+
+  std::vector<std::shared_ptr<CapturedLaunch>> launches_;
+  std::vector<Piece> pieces_;
+  std::vector<int64_t> piece_of_;  // of each allocation; -1: it has an address of its own
+  std::vector<AddressTarget> addresses_;
+  std::vector<RowTarget> rows_;
+  int64_t scratch_ = 0;
+  Zeroing zeroing_;
+};
 
 }  // namespace fusible

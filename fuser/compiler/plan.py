@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
 from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
+from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
 from . import legality
 from .graph import OpGraph, X
@@ -40,7 +41,7 @@ class Plan:
     graph: OpGraph
     config: Config  # kept, so that the same switches are this object again: it stands in the keys of caches
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
-    is_replayable: bool
+    replay_refusal: str | None
 
     def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
@@ -126,8 +127,15 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     by_values = _checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
-    able = not by_values and all([step.is_replayable for step in steps])
-    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, able)
+    why = _replay_refusal(steps, by_values)
+    return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, why)
+
+
+def _replay_refusal(steps: Sequence[Step], by_values: bool) -> str | None:
+    """Why calls of a plan cannot be replayed; None: they may be."""
+    if by_values:
+        return "its checks look at values of tensors"
+    return next((step.replay_refusal for step in steps if step.replay_refusal is not None), None)
 
 
 def _check_layouts(graph: OpGraph) -> None:
@@ -142,7 +150,7 @@ def _check_layouts(graph: OpGraph) -> None:
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    here = any(spec is None or spec.device.type != "cuda" for spec in graph.inputs())
+    here = any(spec is None or spec.device.type not in current_stream for spec in graph.inputs())
     return here or config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node)))
 
 

@@ -79,11 +79,21 @@ class Step:
         return None  # hooks may give out something else
 
     @property
-    def is_replayable(self) -> bool:
-        """Whether all ops that it stands for are."""
-        return self.input_names is not None and all(
-            op.replayable and not patched_half(op) for op in self.module.modules() if isinstance(op, Op)
-        )
+    def replay_refusal(self) -> str | None:
+        """Why it cannot be replayed; None: all ops that it stands for promise that they can be."""
+        if self.input_names is None:
+            return f"{self.entries[0]} is called as a module"
+        for op in self.module.modules():
+            if isinstance(op, Op) and not op.replayable:
+                return f"{self._label(op)} does not promise to be replayable"
+            if isinstance(op, Op) and (half := patched_half(op)) is not None:
+                return f"the {half} of {self._label(op)} is set on the object"
+        return None
+
+    def _label(self, op: Op) -> str:
+        """What errors call it, or the class of a fused op."""
+        labels = (str(entry) for entry, candidate in zip(self.entries, self.ops, strict=True) if candidate is op)
+        return next(labels, self.name)
 
     def with_op(self, op: Op) -> Step:
         """The same with another op, or view of it, in place of its own."""

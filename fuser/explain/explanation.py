@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -114,6 +114,8 @@ class Explanation:
     Attributes:
         fusions: that were taken or refused. Those that only cover a part of one that was taken are left out.
         near_misses: that would fit, if it were not for one op.
+        replay: whether the call replays captured launches, and if not, why; empty where a device launches nothing. It
+            depends on earlier calls, so two explanations that differ in it alone are equal.
     """
 
     steps: tuple[ExplainedStep, ...]
@@ -121,6 +123,7 @@ class Explanation:
     rows: int
     graph: OpGraph
     near_misses: tuple[ExplainedFusion, ...] = ()
+    replay: str = field(default="", compare=False)
 
     @property
     def flops(self) -> int:
@@ -159,6 +162,7 @@ class Explanation:
             "backward_flops": self.backward_flops,
             "backward_bytes": self.backward_bytes,
             "saved_bytes_per_row": self.saved_bytes_per_row,
+            "replay": self.replay,
         }
 
     def to_text(self) -> str:
@@ -203,8 +207,9 @@ class Explanation:
         return [("fusion", "ops", "", "reason"), *rows] if rows else [("no fusion fits",)]
 
     def _lines(self) -> list[str]:
-        """What stands between the tables: the total, and what was chosen for the kernels."""
-        return [self._total(), *(line for step in self.steps for line in _chosen(step))]
+        """What stands between the tables: the total, what was chosen for the kernels, and whether the call replays."""
+        chosen = [line for step in self.steps for line in _chosen(step)]
+        return [self._total(), *chosen, *([f"replay: {self.replay}"] if self.replay else [])]
 
     def _total(self) -> str:
         """What the whole call costs, in a line."""

@@ -2,62 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-T = TypeVar("T")
+from .stats import counts
+
 _guards: Any = torch._C._dynamo.guards  # torch's own look at tensors before it runs compiled code
 _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
-ENOUGH = 3  # captures with different numbers of rows: two make a line, the third tells whether it is one
+ENOUGH = 2  # captures with different numbers of rows
 
 
 class State(Enum):
-    """What is known of tensors for which there is no capture."""
+    """How far calls of a form are on the way to a replay. The text is what ``explain()`` says of the last call."""
 
     NEW = "no call yet"
-    SEEN = "one call, which was not captured"
-    UNSUPPORTED = "cannot be replayed"
+    SEEN = "captured when a call of this form comes again"
+    CAPTURED = "replayed"
+    UNSUPPORTED = "not replayed"
 
 
-NEW, SEEN, UNSUPPORTED = State  # found at once; members of an enum are looked up by a function in Python 3.11
+NEW, SEEN, CAPTURED, UNSUPPORTED = State  # found at once; Python 3.11 looks up members of an enum by a function
 
 
-class GuardedEntry(Generic[T]):
-    """The capture for tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch."""
+class Capture(Protocol):
+    """What is captured of calls, or of backwards, of one form."""
 
-    __slots__ = ("dynamic_rows", "matches", "state")
+    @classmethod
+    def joined(cls: type[T], several: Sequence[Any], /) -> T | None:
+        """For any number of rows, from captures with different ones; None where they do not fit together."""
+
+
+T = TypeVar("T", bound=Capture)
+
+
+class Entry(Generic[T]):
+    """What is known of calls, or of backwards, of one form.
+
+    Attributes:
+        capture: what is replayed; None unless the state is CAPTURED.
+        refusal: why they cannot be replayed; None unless the state is UNSUPPORTED.
+    """
+
+    __slots__ = ("capture", "refusal", "state")
+
+    def __init__(self) -> None:
+        self.state: State = NEW
+        self.capture: T | None = None
+        self.refusal: str | None = None
+
+    def __str__(self) -> str:
+        return self.state.value if self.refusal is None else f"{self.state.value}: {self.refusal}"
+
+
+class GuardedEntry(Entry[T]):
+    """The entry for tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch."""
+
+    __slots__ = ("dynamic_rows", "matches")
 
     def __init__(self, tensors: Sequence[Tensor], dynamic_rows: DynamicRows[T]) -> None:
+        super().__init__()
         self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         self.dynamic_rows = dynamic_rows
-        self.state: T | State = NEW
+
+    def see(self) -> bool:
+        """Takes note of a call that is about to run; returns whether it is to be captured.
+
+        The first of a form is not, unless one with another number of rows came before.
+        """
+        if self.state is not NEW or self.dynamic_rows.is_collecting:
+            return True
+        self.state = SEEN
+        if self.dynamic_rows.state is NEW:
+            self.dynamic_rows.state = SEEN
+        return False
+
+    def file(self, rows: int, capture: T) -> None:
+        """Files what was captured, and with it those that differ in the number of rows alone."""
+        counts.captured += 1
+        self.state, self.capture = CAPTURED, capture
+        self.dynamic_rows.add(rows, capture)
+
+    def refuse(self, reason: str) -> None:
+        """Files why calls of the form cannot be replayed."""
+        counts.refused(reason)
+        self.state, self.refusal = UNSUPPORTED, reason
+        self.dynamic_rows.captures = None
 
 
-class DynamicRows(Generic[T]):
+class DynamicRows(Entry[T]):
     """The forms that differ in the number of rows alone: in the first size of the tensors that have as many rows.
 
     Attributes:
-        state: the capture for any number of rows, once it has been made from some with different numbers.
         captures: by number of rows, while they are collected; None once they are not.
-        seen: whether there was a call.
         contexts: of the captured forwards.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
+        super().__init__()
         self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
         sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
         for i in self._long:
             sizes[i][0] = None
         strides = [list(t.stride()) for t in tensors]
         guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._matches, self.seen = guards.check, False
-        self.state: T | State = NEW
-        self.captures: dict[int, Any] | None = {}
+        self._matches = guards.check
+        self.captures: dict[int, T] | None = {}
         self.contexts: list[Any] = []
 
     def matches(self, tensors: Sequence[Tensor], rows: int) -> bool:
@@ -67,17 +121,17 @@ class DynamicRows(Generic[T]):
     @property
     def is_collecting(self) -> bool:
         """Whether a call is to be captured although there was none with its number of rows."""
-        return self.seen and self.captures is not None
+        return self.state is SEEN and self.captures is not None
 
-    def add(self, rows: int, captured: Any, generalise: Callable[[list[Any]], T | None]) -> None:
-        """Adds what was captured for a number of rows, or None; once there is enough, makes one for any number."""
-        if self.captures is None or captured is None:
-            self.captures = None
+    def add(self, rows: int, capture: T) -> None:
+        """Adds what was captured for a number of rows; once there is enough, makes a capture for any number."""
+        if self.captures is None:
             return
-        self.captures[rows] = captured
+        self.captures[rows] = capture
         if len(self.captures) == ENOUGH:
-            joined, self.captures = generalise(list(self.captures.values())), None
-            self.state = NEW if joined is None else joined
+            self.capture, self.captures = capture.joined(list(self.captures.values())), None
+            if self.capture is not None:
+                self.state = CAPTURED
 
 
 class GuardedCache(Generic[T]):
@@ -93,11 +147,11 @@ class GuardedCache(Generic[T]):
         for entry in self._entries.get((key, rows), ()):
             if entry.matches(*tensors):
                 dynamic = entry.dynamic_rows
-                return dynamic if entry.state is SEEN and dynamic.state is not NEW else entry
+                return dynamic if entry.state is SEEN and dynamic.state is CAPTURED else entry
         if self._count >= _MANY:
             self.clear()
         dynamic = self._dynamic_rows(key, tensors, rows)
-        if dynamic.state is not NEW and 0 < rows < _MANY_ROWS:
+        if dynamic.state is CAPTURED and 0 < rows < _MANY_ROWS:
             return dynamic
         self._count += 1
         self._entries.setdefault((key, rows), []).append(GuardedEntry(tensors, dynamic))

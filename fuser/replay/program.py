@@ -8,35 +8,39 @@ left of it once every decision that depends on forms has been taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from .stats import counts
+
 
 class Launches(Protocol):
-    """Launches that a library can make again: its own object, with a method of the name of each launch to add one."""
+    """Captured launches, of the library that made them."""
 
-    def run(self, addresses: list[int], rows: int, stream: int, /) -> None: ...
+    def scratch_bytes(self, rows: int, /) -> int:
+        """What a run needs behind the addresses of tensors."""
+
+    def run(self, addresses: list[int], rows: int, stream: int, /) -> None:
+        """Makes all launches, in order."""
 
 
-class Affine(NamedTuple):
-    """A number that grows with the rows of a call."""
+class Shape(NamedTuple):
+    """The sizes of a tensor; the first is ``factor`` times the number of rows unless that is 0."""
 
-    offset: int
+    sizes: tuple[int, ...]
     factor: int
 
-    def at(self, rows: int) -> int:
-        return self.offset + self.factor * rows
+    def at(self, rows: int) -> tuple[int, ...]:
+        return (self.factor * rows, *self.sizes[1:]) if self.factor else self.sizes
 
 
 class View(NamedTuple):
     """A given tensor in another shape, or detached as it is; ``start`` counts elements from its first."""
 
     source: int
-    shape: tuple[Affine, ...]
+    shape: Shape
     strides: tuple[int, ...]
     start: int
     detached: bool
@@ -45,8 +49,7 @@ class View(NamedTuple):
         tensor = tensors[self.source]
         if self.detached:
             return tensor.detach()
-        shape = [offset + factor * rows for offset, factor in self.shape]
-        return tensor.as_strided(shape, self.strides, tensor.storage_offset() + self.start)
+        return tensor.as_strided(self.shape.at(rows), self.strides, tensor.storage_offset() + self.start)
 
 
 class Replay(NamedTuple):
@@ -62,7 +65,7 @@ class Replay(NamedTuple):
         any_rows: whether it can be run for any number of rows, which then says how much memory is allocated.
     """
 
-    launches: Launches | None
+    launches: Launches
     allocations: tuple[Callable[..., Tensor], ...]
     scratch: Callable[..., Tensor] | None
     views: tuple[View, ...]
@@ -73,6 +76,7 @@ class Replay(NamedTuple):
 
     def run(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> list[Tensor]:
         """The given tensors and those that were made, in their positions; ``addresses`` are those of the given ones."""
+        counts.replayed += 1
         sizes = (rows,) if self.any_rows else ()
         for allocate in self.allocations:
             made = allocate(*sizes)
@@ -81,25 +85,9 @@ class Replay(NamedTuple):
         if self.scratch is not None:
             scratch = self.scratch(*sizes)
             addresses.append(scratch.data_ptr())
-        if self.launches is not None:
-            self.launches.run(addresses, rows, stream)
+        self.launches.run(addresses, rows, stream)
         if self.written:
             torch.autograd.graph.increment_version([given[i] for i in self.written])
         for view in self.views:
             given.append(view.of(given, rows))
         return given
-
-
-def is_replayed_for(tensor: Tensor) -> bool:
-    """Whether work for such tensors is launched, rather than done."""
-    return tensor.device.type == "cuda"
-
-
-def stream_of(tensor: Tensor) -> int:
-    """The address of the current stream of a tensor's device, without an object for it; 0 where there are none."""
-    return int(torch._C._cuda_getCurrentRawStream(tensor.get_device())) if tensor.device.type == "cuda" else 0
-
-
-def aligned(addresses: list[int]) -> bool:
-    """Whether every kernel can read there: some choose their way by the last bits of an address."""
-    return not reduce(or_, addresses) & 15

@@ -1,20 +1,40 @@
-"""Captures the forward and the backward of one op, and replays them."""
+"""A captured forward of an op in a call, and its captured backward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..op import Op, SideEffects
 from ..runtime.autograd import apply
-from ..runtime.call import BackwardContext, EagerStep, ForwardResult, refuse_overlaps
+from ..runtime.call import BackwardContext, ForwardResult, refuse_overlaps
+from ..runtime.devices import stream_of
 from .capture import Capture
 from .captured import Captured, replay_of
 from .guards import UNSUPPORTED, GuardedCache
-from .program import Replay, aligned, stream_of
+from .program import Replay
+
+
+class CapturedBackward(NamedTuple):
+    """A backward that replays an earlier one of the same form, and what the replay was built from."""
+
+    replay: Replay
+    captured: Captured
+
+    @classmethod
+    def of(cls, captures: Sequence[Captured]) -> CapturedBackward | None:
+        """From one capture, for its number of rows; from several, for any. None where they do not fit together."""
+        replay = replay_of(captures)
+        return replay and cls(replay, captures[0])
+
+    @classmethod
+    def joined(cls, several: Sequence[CapturedBackward]) -> CapturedBackward | None:
+        return cls.of([each.captured for each in several])
 
 
 @dataclass(slots=True)
@@ -27,7 +47,7 @@ class CapturedContext(BackwardContext):
     """
 
     ops: tuple[Op, ...] = ()
-    cache: GuardedCache[Replay] = field(default_factory=GuardedCache, compare=False)
+    cache: GuardedCache[CapturedBackward] = field(default_factory=GuardedCache, compare=False)
 
     @classmethod
     def of(cls, context: BackwardContext, ops: tuple[Op, ...]) -> CapturedContext:
@@ -58,42 +78,67 @@ class CapturedContext(BackwardContext):
         key = len(given), facts, *[op.attribute_version for op in self.ops]
         rows = douts[0].shape[0] if douts[0].dim() else 0
         entry = self.cache.entry(key, given, rows)
-        replay = entry.state
-        if replay is UNSUPPORTED or not aligned(addresses):
+        if entry.state is UNSUPPORTED or reduce(or_, addresses) & 15:
             return self.run(tensors, lent, joined, douts, wanted)
-        if type(replay) is not Replay:
-            with Capture(given) as capture:
+        if entry.capture is None:
+            with Capture(given, rows) as capture:
                 grads = self.run(tensors, lent, joined, douts, wanted)
-            _file(entry, capture.result(rows, grads), rows)
+            self._file(entry, capture, rows, grads)
             return grads
+        replay = entry.capture.replay
         made = replay.run(given, addresses, rows, stream_of(given[0]))
         for each in effects:
             if each.done is not None:
                 each.done()
         return [None if i is None else made[i] for i in replay.made]
 
+    def _file(self, entry: Any, capture: Capture, rows: int, grads: list[Tensor | None]) -> None:
+        captured = capture.result(grads)
+        if captured is None:
+            entry.refuse(f"{type(self.op).__name__}.bwd: {capture.refusal}")
+        else:
+            entry.file(rows, CapturedBackward.of([captured]))
+
 
 class CapturedStep(NamedTuple):
-    """A forward that replays an earlier one of the same form.
+    """A forward of a step that replays an earlier one of the same form.
+
+    A call has a pool of tensors: those that it is given, those that its ops hold, then the outputs of its steps.
 
     Attributes:
         kept, lent: the positions, in the tensors of the replay, of what it keeps for its backward.
-        captured: what the replay was made from; those of several lengths make a replay for any number of rows.
+        inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
+        reads: of what is launched on.
+        dead: of what nothing reads any more.
+        captured: what the replay was built from.
     """
 
     replay: Replay
     kept: tuple[int, ...]
     lent: tuple[int, ...]
     context: CapturedContext
+    inputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    dead: tuple[int, ...]
     captured: Captured
 
-    def run(
-        self, given: list[Tensor], addresses: list[int], rows: int, stream: int, inputs: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Replays the forward; ``inputs`` are those of autograd, empty where it does not record."""
-        if inputs:
-            return apply(lambda flags: self.forward(given, addresses, rows, stream), *inputs)
-        return self.forward(given, addresses, rows, stream).outputs
+    @property
+    def positions(self) -> tuple[tuple[int, ...], ...]:
+        return self.kept, self.lent, self.inputs, self.reads, self.dead
+
+    def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
+        """Replays the forward on the pool, to which it adds its outputs."""
+        reads = self.reads
+        given, given_addresses = [pool[i] for i in reads], [addresses[i] for i in reads]
+        if self.inputs:
+            inputs = [pool[i] for i in self.inputs]
+            outputs = apply(lambda flags: self.forward(given, given_addresses, rows, stream), *inputs)
+        else:
+            outputs = self.forward(given, given_addresses, rows, stream).outputs
+        pool += outputs
+        addresses += map(Tensor.data_ptr, outputs)
+        for i in self.dead:
+            pool[i] = None
 
     def forward(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> ForwardResult:
         """The outputs, and what the backward needs."""
@@ -108,38 +153,9 @@ class CapturedStep(NamedTuple):
         """For any number of rows, from forwards of different ones; None where they do not fit together."""
         first, replay = several[0], replay_of([step.captured for step in several])
         for step in several:
-            if step.context is not first.context or (step.kept, step.lent) != (first.kept, first.lent):
+            if (
+                step._replace(replay=first.replay, captured=first.captured) != first
+                or step.context is not first.context
+            ):
                 return None
         return replay and first._replace(replay=replay)
-
-
-def capture_step(
-    step: EagerStep, x: Tensor, wanted: frozenset[str], contexts: list[CapturedContext]
-) -> tuple[ForwardResult, CapturedStep | None]:
-    """Runs a forward and captures it; None where it cannot be replayed.
-
-    Args:
-        contexts: those of captures with other numbers of rows, whose backwards are captured together. A context that
-            equals none of them is added.
-    """
-    with Capture(step.inputs(x)) as capture:
-        result = step.run(x, wanted)
-    rows = x.shape[0] if x.dim() else 0
-    captured = capture.result(rows, result.outputs, (*result.kept, *result.lent) if wanted else ())
-    if captured is None or (replay := replay_of([captured])) is None:
-        return result, None
-    ops = tuple([op for op in step.op.modules() if isinstance(op, Op)])
-    new = CapturedContext.of(result.context, ops)
-    context = next((context for context in contexts if context == new), new)
-    if context is new:
-        contexts.append(new)
-    count = len(result.kept)
-    replayed = CapturedStep(replay, replay.kept[:count], replay.kept[count:], context, captured)
-    return result._replace(context=context), replayed
-
-
-def _file(entry: Any, captured: Captured | None, rows: int) -> None:
-    """Files a captured backward under its form, and with those that differ in the number of rows alone."""
-    replay = None if captured is None else replay_of([captured])
-    entry.state = replay or UNSUPPORTED
-    entry.dynamic_rows.add(rows, replay and captured, replay_of)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.replay.program import stream_of
+from ...fuser.runtime.devices import stream_of
 from ...fuser.tracing import active, has_no_data, is_traced
 from ..kernels.problem import Matrices
 

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from ...fuser.replay.program import stream_of
+from ...fuser.runtime.devices import stream_of
 from ...fuser.tracing import has_no_data
 
 _shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()

@@ -30,17 +30,15 @@ class Emulation:
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
         self._hidden = 0
+        self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         return self._call(value) if callable(value) else value
 
-    def Launches(self) -> Any:
-        launches = self._module.Launches()
-        return SimpleNamespace(
-            run=self._call(launches.run), **{name: getattr(launches, name) for name in self._module.LAUNCHES}
-        )
+    def Capture(self, given: list[tuple[int, int]], rows: int) -> Any:
+        return _Capture(self._module.Capture(given, rows), self)
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -74,6 +72,33 @@ class Emulation:
             yield
         finally:
             self._library.emulation_set_seed(0)
+
+
+class _Capture:
+    """A capture of the extension; replays of its launches note their streams."""
+
+    def __init__(self, capture: Any, emulation: Emulation) -> None:
+        self._capture, self._emulation = capture, emulation
+
+    def __enter__(self) -> _Capture:
+        self._capture.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._capture.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._capture, name)
+
+    def launches(self, other: _Capture, positions: list[int]) -> Any:
+        launches = self._capture.launches(other._capture, positions)
+        if launches is None:
+            return None
+        run, streams = self._emulation._call(launches.run), self._emulation.streams
+        return SimpleNamespace(
+            run=lambda *arguments: (streams.append(arguments[-1]), run(*arguments)),
+            scratch_bytes=launches.scratch_bytes,
+        )
 
 
 class _Made:

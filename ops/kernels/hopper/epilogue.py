@@ -10,7 +10,7 @@ from torch import Tensor
 from ...activation_spec import ActivationSpec
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import curve_arguments, scale_arguments
+from .rows import activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -91,12 +91,21 @@ def forward(
     """
     p, bias, ((bias_address, pitch, _), bias_addresses), postact = problem, problem.bias, biases, first(problem.out)
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
-    bias_type = 0 if bias is None else TYPE_CODES[first(bias).dtype]
+    scales, scales_type = scale_arguments(epilogue.scales)
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
-        *_head(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
-        *(bias_address, bias_type, pitch, bias_addresses, address(bias_scale), *scale_arguments(epilogue.scales)),
-        *(address(epilogue.preact), postact.data_ptr(), workspace.data_ptr(), variant),
+        **_product(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
+        pre=address(epilogue.preact),
+        hidden=postact.data_ptr(),
+        bias=bias_address,
+        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
+        bias_pitch=pitch,
+        bias_addresses=bias_addresses,
+        bias_scale=address(bias_scale),
+        scales=scales,
+        scales_type=scales_type,
+        workspace=workspace.data_ptr(),
+        variant=variant,
     )
 
 
@@ -104,20 +113,45 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
-    size = library.backward_workspace_bytes(p.groups, p.rows, columns, grads.scales is not None, bias_columns)
+    scales, scales_type = scale_arguments(epilogue.scales)
+    size = library.backward_workspace_bytes(
+        groups=p.groups, tokens=p.rows, columns=columns, dscales=grads.scales is not None, bias_columns=bias_columns
+    )
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
-        *_head(p, epilogue.spec, columns, columns, weights),
-        *(*scale_arguments(epilogue.scales), epilogue.preact.data_ptr()),
-        *(grads.preact.data_ptr(), address(grads.scales), address(grads.postact)),
-        *(address(grads.bias), bias_type, workspace.data_ptr(), variant),
+        **_product(p, epilogue.spec, columns, columns, weights),
+        pre=epilogue.preact.data_ptr(),
+        dpre=grads.preact.data_ptr(),
+        scales=scales,
+        scales_type=scales_type,
+        dscales=address(grads.scales),
+        hidden=address(grads.postact),
+        dbias=address(grads.bias),
+        dbias_type=bias_type,
+        workspace=workspace.data_ptr(),
+        variant=variant,
     )
 
 
-def _head(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> tuple[Any, ...]:
+def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:
     """What both directions begin with: the activation, the stream, the product, its operands and groups."""
-    device, sizes = p.a.get_device(), p.split_sizes
-    where = device, stream(device), int(p.layout is Layout.NN)
-    product = TYPE_CODES[p.a.dtype], p.groups, p.rows, n, p.a.shape[1], p.a.data_ptr(), p.a.stride(0)
-    groups = sizes.data_ptr(), sizes.dtype == torch.int64
-    return *curve_arguments(spec, columns), *where, *product, *weights[0], weights[1], *groups
+    device, sizes, (first_weight, pitch, distance) = p.a.get_device(), p.split_sizes, weights[0]
+    return {
+        "activation": activation(spec, columns),
+        "layout": int(p.layout is Layout.NN),
+        "operand": TYPE_CODES[p.a.dtype],
+        "device": device,
+        "stream": stream(device),
+        "groups": p.groups,
+        "tokens": p.rows,
+        "n": n,
+        "k": p.a.shape[1],
+        "a": p.a.data_ptr(),
+        "a_pitch": p.a.stride(0),
+        "b": first_weight,
+        "b_pitch": pitch,
+        "b_group": distance,
+        "b_addresses": weights[1],
+        "sizes": sizes.data_ptr(),
+        "int64_sizes": sizes.dtype == torch.int64,
+    }

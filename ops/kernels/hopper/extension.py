@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def compiled() -> Any:
-    """The extension, or who notes its launches."""
-    watching = capture.current()
-    return library() if watching is None else _Noted(library(), watching)
+    """The extension. A capture that is active in this thread notes what it launches."""
+    return library()
 
 
 @cache
@@ -32,24 +31,14 @@ def library() -> Any:
     return _C
 
 
-class _Noted(NamedTuple):
-    """The extension, whose launches a capture is told of."""
+def _find_library() -> Any:
+    try:
+        return library()
+    except ImportError:
+        return None
 
-    library: Any
-    watching: capture.Capture
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self.library, name)
-        if name not in self.library.LAUNCHES:
-            if "stream:" in str(function.__doc__):
-                self.watching.refuse(f"{name} is a launch that cannot be kept")
-            return function
-
-        def launch(*arguments: Any) -> None:
-            function(*arguments)
-            self.watching.launched(self.library, name, arguments)
-
-        return launch
+capture.register_library(_find_library)
 
 
 def address(tensor: Tensor | None) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -36,35 +34,53 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
     shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
     counts, order, row_of_slot, workspace = (ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
+    weight, weights_type = scale_arguments(weights)
     compiled().route(
-        *(device, stream(device), ids.data_ptr(), ids.dtype == torch.int64, slots, num_experts),
-        *(*scale_arguments(weights), counts.data_ptr(), order.data_ptr(), row_of_slot.data_ptr()),
-        *(address(scales), workspace.data_ptr()),
+        device=device,
+        stream=stream(device),
+        ids=ids.data_ptr(),
+        int64_ids=ids.dtype == torch.int64,
+        slots=slots,
+        groups=num_experts,
+        sizes=counts.data_ptr(),
+        order=order.data_ptr(),
+        place=row_of_slot.data_ptr(),
+        counts=workspace.data_ptr(),
+        weights=weight,
+        weights_type=weights_type,
+        scales=address(scales),
     )
     return counts, order, row_of_slot, scales
 
 
 def spread(x: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
     """``out[row_of_slot[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``."""
-    compiled().spread_rows(*_rows(x, out, row_of_slot, counts), fill)
+    compiled().spread_rows(**_rows(x, out, row_of_slot, counts), fill=fill)
 
 
 def add(rows: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
     """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those before the last of ``counts``."""
-    compiled().sum_rows(*_rows(rows, out, row_of_slot, counts))
+    compiled().sum_rows(**_rows(rows, out, row_of_slot, counts))
 
 
 def of_slots(numbers: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
     """``out[t, j] = numbers[row_of_slot[t, j]]`` in float32, 0 for those from the last of ``counts`` on."""
-    device, addresses = row_of_slot.get_device(), (numbers.data_ptr(), row_of_slot.data_ptr(), _last(counts))
+    device = row_of_slot.get_device()
     compiled().numbers_of_slots(
-        device, stream(device), *addresses, row_of_slot.numel(), out.data_ptr(), TYPE_CODES[out.dtype]
+        device=device,
+        stream=stream(device),
+        rows=numbers.data_ptr(),
+        place=row_of_slot.data_ptr(),
+        all=_last(counts),
+        slots=row_of_slot.numel(),
+        out=out.data_ptr(),
+        type=TYPE_CODES[out.dtype],
     )
 
 
-@cache
 def _workspace(slots: int, num_experts: int) -> int:
-    return int(compiled().route_workspace_bytes(slots, num_experts)) // 4
+    """Asked at every call, so that a capture sees what the size depends on."""
+    return int(compiled().route_workspace_bytes(slots=slots, groups=num_experts)) // 4
 
 
 def _last(counts: Tensor) -> int:
@@ -72,7 +88,19 @@ def _last(counts: Tensor) -> int:
     return counts.data_ptr() + 4 * (counts.shape[0] - 1)
 
 
-def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, counts: Tensor) -> tuple[int, ...]:
+def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, counts: Tensor) -> dict[str, int]:
     device, (tokens, slots) = source.get_device(), row_of_slot.shape
-    numbers = TYPE_CODES[source.dtype], tokens, source.shape[1], slots, row_of_slot.data_ptr(), _last(counts)
-    return device, stream(device), *numbers, source.data_ptr(), source.stride(0), out.data_ptr(), out.stride(0)
+    return {
+        "device": device,
+        "stream": stream(device),
+        "type": TYPE_CODES[source.dtype],
+        "tokens": tokens,
+        "columns": source.shape[1],
+        "slots": slots,
+        "place": row_of_slot.data_ptr(),
+        "all": _last(counts),
+        "source": source.data_ptr(),
+        "source_pitch": source.stride(0),
+        "out": out.data_ptr(),
+        "out_pitch": out.stride(0),
+    }

@@ -14,7 +14,6 @@ from .extension import TYPE_CODES, address, compiled, stream
 from .gemm import LAYOUTS, one_or_each, operands_refusal
 
 NAME = hopper.NAME
-_Packed = tuple[int, int, int, bool, int, int, bool, int]
 
 
 def refusal(problem: RaggedGemm) -> str | None:
@@ -35,13 +34,28 @@ def run(problem: RaggedGemm) -> None:
     accumulate = p.beta is not None and (betas is not None or beta != 0)
     bias = None if p.bias is None else p.bias.contiguous()
     workspace = out.new_empty(_workspace_bytes(p.groups), dtype=torch.uint8)
-    (of_a, dims_of_a), (of_b, dims_of_b) = _packed(p.a), _packed(p.b)  # the dims live until the launch
+    (of_a, dims_of_a), (of_b, dims_of_b) = _packed("a", p.a), _packed("b", p.b)  # the dims live until the launch
     compiled().ragged_gemm(
-        *(LAYOUTS[p.layout], TYPE_CODES[p.a.dtype], TYPE_CODES[out.dtype], device, stream(device), p.groups),
-        *(of_a, of_b, out.data_ptr(), out.numel(), p.fresh, accumulate),
-        *((0, 0, 0) if bias is None else (bias.data_ptr(), TYPE_CODES[bias.dtype], bias.shape[1])),
-        *(address(alphas), alpha, address(betas), beta),
-        workspace.data_ptr(),
+        layout=LAYOUTS[p.layout],
+        operand=TYPE_CODES[p.a.dtype],
+        output=TYPE_CODES[out.dtype],
+        device=device,
+        stream=stream(device),
+        groups=p.groups,
+        **of_a,
+        **of_b,
+        out=out.data_ptr(),
+        out_elements=out.numel(),
+        zero_tail=p.fresh,
+        accumulate=accumulate,
+        bias=address(bias),
+        bias_type=0 if bias is None else TYPE_CODES[bias.dtype],
+        bias_pitch=0 if bias is None else bias.shape[1],
+        alphas=address(alphas),
+        alpha=alpha,
+        betas=address(betas),
+        beta=beta,
+        workspace=workspace.data_ptr(),
     )
     del dims_of_a, dims_of_b
     if not p.fresh:
@@ -53,17 +67,19 @@ def _workspace_bytes(groups: int) -> int:
     return int(compiled().ragged_workspace_bytes(groups))
 
 
-def _packed(t: GroupedTensor) -> tuple[_Packed, tuple[Tensor | None, Tensor | None]]:
+def _packed(name: str, t: GroupedTensor) -> tuple[dict[str, int], tuple[Tensor | None, Tensor | None]]:
     """The matrices as the extension wants them, and the tensors of dims to which that points."""
-    rows, columns = _dims(t.rows), _dims(t.columns)
-    return (t.data.data_ptr(), t.data.numel(), *rows[0], *columns[0]), (rows[1], columns[1])
+    rows, columns = _dims(f"{name}_rows", t.rows), _dims(f"{name}_columns", t.columns)
+    data = {name: t.data.data_ptr(), f"{name}_elements": t.data.numel()}
+    return {**data, **rows[0], **columns[0]}, (rows[1], columns[1])
 
 
-def _dims(dims: Tensor | int) -> tuple[tuple[int, bool, int], Tensor | None]:
+def _dims(name: str, dims: Tensor | int) -> tuple[dict[str, int], Tensor | None]:
+    """A number for all groups, or one for each on the device, and the tensor that holds these."""
     if isinstance(dims, int):
-        return (0, False, dims), None
+        return {name: 0, f"{name}_int64": 0, f"{name}_uniform": dims}, None
     dims = dims.contiguous()
-    return (dims.data_ptr(), dims.dtype == torch.int64, 0), dims
+    return {name: dims.data_ptr(), f"{name}_int64": dims.dtype == torch.int64, f"{name}_uniform": 0}, dims
 
 
 def _factor_refusal(p: RaggedGemm) -> str | None:

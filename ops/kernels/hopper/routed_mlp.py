@@ -63,7 +63,7 @@ class RoutedMlp:
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
         self._run = compiled().RoutedMlp(
-            *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
+            *(*rows.activation(e.spec, e.columns), TYPE_CODES[self.dtype]),
             *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
             *(hopper.addressing(e.up)[0], hopper.addressing(e.down)[0], *biases[0], *biases[1], bias_type),
         )

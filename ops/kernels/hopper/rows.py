@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,29 +55,44 @@ def _device_refusal(rows: Tensor) -> str | None:
 
 def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
     """``out`` [..., F] = activation of ``preact`` [..., C], times ``scales`` [...], rounded once."""
-    columns = out.shape[-1]
-    addresses = preact.data_ptr(), *scale_arguments(scales), out.data_ptr()
-    compiled().activate(*curve_arguments(spec, columns), *_rows(preact, columns), *addresses)
+    scale, scales_type = scale_arguments(scales)
+    compiled().activate(
+        **_rows(preact, spec, out.shape[-1]),
+        pre=preact.data_ptr(),
+        hidden=out.data_ptr(),
+        scales=scale,
+        scales_type=scales_type,
+    )
 
 
 def backward(
     dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
     """From ``dpostact`` [..., F] what ``out`` holds tensors for; the activation is computed again from ``preact``."""
-    columns = dpostact.shape[-1]
-    inputs = dpostact.data_ptr(), preact.data_ptr(), *scale_arguments(scales)
-    grads = map(address, (out.preact, out.scales, out.postact))
-    compiled().activate_backward(*curve_arguments(spec, columns), *_rows(preact, columns), *inputs, *grads)
+    scale, scales_type = scale_arguments(scales)
+    compiled().activate_backward(
+        **_rows(preact, spec, dpostact.shape[-1]),
+        dhidden=dpostact.data_ptr(),
+        pre=preact.data_ptr(),
+        scales=scale,
+        scales_type=scales_type,
+        dpre=address(out.preact),
+        dscales=address(out.scales),
+        hidden=address(out.postact),
+    )
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order."""
     scale = None if scale is None else scale.float().contiguous()
-    (tokens, columns), groups = rows.shape, split_sizes.shape[0]
-    workspace = rows.new_empty(compiled().column_sums_workspace(tokens, columns, groups), dtype=torch.uint8)
-    factors = address(scale)
+    size = compiled().column_sums_workspace(tokens=rows.shape[0], columns=rows.shape[1], groups=split_sizes.shape[0])
+    workspace = rows.new_empty(size, dtype=torch.uint8)
     compiled().column_sums(
-        *_of_groups(rows, split_sizes), factors, out.data_ptr(), TYPE_CODES[out.dtype], workspace.data_ptr()
+        **_of_groups(rows, split_sizes),
+        scale=address(scale),
+        out=out.data_ptr(),
+        out_type=TYPE_CODES[out.dtype],
+        workspace=workspace.data_ptr(),
     )
     torch.autograd.graph.increment_version(out)
 
@@ -86,7 +102,12 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     matrix = stacked(vectors)
     matrix = (matrix if matrix.dtype in (rows.dtype, torch.float32) else matrix.float()).contiguous()
     dots = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    compiled().row_dots(*_of_groups(rows, split_sizes), matrix.data_ptr(), TYPE_CODES[matrix.dtype], dots.data_ptr())
+    compiled().row_dots(
+        **_of_groups(rows, split_sizes),
+        vectors=matrix.data_ptr(),
+        vectors_type=TYPE_CODES[matrix.dtype],
+        out=dots.data_ptr(),
+    )
     if dots is not out:
         out.copy_(dots)
     torch.autograd.graph.increment_version(out)
@@ -95,18 +116,36 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
     size, device = out.element_size(), out.get_device()
-    row_bytes = out.shape[1] * size if out.dim() == 2 else size
-    rows = out.data_ptr(), out.shape[0], row_bytes, out.stride(0) * size
-    is_int64 = split_sizes.dtype == torch.int64
-    compiled().zero_tail(device, stream(device), *rows, split_sizes.data_ptr(), split_sizes.shape[0], is_int64)
+    compiled().zero_tail(
+        device=device,
+        stream=stream(device),
+        data=out.data_ptr(),
+        tokens=out.shape[0],
+        row_bytes=out.shape[1] * size if out.dim() == 2 else size,
+        pitch_bytes=out.stride(0) * size,
+        groups=split_sizes.shape[0],
+        sizes=split_sizes.data_ptr(),
+        int64_sizes=split_sizes.dtype == torch.int64,
+    )
+
+
+class Activation(NamedTuple):
+    """An activation as the extension wants it, which goes by the order."""
+
+    curve: int
+    gated: bool
+    alpha: float
+    limit: float
+    linear_offset: float
+    block: int
 
 
 @cache
-def curve_arguments(spec: ActivationSpec, columns: int) -> tuple[int, bool, float, float, float, int]:
-    """An activation with that many output columns, as the extension wants it."""
+def activation(spec: ActivationSpec, columns: int) -> Activation:
+    """An activation with that many output columns."""
     alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
     limit = math.inf if spec.limit is None else spec.limit
-    return _CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns
+    return Activation(_CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)
 
 
 def scale_arguments(scales: Tensor | None) -> tuple[int, int]:
@@ -114,18 +153,29 @@ def scale_arguments(scales: Tensor | None) -> tuple[int, int]:
     return (0, 0) if scales is None else (scales.data_ptr(), TYPE_CODES[scales.dtype])
 
 
-def _rows(preact: Tensor, columns: int) -> tuple[int, int, int, int, int]:
+def _rows(preact: Tensor, spec: ActivationSpec, columns: int) -> dict[str, Any]:
     device = preact.get_device()
-    return device, stream(device), TYPE_CODES[preact.dtype], preact.numel() // max(1, preact.shape[-1]), columns
+    return {
+        "activation": activation(spec, columns),
+        "device": device,
+        "stream": stream(device),
+        "type": TYPE_CODES[preact.dtype],
+        "rows": preact.numel() // max(1, preact.shape[-1]),
+        "columns": columns,
+    }
 
 
-def _of_groups(rows: Tensor, split_sizes: Tensor) -> tuple[int, int, int, int, int, int, int, int, int, bool]:
-    dense = (
-        rows.get_device(),
-        stream(rows.get_device()),
-        rows.data_ptr(),
-        TYPE_CODES[rows.dtype],
-        *rows.shape,
-        rows.stride(0),
-    )
-    return (*dense, split_sizes.data_ptr(), split_sizes.shape[0], split_sizes.dtype == torch.int64)
+def _of_groups(rows: Tensor, split_sizes: Tensor) -> dict[str, Any]:
+    device = rows.get_device()
+    return {
+        "device": device,
+        "stream": stream(device),
+        "rows": rows.data_ptr(),
+        "type": TYPE_CODES[rows.dtype],
+        "tokens": rows.shape[0],
+        "columns": rows.shape[1],
+        "pitch": rows.stride(0),
+        "groups": split_sizes.shape[0],
+        "sizes": split_sizes.data_ptr(),
+        "int64_sizes": split_sizes.dtype == torch.int64,
+    }

@@ -1,0 +1,369 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every launch of the extension as a value, with the names of its fields. 0 for an address that is not wanted.
+#pragma once
+#include <string>
+
+#include "fusible/activation.h"
+#include "fusible/fused_gemm.h"
+#include "fusible/group_rows.h"
+#include "fusible/grouped_gemm.h"
+#include "fusible/launches.h"
+#include "fusible/ragged_gemm.h"
+#include "fusible/routing.h"
+#include "fusible/zeroing.h"
+
+namespace fusible {
+
+template <class Visitor>
+void visit_stream(Visitor& v, OnStream& launch) {
+  v.field("device", launch.device), v.field("stream", launch.stream);
+}
+
+template <class Visitor>
+void visit_sizes(Visitor& v, SplitSizes& sizes) {
+  v.field("sizes", sizes.sizes), v.field("int64_sizes", sizes.int64_sizes);
+}
+
+template <class Visitor>
+void visit_scales(Visitor& v, RowScale& scales) {
+  v.field("scales", scales.data), v.field("scales_type", scales.type);
+}
+
+// A grouped GEMM; `bias` and what follows it in the epilogue are the call's own.
+struct GemmLaunch : OnStream {
+  GroupedGemm gemm{};
+  Addresses b_addresses, out_addresses, bias_addresses;
+
+  template <class Visitor>
+  void visit_product(Visitor& v) {
+    GemmProblem& p = gemm.problem;
+    v.field("layout", p.layout), v.field("operand", p.operand), visit_stream(v, *this);
+    v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n), v.field("k", p.k);
+    v.field("a", gemm.a.data), v.field("a_pitch", gemm.a.pitch);
+    v.field("b", gemm.b.data), v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
+    v.field("b_addresses", b_addresses), visit_sizes(v, gemm.sizes);
+  }
+  template <class Visitor>
+  void visit_bias(Visitor& v) {
+    MatrixView& bias = gemm.epilogue.bias;
+    v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
+    v.field("bias_addresses", bias_addresses), v.field("bias_scale", gemm.epilogue.bias_scale);
+  }
+  template <class Visitor>
+  void visit_schedule(Visitor& v) {
+    v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
+  }
+  void complete() {
+    const GemmProblem& p = gemm.problem;
+    gemm.a.type = gemm.b.type = p.operand, gemm.out.type = p.output;
+    gemm.sizes.groups = static_cast<int>(p.groups);
+    gemm.b.addresses = b_addresses, gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
+    gemm.problem.scale_bias = gemm.epilogue.bias.data || !bias_addresses.empty();
+    gemm.zeroed = false;
+  }
+};
+
+struct GroupedGemmLaunch : GemmLaunch {
+  static constexpr const char* kName = "grouped_gemm";
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    EpilogueArguments& e = gemm.epilogue;
+    visit_product(v);
+    v.field("output", gemm.problem.output), v.field("m", gemm.problem.m);
+    v.field("out", gemm.out.data), v.field("out_pitch", gemm.out.pitch), v.field("out_group", gemm.out.group_stride);
+    v.field("out_addresses", out_addresses), v.field("accumulate", gemm.accumulate);
+    v.optional();
+    visit_bias(v);
+    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("alpha", e.alpha);
+    v.field("betas", gemm.betas), v.field("beta", gemm.beta);
+    visit_schedule(v);
+    v.field("zero_tail", gemm.zero_tail);
+  }
+  void complete() {
+    const EpilogueArguments& e = gemm.epilogue;
+    GemmLaunch::complete();
+    gemm.problem.scale_bias |= e.row_scale || e.bias_scale || e.alphas || e.alpha != 1;
+  }
+  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
+  void run() const { grouped_gemm(gemm, device, stream); }
+};
+
+// With `pre` 0, the product is not kept.
+struct LinearActivationLaunch : GemmLaunch {
+  static constexpr const char* kName = "linear_activation";
+  Activation activation{};
+  RowScale scales{};
+  const void* pre = nullptr;
+  void* hidden = nullptr;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", activation), visit_product(v);
+    v.field("pre", pre), v.field("hidden", hidden);
+    v.optional();
+    visit_bias(v), visit_scales(v, scales), visit_schedule(v);
+  }
+  void complete() {
+    gemm.problem.output = gemm.problem.operand;
+    gemm.out = {pre, gemm.problem.operand, gemm.problem.n, 0};
+    GemmLaunch::complete();
+  }
+  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
+  void run() const { linear_activation({gemm, activation, scales, hidden}, device, stream); }
+};
+
+struct LinearActivationBackwardLaunch : GemmLaunch {
+  static constexpr const char* kName = "linear_activation_backward";
+  Activation activation{};
+  RowScale scales{};
+  const void* pre = nullptr;
+  void *dpre = nullptr, *dscales = nullptr, *hidden = nullptr, *dbias = nullptr;
+  DType dbias_type = DType::kFloat32;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", activation), visit_product(v);
+    v.field("pre", pre), v.field("dpre", dpre);
+    v.optional();
+    visit_scales(v, scales);
+    v.field("dscales", dscales), v.field("hidden", hidden), v.field("dbias", dbias), v.field("dbias_type", dbias_type);
+    visit_schedule(v);
+  }
+  void complete() {
+    gemm.problem.output = gemm.problem.operand;
+    GemmLaunch::complete();
+  }
+  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
+  void run() const {
+    linear_activation_backward({gemm, activation, scales, pre, dpre, dscales, hidden, dbias, dbias_type}, device,
+                               stream);
+  }
+};
+
+struct BackwardWorkspace {
+  static constexpr const char* kName = "backward_workspace_bytes";
+  int64_t groups = 0, tokens = 0, columns = 0;
+  bool dscales = false;
+  int64_t bias_columns = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("groups", groups), v.rows("tokens", tokens), v.field("columns", columns);
+    v.field("dscales", dscales), v.field("bias_columns", bias_columns);
+  }
+  int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns); }
+};
+
+struct RaggedGemmLaunch : OnStream {
+  static constexpr const char* kName = "ragged_gemm";
+  RaggedGemm call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    MatrixView& bias = call.epilogue.bias;
+    v.field("layout", call.layout), v.field("operand", call.operand), v.field("output", call.output);
+    visit_stream(v, *this), v.field("groups", call.groups);
+    visit_packed(v, kOfA, call.a), visit_packed(v, kOfB, call.b);
+    v.field("out", call.out), v.rows("out_elements", call.out_elements);
+    v.field("zero_tail", call.zero_tail), v.field("accumulate", call.accumulate);
+    v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
+    v.field("alphas", call.epilogue.alphas), v.field("alpha", call.epilogue.alpha);
+    v.field("betas", call.betas), v.field("beta", call.beta), v.field("workspace", call.workspace);
+  }
+  void complete() {
+    for (PackedMatrices* packed : {&call.a, &call.b})
+      packed->rows.sizes.groups = packed->columns.sizes.groups = static_cast<int>(call.groups);
+  }
+  void run() const { ragged_gemm(call, device, stream); }
+
+ private:
+  // Data, elements, then for rows and columns: dims on the device (0: the number for all groups), whether they are
+  // int64, the number.
+  using Names = const char* [8];
+  static constexpr Names kOfA = {"a",         "a_elements",      "a_rows",           "a_rows_int64", "a_rows_uniform",
+                                 "a_columns", "a_columns_int64", "a_columns_uniform"};
+  static constexpr Names kOfB = {"b",         "b_elements",      "b_rows",           "b_rows_int64", "b_rows_uniform",
+                                 "b_columns", "b_columns_int64", "b_columns_uniform"};
+  template <class Visitor>
+  static void visit_packed(Visitor& v, const Names& names, PackedMatrices& m) {
+    v.field(names[0], m.data), v.rows(names[1], m.elements);
+    v.field(names[2], m.rows.sizes.sizes), v.field(names[3], m.rows.sizes.int64_sizes),
+        v.rows(names[4], m.rows.uniform);
+    v.field(names[5], m.columns.sizes.sizes), v.field(names[6], m.columns.sizes.int64_sizes);
+    v.rows(names[7], m.columns.uniform);
+  }
+};
+
+struct ActivateLaunch : OnStream {
+  static constexpr const char* kName = "activate";
+  ActivationForward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("rows", call.rows), v.field("columns", call.columns), v.field("pre", call.pre);
+    v.field("hidden", call.hidden);
+    v.optional();
+    visit_scales(v, call.scales);
+  }
+  void complete() {}
+  void run() const { activate(call, device, stream); }
+};
+
+struct ActivateBackwardLaunch : OnStream {
+  static constexpr const char* kName = "activate_backward";
+  ActivationBackward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("rows", call.rows), v.field("columns", call.columns);
+    v.field("dhidden", call.dhidden), v.field("pre", call.pre);
+    v.optional();
+    visit_scales(v, call.scales);
+    v.field("dpre", call.dpre), v.field("dscales", call.dscales), v.field("hidden", call.hidden);
+  }
+  void complete() {}
+  void run() const { activate_backward(call, device, stream); }
+};
+
+struct ZeroTailLaunch : OnStream {
+  static constexpr const char* kName = "zero_tail";
+  BufferRows rows{};
+  SplitSizes sizes{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("data", rows.data), v.rows("tokens", rows.tokens);
+    v.field("row_bytes", rows.row_bytes), v.field("pitch_bytes", rows.pitch_bytes);
+    v.field("groups", sizes.groups), visit_sizes(v, sizes);
+  }
+  void complete() {}
+  void run() const { zero({{}, {{rows, sizes}}}, device, stream); }
+};
+
+template <class Visitor>
+void visit_rows(Visitor& v, DenseRows& rows, SplitSizes& sizes) {
+  v.field("rows", rows.data), v.field("type", rows.type), v.rows("tokens", rows.tokens);
+  v.field("columns", rows.columns), v.field("pitch", rows.pitch), v.field("groups", sizes.groups);
+  visit_sizes(v, sizes);
+}
+
+struct ColumnSumsLaunch : OnStream {
+  static constexpr const char* kName = "column_sums";
+  ColumnSums call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("scale", call.scale);
+    v.field("out", call.out), v.field("out_type", call.out_type), v.field("workspace", call.workspace);
+  }
+  void complete() {}
+  void run() const { column_sums(call, device, stream); }
+};
+
+struct ColumnSumsWorkspace {
+  static constexpr const char* kName = "column_sums_workspace";
+  int64_t tokens = 0, columns = 0;
+  int groups = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("columns", columns), v.field("groups", groups);
+  }
+  int64_t bytes() const { return column_sums_workspace(tokens, columns, groups); }
+};
+
+struct RowDotsLaunch : OnStream {
+  static constexpr const char* kName = "row_dots";
+  RowDots call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("vectors", call.vectors);
+    v.field("vectors_type", call.vectors_type), v.field("out", call.out);
+  }
+  void complete() {}
+  void run() const { row_dots(call, device, stream); }
+};
+
+struct RouteLaunch : OnStream {
+  static constexpr const char* kName = "route";
+  Route call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
+    v.rows("slots", call.slots), v.field("groups", call.groups), v.field("sizes", call.sizes);
+    v.field("order", call.order), v.field("place", call.place), v.field("counts", call.counts);
+    v.optional();
+    v.field("weights", call.weights.data), v.field("weights_type", call.weights.type), v.field("scales", call.scales);
+  }
+  void complete() {}
+  void run() const { route(call, device, stream); }
+};
+
+struct RouteWorkspace {
+  static constexpr const char* kName = "route_workspace_bytes";
+  int64_t slots = 0;
+  int groups = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("slots", slots), v.field("groups", groups);
+  }
+  int64_t bytes() const { return route_workspace_bytes(slots, groups); }
+};
+
+template <class Visitor>
+void visit_routed(Visitor& v, RoutedRows& call) {
+  v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
+  v.field("slots", call.slots), v.field("place", call.place), v.field("all", call.all);
+  v.field("source", call.from), v.field("source_pitch", call.from_pitch);
+  v.field("out", call.to), v.field("out_pitch", call.to_pitch);
+}
+
+struct SpreadRowsLaunch : OnStream {
+  static constexpr const char* kName = "spread_rows";
+  RoutedRows call{};
+  bool fill = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_routed(v, call), v.field("fill", fill);
+  }
+  void complete() {}
+  void run() const { spread_rows(call, fill, device, stream); }
+};
+
+struct SumRowsLaunch : OnStream {
+  static constexpr const char* kName = "sum_rows";
+  RoutedRows call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_routed(v, call);
+  }
+  void complete() {}
+  void run() const { sum_rows(call, device, stream); }
+};
+
+struct NumbersOfSlotsLaunch : OnStream {
+  static constexpr const char* kName = "numbers_of_slots";
+  const float* rows = nullptr;
+  const int32_t *place = nullptr, *all = nullptr;
+  int64_t slots = 0;
+  void* out = nullptr;
+  DType type = DType::kFloat32;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("rows", rows), v.field("place", place), v.field("all", all);
+    v.rows("slots", slots), v.field("out", out), v.field("type", type);
+  }
+  void complete() {}
+  void run() const { numbers_of_slots(rows, place, all, slots, out, type, device, stream); }
+};
+
+}  // namespace fusible

@@ -1,0 +1,30 @@
+"""Devices whose work is launched rather than done: the host waits for their values, and launches can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+current_stream: dict[str, Callable[[int], int]] = {"cuda": getattr(torch._C, "_cuda_getCurrentRawStream", int)}
+"""For each type of such devices, what gives the address of the current stream of the device with an index."""
+
+
+def stream_of(tensor: Tensor) -> int:
+    """The address of the current stream of a tensor's device, without an object for it; 0 where there are none."""
+    device = tensor.device
+    return current_stream[device.type](device.index) if device.type in current_stream else 0
+
+
+@contextmanager
+def simulated(device_type: str, stream: int = 0) -> Iterator[None]:
+    """For the body, calls on devices of the type are captured and replayed as on a GPU. For tests."""
+    before = current_stream.copy()
+    current_stream[device_type] = {None: stream, 0: stream}.__getitem__
+    try:
+        yield
+    finally:
+        current_stream.clear()
+        current_stream.update(before)
