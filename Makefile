@@ -45,7 +45,7 @@ wheels: ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is h
 	.ci/wheels
 
 clean: ## takes away .venv and everything that was built
-	rm -rf $(VENV) build dist fusible.egg-info
+	rm -rf $(VENV) build dist src/fusible.egg-info
 
 # installs what a list in pyproject.toml names, the package itself not being needed for it
 install_listed = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt && $(PIP) install -q -r $@.txt
