@@ -38,12 +38,14 @@ SLOW = {
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Says what is left out."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what was left out."""
     if "not slow" not in config.option.markexpr:
-        return []
-    files = [f"  {name}: {why}" for name, why in SLOW.items()]
-    return ["left out as slow (make test-all runs them):", *files, "  elsewhere: what runs the kernels on the CPU"]
+        return
+    terminalreporter.section("left out as slow: make test-all runs it")
+    for name, why in SLOW.items():
+        terminalreporter.line(f"{name}: {why}")
+    terminalreporter.line("and in other files, what runs the kernels on the CPU")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
