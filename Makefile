@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 10000
 CUDA_SOURCES := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types bench wheels clean
+.PHONY: help demo test test-all lint types docs bench wheels clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -35,6 +35,9 @@ lint: $(VENV)/installed ## style, format
 types: $(VENV)/installed ## types, strictly
 	$(BIN)/mypy
 
+docs: $(VENV)/docs ## the documentation as a site in build/site; fails on broken links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q
+
 bench: $(VENV)/installed ## times the experts against what people write by hand
 	$(BIN)/python -m fusible bench $(ARGS)
 
@@ -42,7 +45,7 @@ wheels: ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is h
 	.ci/wheels
 
 clean: ## takes away .venv and everything that was built
-	rm -rf $(VENV) build dist fusible.egg-info
+	rm -rf $(VENV) build dist src/fusible.egg-info
 
 # installs what a list in pyproject.toml names, the package itself not being needed for it
 install_listed = $(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); print(*$(1), sep="\n")' > $@.txt && $(PIP) install -q -r $@.txt
@@ -52,6 +55,11 @@ $(VENV)/tools: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("fusible needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install -q pip; }
 	$(call install_listed,p["build-system"]["requires"])
+	@touch $@
+
+# with what builds the documentation, which reads the sources and imports nothing
+$(VENV)/docs: $(VENV)/tools
+	$(call install_listed,p["project"]["optional-dependencies"]["docs"])
 	@touch $@
 
 # with what the package needs. Torch is a large download, whose progress pip shows.

@@ -33,6 +33,7 @@ LIBRARY = BUILD / "_C.so"  # copied to where setuptools wants it
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 FLAGS = f"-O3 -std=c++20 {ARCHITECTURE} -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v -Icsrc"
 OLDEST_NVCC = (12, 4)
+PACKAGES = Path("src")  # not the root, where an import would find the tree instead of what is installed
 OPS = Path("fusible", "ops")
 NOTE = "left_out.txt"  # in the package: why it has no kernels; `fusible info` reads it
 
@@ -206,7 +207,7 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         super().run()
-        note_what_is_left_out(ROOT / OPS if self.editable_mode else Path(self.build_lib) / OPS)
+        note_what_is_left_out(ROOT / PACKAGES / OPS if self.editable_mode else Path(self.build_lib) / OPS)
 
 
 class BuildKernels(build_ext):
@@ -215,7 +216,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         super().run()
         if self.inplace:
-            note_what_is_left_out(ROOT / OPS)
+            note_what_is_left_out(ROOT / PACKAGES / OPS)
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).absolute()
@@ -269,8 +270,9 @@ class ListKernels(Command):
 
 
 setup(
-    packages=find_packages(include=["fusible", "fusible.*"]),
-    package_data={"fusible": ["py.typed"], "fusible.ops": ["*.pyi"]},
+    package_dir={"": str(PACKAGES)},
+    packages=find_packages(str(PACKAGES), include=["fusible", "fusible.*"]),
+    package_data={"fusible": ["py.typed", "csrc/device/*.cuh"], "fusible.ops": ["*.pyi"]},
     ext_modules=[Extension("fusible.ops._C", sources=[])] if left_out() is None else [],
     cmdclass={"build_py": BuildPackage, "build_ext": BuildKernels, "kernels": ListKernels},
 )

@@ -21,13 +21,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 SLOW = {
     "test_benchmarks": "times and draws",
     "test_compile": "compiles with torch.compile",
+    "test_compile_functional": "compiles with torch.compile",
     "test_compile_guards": "compiles with torch.compile",
     "test_computed_parameters": "compiles with torch.compile",
     "test_configuration": "compiles csrc with g++",
+    "test_demo": "trains",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
+    "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
     "test_replay": "compiles csrc with g++",
     "test_transformers_compile": "compiles with torch.compile",
@@ -35,12 +38,14 @@ SLOW = {
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Says what is left out."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says what was left out."""
     if "not slow" not in config.option.markexpr:
-        return []
-    files = [f"  {name}: {why}" for name, why in SLOW.items()]
-    return ["left out as slow (make test-all runs them):", *files, "  elsewhere: what runs the kernels on the CPU"]
+        return
+    terminalreporter.section("left out as slow: make test-all runs it")
+    for name, why in SLOW.items():
+        terminalreporter.line(f"{name}: {why}")
+    terminalreporter.line("and in other files, what runs the kernels on the CPU")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers

@@ -36,7 +36,7 @@ def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (home / "bin").mkdir(parents=True)
     (home / "bin" / "nvcc").write_text(NVCC)
     (home / "bin" / "nvcc").chmod(0o755)
-    (tree / "fusible" / "ops").mkdir(parents=True)
+    (tree / "src" / "fusible" / "ops").mkdir(parents=True)
     shutil.copy(ROOT / "setup.py", tree)
     shutil.copytree(ROOT / "csrc", tree / "csrc")
     return tree
@@ -54,11 +54,11 @@ def test_builds_at_any_path(checkout: Path) -> None:
     for _ in range(2):  # a second build finds all of it
         done = build(checkout)
         assert done.returncode == 0, done.stdout + done.stderr
-    (library,) = (checkout / "fusible" / "ops").iterdir()
+    (library,) = (checkout / "src" / "fusible" / "ops").iterdir()
 
     assert library.name.startswith("_C.")
     assert library.read_text() == "object\n"
-    assert {path.name for path in checkout.iterdir()} == {"setup.py", "csrc", "fusible", "build"}
+    assert {path.name for path in checkout.iterdir()} == {"setup.py", "csrc", "src", "build"}
     assert {path.name for path in checkout.parent.iterdir()} == {checkout.name}
 
 
@@ -83,7 +83,7 @@ def pretend(tree: Path, capabilities: str) -> str:
 
 def note_in(tree: Path) -> str:
     """What the package says about kernels that it does not have."""
-    return (tree / "fusible" / "ops" / "left_out.txt").read_text()
+    return (tree / "src" / "fusible" / "ops" / "left_out.txt").read_text()
 
 
 @pytest.mark.parametrize("checkout", ["plain"], indirect=True)
@@ -109,7 +109,7 @@ def test_auto_compiles_where_a_hopper_gpu_is_visible(checkout: Path) -> None:
     done = build(checkout, FUSIBLE_BUILD_CUDA="auto", PATH=pretend(checkout, "8.9\n9.0\n"))
 
     assert done.returncode == 0, done.stderr
-    (library,) = (checkout / "fusible" / "ops").iterdir()  # no note any more
+    (library,) = (checkout / "src" / "fusible" / "ops").iterdir()  # no note any more
     assert library.name.startswith("_C.")
 
 

@@ -20,7 +20,9 @@ from fusible.benchmarks import measured_plot
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
-WITHOUT_CODE = {f"docs/{name}.md" for name in ("design", "experiments", "glossary", "kernels", "measured")}
+WITHOUT_CODE = {
+    f"docs/{name}.md" for name in ("design", "experiments", "glossary", "index", "kernels", "measured", "support")
+}
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 

@@ -44,7 +44,12 @@ def test_two_processes_train_as_one(devices: str) -> None:
     """Twenty steps, in float32 and with bfloat16 parameters; see the example."""
     if devices and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": devices}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": devices,
+    }
     command = [sys.executable, str(ROOT / "examples" / "fsdp.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 

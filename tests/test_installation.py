@@ -60,7 +60,7 @@ def test_the_command_line_needs_torch_and_networkx_only() -> None:
     """`make demo` installs no more."""
     code = """
 import sys
-sys.path.insert(0, ".")
+sys.path.insert(0, "src")
 for name in ("numpy", "matplotlib", "transformers", "pytest", "setuptools"):
     sys.modules[name] = None
 import fusible.__main__

@@ -26,7 +26,7 @@ def sources(*folders: str) -> Iterator[Path]:
 
 def run(code: str) -> str:
     """What a fresh interpreter prints, started outside the tree."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,10 +35,10 @@ def run(code: str) -> str:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_links_are_relative(package: str) -> None:
-    link = ROOT / "fusible" / package
+    link = ROOT / "src" / "fusible" / package
 
     assert link.is_symlink()
-    assert os.readlink(link) == f"../{package}"
+    assert os.readlink(link) == f"../../{package}"
 
 
 def test_every_module_loads_once_and_every_fusion_registers_once() -> None:
@@ -54,12 +54,12 @@ for module in pkgutil.walk_packages(fusible.__path__, "fusible."):
     if not module.name.endswith(left_out):
         importlib.import_module(module.name)
 files = Counter(Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None))
-root = Path(fusible.__file__).resolve().parent.parent
+root = Path(fusible.__file__).resolve().parents[2]
 ours = {f: n for f, n in files.items() if f.is_relative_to(root) and f.relative_to(root).parts[0] in FOLDERS}
 print([str(f) for f, n in ours.items() if n > 1])
 print(len(ours) > 40)
 """
-    fusions, twice, many = run(f"FOLDERS = {('fusible', *PACKAGES)}\n{code}").splitlines()
+    fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
     assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'RoutedMLP']"
     assert twice == "[]"
@@ -96,12 +96,12 @@ def test_library_does_not_import_benchmarks_or_examples() -> None:
     assert [i for i in imports("fuser", "ops", "integrations") if {"benchmarks", "examples"} & {*i[1].split(".")}] == []
 
 
-@pytest.mark.parametrize("name", ["conftest.py", "__init__.py"])
+@pytest.mark.parametrize("name", ["conftest.py", "__init__.py", "fusible"])  # it would hide what is installed
 def test_root_is_no_package(name: str) -> None:
     assert not (ROOT / name).exists()
 
 
-@pytest.mark.parametrize("path", [*sources("fusible", *PACKAGES)], ids=lambda p: f"{p.parent.name}/{p.name}")
+@pytest.mark.parametrize("path", [*sources("src/fusible", *PACKAGES)], ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_functions_are_short(path: Path) -> None:
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
 

@@ -96,3 +96,10 @@ def test_commands_of_contributors_exist() -> None:
     assert targets
     for target in " ".join(targets).split():
         assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), target
+
+
+def test_what_the_quick_tests_leave_out_exists() -> None:
+    names = re.findall(r'^    "(test_\w+)": "', read("tests/conftest.py"), re.MULTILINE)
+
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / "tests" / f"{name}.py").is_file()] == []

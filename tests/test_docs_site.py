@@ -1,0 +1,59 @@
+"""The site of the documentation: its pages are all there, its reference has every public name, its tables every op."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import fusible
+from fusible.fuser import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MODULES = {"__version__", "integrations"}  # are public, but no object to document
+NO_OPS = {"Composite", "FusedOp", "Op"}  # to derive from
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+    assert sorted(listed) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+def test_every_public_name_has_one_entry_in_the_reference() -> None:
+    pages = "\n".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
+    entries = Counter(re.findall(r"^::: fusible\.(\w+)$", pages, re.MULTILINE))
+
+    assert entries == Counter(set(fusible.__all__) - MODULES)
+
+
+def test_readme_and_reference_name_the_same() -> None:
+    table = (ROOT / "README.md").read_text().split("\n## API\n\n")[1].split("\n\n")[0]
+
+    assert {*re.findall(r"`(\w+)`", table)} - {"fusible"} == set(fusible.__all__) - MODULES
+
+
+def by_op() -> dict[str, set[str]]:
+    """The ops of the table, and the fusions that take them."""
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \|", (DOCS / "support.md").read_text().split("## By op")[1], re.MULTILINE)
+    return {op: {*re.findall(r"`(\w+)`", taken)} for ops, taken in rows for op in re.findall(r"`(\w+)`", ops)}
+
+
+def test_every_op_is_in_the_table() -> None:
+    public = {name: getattr(fusible, name) for name in fusible.__all__}
+    ops = {n for n, o in public.items() if isinstance(o, type) and issubclass(o, fusible.Op | fusible.Composite)}
+    fused = {n for n in ops if issubclass(public[n], fusible.FusedOp)}
+
+    assert {*by_op()} == ops - fused - NO_OPS
+
+
+@pytest.mark.parametrize("fusion", [f.name for f in registry])
+def test_the_table_names_the_fusions_that_take_an_op(fusion: str) -> None:
+    (found,) = (f for f in registry if f.name == fusion)
+    kinds = list(found.pattern.roles.values())
+    taking = {op for op in by_op() if any(issubclass(getattr(fusible, op), kind) for kind in kinds)}
+
+    assert {op for op, fusions in by_op().items() if fusion in fusions} == taking
