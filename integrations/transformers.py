@@ -20,7 +20,7 @@ from transformers.integrations import moe
 from ..fuser.explain.model import Found, add_finder
 from ..fuser.tracing import named_range
 from ..ops.routing import route, routed_by
-from . import compiled
+from . import compiled, lora
 from .experts import Built, Forward, Parameters, built_of, existing, known, refusal
 from .routing import combine, dispatch
 
@@ -43,6 +43,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H], in the dtype of ``hidden_states``.
     """
     traced, given = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
+    adapters = lora.lent_to(self)
+    if adapters is not None:
+        return lora.experts_forward(self, adapters, *given)
     built = None if traced else known(self)
     if built is not None:
         return _run(built, built.parameters, *given)
@@ -132,6 +135,9 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
+    adapted = lora.existing(module)
+    if adapted is not None:
+        return adapted.found(module)
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return Found(built.container, built.routing)

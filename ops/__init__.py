@@ -6,12 +6,13 @@ from .activation_spec import interleaved
 from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .functional import grouped_gemm
-from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedMLP
+from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedLoRA, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
 from .kernels import custom_ops as _library  # noqa: F401  # register the custom ops
 from .linear import Linear
+from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
@@ -32,12 +33,14 @@ __all__ = [
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
+    "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",
     "Identity",
     "Linear",
     "MakeExtraOutput",
     "ReGLU",
+    "RoutedLoRA",
     "RoutedMLP",
     "SReGLU",
     "Scale",
