@@ -2,8 +2,8 @@
 
     import fusible.integrations.peft
 
-PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. With this, a
-model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. What is
+PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. With this,
+a model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. What is
 trained, saved, loaded and merged stays PEFT's.
 """
 

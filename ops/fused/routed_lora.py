@@ -8,7 +8,7 @@ With ``v = dy B2`` and ``u = dy W2 + v A2``, which is ``dy (W2 + B2 A2)``, and s
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,12 +134,12 @@ class RoutedLoRA(FusedOp):
             return ActivationGrads(rows, None, None)
         if saved.fc2.weight is None:
             return ActivationGrads(rows, None, kernels.activate(pre, spec, saved.scales))
+        how: dict[str, Any] = {"want_scales": needs.weights, "want_hidden": needs.hidden}
         if dlow is None:
-            how = {"want_scales": needs.weights, "want_hidden": needs.hidden}
-            fused = kernels.grouped_linear_activation_backward
-            return fused(rows, saved.fc2.weight, pre, saved.fc2.split_sizes, spec, scales=saved.scales, **how)
+            how |= {"scales": saved.scales}
+            weight, sizes = saved.fc2.weight, saved.fc2.split_sizes
+            return kernels.grouped_linear_activation_backward(rows, weight, pre, sizes, spec, **how)
         u = input_grad(rows, dlow, saved.fc2)
-        how = {"want_scales": needs.weights, "want_hidden": needs.hidden}
         return kernels.activate_backward(u, pre, spec, saved.scales, **how)
 
     def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:
