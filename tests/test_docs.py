@@ -54,7 +54,8 @@ def test_pages_without_code_are_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE])
-@pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 

@@ -133,6 +133,15 @@ def test_half_precision_is_as_near_as_theirs() -> None:
         assert relative(ours[name], truth) < 1.5 * relative(theirs[name], truth) + 0.01, name
 
 
+def test_ranks_are_filled_up_to_rows_that_kernels_read() -> None:
+    part = lora.Adapter(torch.randn(4, 3, 6), torch.randn(4, 5, 3))
+    half = lora.Adapter(*(t.bfloat16() for t in part))
+
+    assert lora.Adapter.of([part]).a.shape == (4, 3, 6)
+    assert lora.Adapter.of([half, half, half]).b.shape == (4, 5, 16)
+    torch.testing.assert_close(lora.Adapter.of([half]).b @ lora.Adapter.of([half]).a, half.b @ half.a)
+
+
 def test_scaling_of_rslora() -> None:
     model = adapted("gpt-oss", use_rslora=True)
 
@@ -313,3 +322,13 @@ def test_a_peft_that_is_imported_later_is_seen_at_a_call(monkeypatch: pytest.Mon
     assert hasattr(wrapper._activate_lora, "_fusible")
     assert rows_of(model)[0][0] == "RoutedLoRA"
     assert_same(second, first)
+
+
+def test_compiled_code_has_the_sums_of_peft() -> None:
+    model = adapted("mixtral")
+    run_through(model, "fusible")
+    ids = torch.arange(13).view(1, 13)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
