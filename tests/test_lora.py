@@ -80,6 +80,7 @@ def test_adapters_of_another_dtype_get_gradients_of_it() -> None:
         "lora_a": torch.float32,
         "lora_b": torch.float32,
     }
+    assert not torch.equal(op.lora_a.grad, op.lora_a.grad.bfloat16().float())  # nor are they rounded in between
 
 
 def test_lora_b_starts_as_zeros() -> None:
@@ -238,3 +239,13 @@ def test_explain_runs_it_without_data() -> None:
     assert (step.name, step.kernel) == ("RoutedLoRA", "torch + loop")
     assert step.backward is not None
     assert not step.backward_reason
+
+
+def test_compiled_whole() -> None:
+    model, (x, index, weights) = layer(), inputs(outside=True)
+    freeze(model, "base")
+    y, compiled = run(model, x, index, weights), torch.compile(model, backend="aot_eager", fullgraph=True)
+    traced, wanted = run(compiled, x, index, weights), [x, weights, *model.parameters()]
+
+    torch.testing.assert_close(traced, y)
+    torch.testing.assert_close(gradients(traced, *wanted), gradients(y, *wanted))
