@@ -1,6 +1,7 @@
 """The experts of Megatron-Core's grouped MLP: its calling order, buffers, ``main_grad``, and delayed weight gradients.
 
-Run it with ``python -m fusible.examples.megatron_experts``; Megatron is not needed. It builds the ops once, not as
+Run it with ``python -m fusible.examples.megatron_experts``; Megatron is not needed. For Megatron itself there is
+``fusible.integrations.transformer_engine``: see docs/megatron.md. It builds the ops once, not as
 children of the layer, and attaches the parameters that its optimizer knows.
 """
 

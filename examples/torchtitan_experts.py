@@ -1,8 +1,7 @@
 """torchtitan's grouped experts on our fused op: its calls, its parameter names in checkpoints, its padding rows.
 
-Run it with ``python -m fusible.examples.torchtitan_experts``; torchtitan is not needed. In a torchtitan job, an
-override of ``GroupedExperts.Config`` that builds ``FusedExperts(config.dim, config.hidden_dim, config.num_experts)``
-puts it in the place of ``torchtitan.models.common.moe.GroupedExperts``.
+Run it with ``python -m fusible.examples.torchtitan_experts``; torchtitan is not needed. For a torchtitan job there is
+``fusible.integrations.torchtitan``, an override of its own ``GroupedExperts``: see docs/torchtitan.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ or, for a model that is loaded, ``model.set_experts_implementation("fusible")``.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.integrations import moe
 from ..fuser.explain.model import FoundContainer, add_finder
 from ..fuser.tracing import named_range
 from ..ops.routing import route, routed_by
-from . import compiled
+from . import compiled, lora
 from .experts import Built, Forward, Parameters, built_of, existing, known, refusal
 from .routing import combine, dispatch
 
@@ -43,9 +44,15 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H], in the dtype of ``hidden_states``.
     """
     traced, tensors = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
+    if not traced and self.__dict__.get(lora.PLACE) is not None:
+        adapted = lora.experts_forward(self, *tensors)
+        if adapted is not None:
+            return adapted
     built = None if traced else known(self)
     if built is not None:
         return _run(built, built.parameters, *tensors)
+    if not traced and "parametrizations" in self._modules:
+        _look_for_peft()
     parameters = Parameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
@@ -95,6 +102,13 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     add_finder(_explained)
+    _look_for_peft()
+
+
+def _look_for_peft() -> None:
+    """Registers with PEFT once a program has imported it; seen again where a weight is computed, as adapters' are."""
+    if "peft" in sys.modules:
+        from . import peft  # noqa: F401
 
 
 def _register_fp8() -> None:
@@ -132,6 +146,9 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
+    adapted = lora.explained(module)
+    if adapted is not None:
+        return adapted
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return FoundContainer(built.container, built.routing)

@@ -6,11 +6,12 @@ from .activation_spec import interleaved
 from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .functional import grouped_gemm
-from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedMLP
+from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedLoRA, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
 from .linear import Linear
+from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
 from .residual import AddExtraInput, Identity, MakeExtraOutput
@@ -32,6 +33,7 @@ __all__ = [
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
+    "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",
     "Identity",
@@ -39,6 +41,7 @@ __all__ = [
     "MakeExtraOutput",
     "Pointwise",
     "ReGLU",
+    "RoutedLoRA",
     "RoutedMLP",
     "SReGLU",
     "Scale",

@@ -23,6 +23,7 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs")
 WITHOUT_CODE = {
     f"docs/{name}.md" for name in ("design", "experiments", "glossary", "index", "kernels", "measured", "support")
 }
+FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 
@@ -31,9 +32,16 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def missing(block: str) -> list[str]:
+    """What a block imports and is not there."""
+    absent = [name for name in FRAMEWORKS if find_spec(name) is None]
+    found = [rf"^ *(import|from) (fusible\.integrations(\.| import ))?{name}\b" for name in absent]
+    return [name for name, pattern in zip(absent, found, strict=True) if re.search(pattern, block, re.M)]
+
+
 def can_run(block: str) -> bool:
-    """Whether what a block imports is there; transformers may be missing."""
-    return find_spec("transformers") is not None or not re.search(r"^ *(import|from) .*transformers", block, re.M)
+    """Whether what a block imports is there."""
+    return not missing(block)
 
 
 def run_page(page: str) -> dict[str, Any]:
@@ -51,13 +59,16 @@ def test_pages_without_code_are_those_that_are_known() -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE])
-@pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if not all(map(can_run, blocks(page, "python"))):
-        pytest.skip("transformers is not installed")
-    names = run_page(page)
+    names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 
-    assert any(v is fusible or str(getattr(v, "__module__", "")).startswith("fusible.") for v in names.values())
+    ours = [v is fusible or str(getattr(v, "__module__", "")).startswith("fusible.") for v in names.values()]
+    assert any(ours) or not ran
+    absent = {name for block in blocks(page, "python") for name in missing(block)}
+    if absent:
+        pytest.skip(f"the rest needs {', '.join(sorted(absent))}, not installed")
 
 
 def test_quickstart_prints_the_fused_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +203,7 @@ def test_own_fusions_change_nothing(grad: str) -> None:
 def modules() -> list[str]:
     packages = [importlib.import_module(f"fusible.{name}") for name in ("fuser", "ops", "integrations")]
     found = (m.name for p in packages for m in pkgutil.walk_packages(p.__path__, f"{p.__name__}."))
-    left_out = ("_C",) if find_spec("transformers") else ("_C", "integrations.transformers")
+    left_out = ("_C", *[f"integrations.{name}" for name in FRAMEWORKS if find_spec(name) is None])
     return ["fusible", *(name for name in found if not name.endswith(left_out))]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import fused, gemm, moe, ragged, routed, routing, rows
+from checks import fused, gemm, lora, moe, ragged, routed, routing, rows
 from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
@@ -326,3 +326,8 @@ def test_groups_of_any_shapes_in_any_order_of_threads(emulation: harness.Emulati
     with emulation.shuffled(seed):
         for groups in (ragged.ALIGNED, ragged.MIXED):
             ragged.check("cpu", ragged.Case(layout, groups))
+
+
+@pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 8)])
+def test_low_rank_adapters(ranks: tuple[int, int]) -> None:
+    lora.check_trains("cpu", ranks)

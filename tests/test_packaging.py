@@ -49,7 +49,9 @@ from pathlib import Path
 import fusible
 from fusible.fuser import registry
 print(sorted(f.name for f in registry))
-left_out = ("__main__", "_C", *(() if importlib.util.find_spec("transformers") else ("integrations.transformers",)))
+others = ("transformers", "peft", "torchtitan")
+missing = [f"integrations.{name}" for name in others if importlib.util.find_spec(name) is None]
+left_out = ("__main__", "_C", *missing)
 for module in pkgutil.walk_packages(fusible.__path__, "fusible."):
     if not module.name.endswith(left_out):
         importlib.import_module(module.name)
@@ -61,7 +63,7 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
-    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'RoutedMLP']"
+    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'RoutedLoRA', 'RoutedMLP']"
     assert twice == "[]"
     assert many == "True"
 

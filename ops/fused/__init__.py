@@ -3,6 +3,7 @@
 from .glu_scale import GLUScale
 from .grouped_linear_glu import GroupedLinearGLU
 from .grouped_mlp import GroupedMLP
+from .routed_lora import RoutedLoRA
 from .routed_mlp import RoutedMLP
 
-__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "RoutedMLP"]
+__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "RoutedLoRA", "RoutedMLP"]

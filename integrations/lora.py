@@ -1,0 +1,178 @@
+"""The experts of a transformers model with low-rank adapters: a container of ours on the parameters of both.
+
+For one call, whoever has the adapters lends them to the experts module (:func:`lent`); its forward then runs
+:func:`experts_forward`. The weights are read as they are. Nothing of the size of a weight is made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Sequential
+from ..fuser.explain.model import FoundContainer
+from ..ops import Combine, Dispatch, GroupedLoRA, Scale
+from ..ops.routing import routed_by
+from .experts import Names, OwnStep, Parameters, _key, refusal
+from .gates import activation_of
+
+PLACE = "_fusible_lora"  # among the attributes of the module, where neither its children nor its state_dict show it
+_ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
+
+
+class Adapter(NamedTuple):
+    """Of one parameter: ``lora_a`` [E, R, in] and ``lora_b`` [E, out, R], whose product is added to the matrices."""
+
+    a: Tensor
+    b: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Adapter]) -> Adapter:
+        """Several as one, of the sum of their ranks, filled up with zeros to rows that kernels read."""
+        a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 2)
+        missing = -a.shape[1] % (_ALIGNED // a.itemsize)
+        if missing and a.itemsize == 2:
+            a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+        return cls(a.contiguous(), b.contiguous())
+
+
+class AdaptedExperts:
+    """The adapters of an experts module and the container that runs them. Deep copies and pickles leave it out.
+
+    Attributes:
+        adapters: those of the call that is under way, by the name of the parameter.
+        routing: whose kernels routed the last call.
+    """
+
+    def __init__(self, experts: nn.Module) -> None:
+        self.adapters: dict[str, Adapter] = {}
+        self.routing = ""
+        self._experts = weakref.ref(experts)
+        self._container, self._key = Sequential(), ()
+        self._last: _Last | None = None
+
+    def belongs_to(self, experts: nn.Module) -> bool:
+        """Not so where somebody has copied the attributes of a module."""
+        return self._experts() is experts
+
+    def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """[T, H] in the dtype of the weights; afterwards the container holds no tensor of the call."""
+        parameters, names = Parameters.of(experts), Names.of(experts)
+        found = [self.adapters.get(name) for name in (names.up, names.down)]
+        ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in found])
+        key: Any = _key(experts, parameters), ranks
+        if key != self._key:
+            self._container, self._key = _build(experts, parameters, *ranks), key
+        groups = parameters.up.shape[0]
+        self.routing = routed_by(index.dtype, x.device, groups, index.numel(), x.dtype)
+        self._put(parameters, [adapter or (None, None) for adapter in found])
+        try:
+            y: Tensor = self._container(x, top_k_index=index, top_k_weights=weights)
+            return y
+        finally:
+            self._let_go(x.device)
+
+    def found(self, experts: Any) -> FoundContainer | None:
+        """For ``fusible.explain``: the container, on tensors like those of the last call; None: there was none."""
+        if self._last is None:
+            return None
+        device, like = self._last
+        made = [_like(factor, device) for factor in like]
+        self._put(Parameters.of(experts), [made[:2], made[2:]])
+        return FoundContainer(self._container, self.routing)
+
+    def _put(self, parameters: Parameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
+        """Puts tensors in the place of parameters: also such as are none."""
+        for linear, weight, bias, (lora_a, lora_b) in zip(
+            self._linears(), parameters[:2], parameters[2:], factors, strict=True
+        ):
+            named = {"weight": weight, "bias": bias, "lora_a": lora_a, "lora_b": lora_b}
+            linear._parameters.update({name: tensor for name, tensor in named.items() if tensor is not None})
+
+    def _let_go(self, device: torch.device) -> None:
+        """Keeps the forms alone, and which adapters are trained."""
+        for linear in self._linears():
+            linear._parameters.update({name: _like(tensor, "meta") for name, tensor in linear._parameters.items()})
+        names = "lora_a", "lora_b"
+        self._last = _Last(device, tuple([linear._parameters.get(n) for linear in self._linears() for n in names]))
+
+    def _linears(self) -> list[Any]:
+        return [self._container._modules[name] for name in ("fc1", "fc2")]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+class _Last(NamedTuple):
+    """Where the last call was, and tensors without data like the adapters' two each."""
+
+    device: torch.device
+    factors: tuple[Tensor | None, ...]
+
+
+def _like(tensor: Tensor | None, device: torch.device | str) -> Any:
+    if tensor is None:
+        return None
+    return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
+    """Within it, the forward of the experts adds the adapter to the parameter of that name."""
+    layer: AdaptedExperts | None = experts.__dict__.get(PLACE)
+    if layer is None or not layer.belongs_to(experts):
+        layer = experts.__dict__[PLACE] = AdaptedExperts(experts)
+    layer.adapters[name] = adapter
+    try:
+        yield
+    finally:
+        del layer.adapters[name]
+
+
+def takes(experts: Any, name: str) -> bool:
+    """Whether the parameter of an experts module can be adapted here, as it is."""
+    return name in Names.of(experts)[:2] and refusal(experts, Parameters.of(experts)) is None
+
+
+def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+    """With the adapters that are lent now: [T, H], ids and weights [T, k] to [T, H]. None: there are none.
+
+    A call without adapters is the last one from then on, which ``fusible.explain`` is about.
+    """
+    layer: AdaptedExperts = experts.__dict__[PLACE]
+    if not layer.belongs_to(experts) or not layer.adapters:
+        experts.__dict__[PLACE] = None
+        return None
+    autocasts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    rows = x if autocasts else x.to(getattr(experts, Names.of(experts).up).dtype)
+    return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
+
+
+def explained(experts: Any) -> FoundContainer | None:
+    """For ``fusible.explain``, if the last call had adapters."""
+    layer: AdaptedExperts | None = experts.__dict__.get(PLACE)
+    return None if layer is None else layer.found(experts)
+
+
+def _build(experts: Any, parameters: Parameters, up_rank: int, down_rank: int) -> Sequential:
+    op, reason = activation_of(experts)
+    gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
+    fc1 = _linear(experts, parameters.up, parameters.up_bias, up_rank)
+    fc2 = _linear(experts, parameters.down, parameters.down_bias, down_rank)
+    ends = Dispatch(fc1.num_groups), Scale(), Combine()
+    return Sequential(OrderedDict(dispatch=ends[0], fc1=fc1, act=gate, fc2=fc2, **norm, scale=ends[1], combine=ends[2]))
+
+
+def _linear(experts: Any, weight: Tensor, bias: Tensor | None, rank: int) -> GroupedLoRA:
+    groups, rows, columns = weight.shape
+    sizes = (rows, columns) if experts.is_transposed else (columns, rows)
+    how = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
+    return GroupedLoRA(groups, *sizes, rank, device="meta", dtype=weight.dtype, **how)

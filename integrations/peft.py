@@ -1,0 +1,89 @@
+"""Importing this runs the LoRA adapters of experts, PEFT's ``target_parameters``, as products of their own rank.
+
+    import fusible.integrations.peft
+
+PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. With this,
+a model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. What is
+trained, saved, loaded and merged stays PEFT's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from peft.tuners.lora import layer as peft_layer
+from torch import Tensor
+
+from . import lora
+from .lora import Adapter
+
+NAME = "fusible"
+_METHOD = "_activate_lora"  # private; what it takes and what it does have been the same since PEFT 0.17
+
+Activate = Callable[[Any, list[str]], AbstractContextManager[None]]
+
+
+def register() -> None:
+    """Lets experts modules that run through ``"fusible"`` have the adapters; called once, by the import of this module.
+
+    Where this PEFT activates adapters in another way, nothing changes, and a warning says so.
+    """
+    wrapper: Any = getattr(peft_layer, "ParamWrapper", None)
+    original: Activate | None = getattr(wrapper, _METHOD, None)
+    if original is None:
+        warnings.warn("fusible: this version of PEFT merges the adapters of experts in every forward", stacklevel=3)
+    elif not hasattr(original, "_fusible"):
+        setattr(wrapper, _METHOD, _activate(original))
+
+
+def _activate(original: Activate) -> Activate:
+    @wraps(original)
+    @contextmanager
+    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+        names = [name for name in active_adapters if name in self.lora_A]
+        experts = self.get_base_layer()
+        if not names or not _takes(self, experts):
+            with original(self, active_adapters):
+                yield
+            return
+        with lora.lent(experts, self.parameter_name, Adapter.of([adapter_of(self, name) for name in names])):
+            yield
+
+    activate._fusible = True  # type: ignore[attr-defined]
+    return activate
+
+
+def _takes(wrapper: Any, experts: Any) -> bool:
+    """Whether the wrapped parameter is one of experts that run here. Compiled code has the sum, as PEFT makes it."""
+    config = getattr(experts, "config", None)
+    if getattr(config, "_experts_implementation", None) != NAME or not hasattr(experts, "is_transposed"):
+        return False
+    if torch.compiler.is_compiling() or torch.nn.utils.parametrize.is_parametrized(experts):
+        return False
+    return lora.takes(experts, wrapper.parameter_name) and getattr(experts, wrapper.parameter_name).dim() == 3
+
+
+def adapter_of(wrapper: Any, name: str) -> Adapter:
+    """PEFT's matrices by expert; its scaling goes into the second. Differentiable."""
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    experts = wrapper.num_experts
+    a = a.reshape(experts, -1, a.shape[-1])  # [E, R, in of PEFT]
+    b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)  # [E, out of PEFT, R]
+    stored_as_out_in = not getattr(wrapper.get_base_layer(), "is_transposed", False)
+    if stored_as_out_in != getattr(wrapper, "_did_swap_in_out_features", False):
+        a, b = b.mT, a.mT  # this PEFT takes the first dimension of each matrix for its input
+    return Adapter(*_of_parameter_dtype(wrapper, a, b * wrapper.scaling[name]))
+
+
+def _of_parameter_dtype(wrapper: Any, *factors: Tensor) -> tuple[Tensor, ...]:
+    """The adapters of a model in half precision are float32; its products are not."""
+    dtype = wrapper.get_param().dtype
+    return tuple([factor.to(dtype) for factor in factors])
+
+
+register()

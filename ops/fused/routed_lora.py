@@ -1,0 +1,190 @@
+"""Routed experts with low-rank adapters, from tokens to tokens: the weighted sum of two GroupedLoRA and an activation.
+
+With ``v = dy B2`` and ``u = dy W2 + v A2``, which is ``dy (W2 + B2 A2)``, and s the scales:
+``dpreact`` comes from ``s u`` as without adapters, ``ds = <u, a> + <dy, b2>``, ``dA2 = v^T (s a)`` and
+``dB2 = dy^T (s A2 a)``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import FusedOp, Gradient, Grads, Match, Pattern, register_fusion
+from ...fuser.runtime.call import evaluate
+from .. import kernels
+from .. import routing as permutation
+from ..checks import product_dtype
+from ..glu import Activated
+from ..kernels import ActivationGrads
+from ..lora import GroupedLoRA, back, input_grad
+from ..moe import ROUTING, Combine, Dispatch
+from ..routing import Routing
+from ..scale import Scale
+
+
+def _pattern() -> Pattern:
+    path = Pattern.path(
+        dispatch=Dispatch, fc1=GroupedLoRA, act=Activated, fc2=GroupedLoRA, scale=Scale, combine=Combine
+    )
+    path = path.edge("dispatch", "fc1", "split_sizes").edge("dispatch", "fc2", "split_sizes")
+    path = path.edge("dispatch", "scale", "scales")
+    for name in ROUTING:
+        path = path.edge("dispatch", "combine", name)
+    return path
+
+
+def _as_many_groups(match: Match) -> bool:
+    return bool(match.dispatch.num_experts == match.fc1.num_groups == match.fc2.num_groups)
+
+
+@register_fusion(
+    _pattern().where("dispatch, fc1 and fc2 have different numbers of experts", _as_many_groups), priority=40
+)
+class RoutedLoRA(FusedOp):
+    """Keeps the tokens, the permutation, the pre-activation, and R numbers a row for each adapter.
+
+    The activation is computed again, and the rows are gathered again. A frozen weight has no gradient product.
+    """
+
+    dispatch: Dispatch
+    fc1: GroupedLoRA
+    act: Activated
+    fc2: GroupedLoRA
+    scale: Scale
+    combine: Combine
+
+    class Saved(NamedTuple):
+        fc1: GroupedLoRA.Saved
+        fc2: GroupedLoRA.Saved
+        preact: Tensor | None
+        scales: Tensor
+        bias: Tensor | None
+        routing: Routing
+        weights_dtype: torch.dtype
+        x_dtype: torch.dtype
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        tokens = x.to(product_dtype(x.dtype, autocast_dtype))
+        routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
+        scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
+        rows = permutation.spread(tokens, routing, fill=False)
+        low1, preact, postact = self._through_fc1(rows, sizes)
+        del rows
+        low2 = _scaled(self.fc2.project(postact, sizes), scales)
+        y = self.fc2.product(postact, sizes, row_scale=scales)
+        del postact
+        self.fc2.add_low_rank(y, low2, sizes)
+        needs = _needs(needs_grad)
+        kept = self.Saved(
+            self.fc1.saved(tokens.dtype, tokens, low1, sizes, needs.fc1),
+            self.fc2.saved(tokens.dtype, None, low2, sizes, needs.fc2),
+            preact if needs.preact else None,
+            scales,
+            self._kept_bias(needs_grad),
+            routing._replace(scales=None),
+            top_k_weights.dtype,
+            x.dtype,
+        )
+        return permutation.add(y, routing), kept
+
+    def _through_fc1(self, rows: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """What is low-rank of the rows, the pre-activation, and the hidden rows."""
+        low = self.fc1.project(rows, sizes)
+        preact = self.fc1.product(rows, sizes)
+        self.fc1.add_low_rank(preact, low, sizes)
+        return low, preact, kernels.activate(preact, self.act.spec)
+
+    def _kept_bias(self, needs_grad: frozenset[str]) -> Tensor | None:
+        wanted = self.fc2.has_bias and "top_k_weights" in needs_grad
+        return self.fc2.one_parameter("bias") if wanted else None
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        needs, routing, sizes = _needs(needs_grad), saved.routing, saved.routing.split_sizes
+        rows = permutation.spread(dy, routing, fill=False)
+        dlow2 = back(rows, saved.fc2.lora_b, sizes)
+        through = self._through_activation(saved, rows, dlow2, needs)
+        grads: dict[str, Gradient] = {}
+        if "top_k_weights" in needs_grad:
+            grads["top_k_weights"] = self._weight_grads(saved, rows, through.scales)
+        if "fc2.bias" in needs_grad:
+            grads["fc2.bias"] = kernels.column_sums(rows, sizes, self.fc2.one_parameter("bias").dtype, saved.scales)
+        fc2 = self.fc2.parameter_grads(rows, dlow2, through.postact, saved.fc2.low, sizes, needs.fc2)
+        grads |= {f"fc2.{name}": evaluate(gradient) for name, gradient in fc2.items()}
+        del rows
+        if needs.fc1:
+            grads |= self._fc1_grads(saved, through.preact, needs.fc1)
+        return grads
+
+    def _through_activation(self, saved: Saved, rows: Tensor, dlow: Tensor | None, needs: _Needs) -> ActivationGrads:
+        """The gradient of the pre-activation, ``<u, a>`` by row, and ``s a``: those that are wanted."""
+        preact, spec = saved.preact, self.act.spec
+        if preact is None:
+            return ActivationGrads(rows, None, None)
+        if saved.fc2.weight is None:
+            return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales))
+        wanted: dict[str, Any] = {"want_scales": needs.weights, "want_postact": needs.postact}
+        if dlow is None:
+            wanted |= {"scales": saved.scales}
+            weight, sizes = saved.fc2.weight, saved.fc2.split_sizes
+            return kernels.grouped_linear_activation_backward(rows, weight, preact, sizes, spec, **wanted)
+        u = input_grad(rows, dlow, saved.fc2)
+        return kernels.activate_backward(u, preact, spec, saved.scales, **wanted)
+
+    def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:
+        """[T, k]: of the routing weights."""
+        assert dots is not None
+        if saved.bias is not None:
+            dots = dots + kernels.row_dots(rows, saved.bias, saved.routing.split_sizes, dots.dtype)
+        return permutation.by_slot(dots, saved.routing, saved.weights_dtype)
+
+    def _fc1_grads(self, saved: Saved, dpreact: Tensor, needs: frozenset[str]) -> dict[str, Gradient]:
+        sizes, routing = saved.routing.split_sizes, saved.routing
+        dlow, grads = back(dpreact, saved.fc1.lora_b, sizes), dict[str, Gradient]()
+        if "x" in needs:
+            rows = input_grad(dpreact, dlow, saved.fc1)
+            grads["x"] = permutation.add(rows.to(saved.x_dtype), routing)
+            del rows
+        if "bias" in needs:
+            grads["fc1.bias"] = kernels.column_sums(dpreact, sizes, self.fc1.one_parameter("bias").dtype)
+        tokens = saved.fc1.x
+        inputs = None if tokens is None else permutation.spread(tokens, routing, fill=False)
+        found = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
+        return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in found.items()}
+
+
+class _Needs(NamedTuple):
+    """Which gradients each linear must give, by its own names; and what is wanted of the backward between them."""
+
+    fc1: frozenset[str]
+    fc2: frozenset[str]
+    weights: bool
+    postact: bool
+    preact: bool
+
+
+@lru_cache(maxsize=4096)
+def _needs(needs_grad: frozenset[str]) -> _Needs:
+    fc1, fc2 = (
+        {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)} for prefix in ("fc1.", "fc2.")
+    )
+    fc1 |= needs_grad & {"x"}
+    weights = "top_k_weights" in needs_grad
+    postact = not fc2.isdisjoint(("weight", "lora_a"))
+    fc2 |= {"x"} if fc1 or weights else set()
+    return _Needs(frozenset(fc1), frozenset(fc2), weights, postact, bool(postact or fc1 or weights))
+
+
+def _scaled(low: Tensor | None, scales: Tensor) -> Tensor | None:
+    return None if low is None else (low * scales.unsqueeze(-1)).to(low.dtype)

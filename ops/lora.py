@@ -1,0 +1,233 @@
+"""A grouped linear layer with a low-rank adapter (LoRA) for each group. Arxiv 2106.09685."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Gradient, Grads, TensorSpec
+from . import kernels
+from .checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from .grouped_linear import as_rows, with_rows_of
+from .kernels import Layout, Matrices
+from .parameters.grouped import ExpertParameters
+
+
+class GroupedLoRA(ExpertParameters):
+    """``y[rows of g] = x[rows of g] @ (weight[g] + lora_b[g] @ lora_a[g]).T + bias[g]``; rows are sorted by group.
+
+    The sum of the matrices is never formed: two products of depth and width ``rank`` are added to that of the weight. A
+    frozen weight costs no product in the backward. Rows past the last group, the tail, are zero in the output.
+
+    Keywords of a call:
+        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``; else it is copied there.
+
+    Args:
+        num_groups: E.
+        in_features: K.
+        out_features: N.
+        rank: R, of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may be another than the
+            weight's; 0 for no adapter. A factor in front of the product of the two belongs to ``lora_b``.
+        bias: whether there is a bias [E, N].
+        transposed_weight: the weight is stored as [E, K, N], and is read there as it lies.
+
+    Raises:
+        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits; at a
+            call whose arguments do not fit.
+    """
+
+    checks_values = False
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        low: Tensor | None
+        weight: Matrices | None
+        lora_a: Tensor | None
+        lora_b: Tensor | None
+        split_sizes: Tensor
+        x_shape: tuple[int, ...]
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        transposed_weight: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLoRA", dtype, **sizes, **({} if rank == 0 else {"rank": rank}))
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.rank, self.has_bias, self.transposed_weight = int(rank), bias, transposed_weight
+        self.init_expert_parameters()
+        for name, shape in self._shapes().items():
+            self.add_expert_parameter(name, torch.empty((num_groups, *shape), device=device, dtype=dtype), True)
+        self.reset_parameters()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one group's parameters, by name."""
+        inputs, outputs = self.in_features, self.out_features
+        matrix = (inputs, outputs) if self.transposed_weight else (outputs, inputs)
+        shapes: dict[str, tuple[int, ...]] = {"weight": matrix}
+        if self.has_bias:
+            shapes["bias"] = (outputs,)
+        return shapes | ({"lora_a": (self.rank, inputs), "lora_b": (outputs, self.rank)} if self.rank else {})
+
+    def reset_parameters(self) -> None:
+        """Draws weight, bias and ``lora_a`` uniformly from ±1/sqrt(in_features); ``lora_b`` is zero."""
+        bound = 1 / math.sqrt(self.in_features)
+        for name, parameter in self.named_parameters():
+            if name == "lora_b":
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def decision_key(self) -> tuple[Any, ...]:
+        found = (self.one_parameter(name) for name in self.per_group)
+        return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in found])
+
+    def check_without_x(self, *, split_sizes: Any = None) -> None:
+        self.check_parameters(None, **self._shapes())
+        if split_sizes is not None:
+            check_split_sizes(split_sizes, self.num_groups, None)
+
+    def check(
+        self, x: TensorSpec, *, split_sizes: Tensor | Sequence[int], autocast_dtype: torch.dtype | None = None
+    ) -> TensorSpec:
+        dtype = check_matrix_input(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
+        self.check_parameters(x.device, **self._shapes())
+        check_split_sizes(split_sizes, self.num_groups, x)
+        return TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        sizes = kernels.as_split_sizes(split_sizes, x.device)
+        rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
+        y = self.product(rows, sizes)
+        low = self.project(rows, sizes)
+        self.add_low_rank(y, low, sizes)
+        return with_rows_of(x, y), self.saved(rows.dtype, rows, low, sizes, needs_grad, tuple(x.shape))
+
+    def saved(
+        self,
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        low: Tensor | None,
+        sizes: Tensor,
+        needs_grad: frozenset[str],
+        shape: tuple[int, ...] = (),
+    ) -> Saved:
+        """What the wanted gradients need, and no more.
+
+        Args:
+            dtype: of the products.
+            rows, low: the input, and what :meth:`project` gave.
+            shape: of the input, and so of its gradient.
+        """
+        through = "x" in needs_grad
+        weight = self.matrices("weight", dtype) if through else None
+        if weight is not None and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)
+        keeps_rows = not needs_grad.isdisjoint(("weight", "lora_a"))
+        return self.Saved(
+            rows if keeps_rows else None,
+            low if "lora_b" in needs_grad else None,
+            weight,
+            self.factor("lora_a", dtype) if through else None,
+            self.factor("lora_b", dtype) if through or "lora_a" in needs_grad else None,
+            sizes,
+            shape,
+        )
+
+    def product(self, rows: Tensor, sizes: Tensor, row_scale: Tensor | None = None) -> Tensor:
+        """That of the weight, and the bias, without the adapter."""
+        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
+        return _tensor(kernels.grouped_gemm(Layout.NT, rows, weight, sizes, bias=bias, row_scale=row_scale))
+
+    def factor(self, name: str, dtype: torch.dtype | None) -> Tensor | None:
+        """``lora_a`` or ``lora_b`` in the dtype of the products; None without an adapter."""
+        return _tensor(self.matrices(name, dtype)) if self.rank else None
+
+    def project(self, rows: Tensor, sizes: Tensor) -> Tensor | None:
+        """[T, R]: the rows through ``lora_a``; None without an adapter."""
+        lora_a = self.factor("lora_a", rows.dtype)
+        return None if lora_a is None else _tensor(kernels.grouped_gemm(Layout.NT, rows, lora_a, sizes))
+
+    def add_low_rank(self, y: Tensor, low: Tensor | None, sizes: Tensor) -> None:
+        """Adds ``low`` through ``lora_b`` to ``y``, which has been allocated for this."""
+        if low is not None:
+            kernels.grouped_gemm(Layout.NT, low, self.matrices("lora_b", low.dtype), sizes, out=y, beta=1.0)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        rows, sizes = as_rows(dy), saved.split_sizes
+        dlow = back(rows, saved.lora_b, sizes)
+        grads: dict[str, Gradient] = {}
+        if "x" in needs_grad:
+            grads["x"] = lambda: input_grad(rows, dlow, saved).view(saved.x_shape)
+        grads |= self.parameter_grads(rows, dlow, saved.x, saved.low, sizes, needs_grad)
+        if "bias" in needs_grad:
+            grads["bias"] = lambda: kernels.column_sums(rows, sizes, self.one_parameter("bias").dtype)
+        return grads
+
+    def parameter_grads(
+        self,
+        dy: Tensor,
+        dlow: Tensor | None,
+        x: Tensor | None,
+        low: Tensor | None,
+        sizes: Tensor,
+        needs_grad: frozenset[str],
+    ) -> dict[str, Gradient]:
+        """Of the matrices, by name: those that are wanted.
+
+        Args:
+            dy, dlow: the gradients of the output [T, N] and of what :meth:`project` gave [T, R].
+            x, low: what they are multiplied with: the input [T, K], and what :meth:`project` gave.
+        """
+        weight = (x, dy) if self.transposed_weight else (dy, x)
+        pairs = {"weight": weight, "lora_a": (dlow, x), "lora_b": (dy, low)}
+        return {name: self._matrix_grad(name, *pairs[name], sizes) for name in pairs if name in needs_grad}
+
+    def _matrix_grad(self, name: str, left: Tensor | None, right: Tensor | None, sizes: Tensor) -> Gradient:
+        assert left is not None
+        assert right is not None
+        dtype = self.one_parameter(name).dtype
+        return lambda: _tensor(kernels.grouped_gemm(Layout.TN, left, right, sizes, out_dtype=dtype))
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}"
+        return f"{sizes}, rank={self.rank}, bias={self.has_bias}"
+
+
+def back(dy: Tensor, lora_b: Tensor | None, sizes: Tensor) -> Tensor | None:
+    """[T, R]: the gradient of what :meth:`GroupedLoRA.project` gave; None if nothing needs it."""
+    return None if lora_b is None else _tensor(kernels.grouped_gemm(Layout.NN, dy, lora_b, sizes))
+
+
+def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved) -> Tensor:
+    """[T, K]: through the weight, and through the adapter."""
+    assert saved.weight is not None
+    dx = _tensor(kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes))
+    if dlow is not None and saved.lora_a is not None:
+        kernels.grouped_gemm(Layout.NN, dlow, saved.lora_a, saved.split_sizes, out=dx, beta=1.0)
+    return dx
+
+
+def _tensor(matrices: Matrices) -> Tensor:
+    assert isinstance(matrices, Tensor)
+    return matrices
