@@ -734,11 +734,13 @@ def test_flags_of_main_grads_are_asked_at_every_call(runs: Runs) -> None:
 
 
 def test_delayed_gradients_are_not_replayed(runs: Runs) -> None:
-    experts = Experts(delay_wgrad_compute=True)
+    experts, before = Experts(delay_wgrad_compute=True), replay.stats().unsupported
     experts.warm()
     experts.step()
+    reasons = {reason for reason, count in replay.stats().unsupported.items() if count > before.get(reason, 0)}
 
     assert len(experts.fc1._delayed) == 4
+    assert reasons == {"GroupedMLP.bwd: a weight gradient is computed later"}
 
 
 def test_code_that_promises_nothing_runs_every_time(runs: Runs) -> None:
@@ -756,6 +758,8 @@ def test_code_that_promises_nothing_runs_every_time(runs: Runs) -> None:
             model(experts.x, split_sizes=experts.sizes)
 
     assert len(calls) == 5
+    assert model.explain().replay == "not replayed: op 1 (Counting) does not promise to be replayable"
+    assert "replay: not replayed: op 1 (Counting)" in str(model.explain())
 
 
 def test_a_replayed_backward_can_run_twice(runs: Runs) -> None:

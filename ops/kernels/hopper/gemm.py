@@ -139,42 +139,85 @@ def launch(
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
         fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero.
     """
-    device, product = a.get_device(), first(out)
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
-    groups, (tokens, features) = sizes.shape[0], a.shape
-    (of_b, b_addresses), (of_out, out_addresses) = addressing(b), addressing(out)
-    of_bias, bias_addresses = NO_MATRICES if bias is None else bias_addressing(bias)
-    anywhere = b_addresses or out_addresses or bias_addresses
-    workspace = a.new_empty(workspace_bytes(groups), dtype=torch.uint8) if dynamic or anywhere else None
+    addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
+    anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
+    workspace = a.new_empty(workspace_bytes(sizes.shape[0]), dtype=torch.uint8) if dynamic or anywhere else None
+    _launch(
+        layout,
+        a,
+        first(out),
+        sizes,
+        weights=addressings[0],
+        outputs=addressings[1],
+        biases=addressings[2],
+        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
+        bias_scale=bias_scale,
+        row_scale=row_scale,
+        alphas=alphas,
+        betas=betas,
+        workspace=workspace,
+        alpha=alpha,
+        beta=beta,
+        accumulate=accumulate,
+        variant=variant,
+        zero_tail=fresh and layout is not Layout.TN,
+    )
+    if not fresh:
+        capture.written(out)
+
+
+def _launch(
+    layout: Layout,
+    a: Tensor,
+    product: Tensor,
+    sizes: Tensor,
+    *,
+    weights: Addressing,
+    outputs: Addressing,
+    biases: Addressing,
+    bias_type: int,
+    bias_scale: Tensor | None,
+    row_scale: Tensor | None,
+    alphas: Tensor | None,
+    betas: Tensor | None,
+    workspace: Tensor | None,
+    alpha: float,
+    beta: float,
+    accumulate: bool,
+    variant: int,
+    zero_tail: bool,
+) -> None:
+    (tokens, features), device, is_wgrad = a.shape, a.get_device(), layout is Layout.TN
     compiled().grouped_gemm(
         layout=LAYOUTS[layout],
         operand=TYPE_CODES[a.dtype],
         device=device,
         stream=stream(device),
-        groups=groups,
+        groups=sizes.shape[0],
         tokens=tokens,
         n=product.shape[-1],
-        k=0 if layout is Layout.TN else features,
+        k=0 if is_wgrad else features,
         a=a.data_ptr(),
         a_pitch=a.stride(0),
-        b=of_b[0],
-        b_pitch=of_b[1],
-        b_group=of_b[2],
-        b_addresses=b_addresses,
+        b=weights[0][0],
+        b_pitch=weights[0][1],
+        b_group=weights[0][2],
+        b_addresses=weights[1],
         sizes=sizes.data_ptr(),
         int64_sizes=sizes.dtype == torch.int64,
         output=TYPE_CODES[product.dtype],
-        m=features if layout is Layout.TN else 0,
-        out=of_out[0],
-        out_pitch=of_out[1],
-        out_group=of_out[2],
-        out_addresses=out_addresses,
+        m=features if is_wgrad else 0,
+        out=outputs[0][0],
+        out_pitch=outputs[0][1],
+        out_group=outputs[0][2],
+        out_addresses=outputs[1],
         accumulate=accumulate,
-        bias=of_bias[0],
-        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_pitch=of_bias[1],
-        bias_addresses=bias_addresses,
+        bias=biases[0][0],
+        bias_type=bias_type,
+        bias_pitch=biases[0][1],
+        bias_addresses=biases[1],
         bias_scale=0 if bias_scale is None else bias_scale.data_ptr(),
         row_scale=0 if row_scale is None else row_scale.data_ptr(),
         alphas=0 if alphas is None else alphas.data_ptr(),
@@ -183,10 +226,8 @@ def launch(
         beta=beta,
         workspace=0 if workspace is None else workspace.data_ptr(),
         variant=variant,
-        zero_tail=fresh and layout is not Layout.TN,
+        zero_tail=zero_tail,
     )
-    if not fresh:
-        capture.written(out)
 
 
 NO_MATRICES: Addressing = (0, 0, 0), []
