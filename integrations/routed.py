@@ -48,7 +48,7 @@ class _Routed(torch.autograd.Function):
         made = routed_mlp_forward(experts, x, index, weights, keep_pre=needs.through or needs.down)
         kept = *made.routing[:3], made.scales, made.pre
         ctx.save_for_backward(x if needs.up else None, *kept, up, down, up_bias, down_bias)
-        ctx.how = spec, transposed, made.routing.own, weights.dtype, active_config()
+        ctx.how = spec, transposed, made.routing.is_native, weights.dtype, active_config()
         return made.y
 
     @staticmethod

@@ -46,14 +46,14 @@ class _Dispatch(torch.autograd.Function):
         ctx.own, ctx.dtype = parts[3], weights.dtype
         ctx.set_materialize_grads(False)
         routing = Routing(*parts)
-        return rows_of.spread(x, routing), rows_of.by_row(weights, routing)
+        return rows_of.permute(x, routing), rows_of.by_row(weights, routing)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor | None, dscales: Tensor | None) -> Any:
         routing, dx, dweights = _kept(ctx), None, None
         if drows is not None and ctx.needs_input_grad[0]:
-            dx = rows_of.add(drows, routing)
+            dx = rows_of.unpermute(drows, routing)
         if dscales is not None and ctx.needs_input_grad[1]:
             dweights = rows_of.by_slot(dscales, routing, ctx.dtype)
         return dx, dweights, *[None] * 4
@@ -64,9 +64,9 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, *parts: Any) -> Tensor:
         ctx.save_for_backward(*parts[:3])
         ctx.own = parts[3]
-        return rows_of.add(rows, Routing(*parts))
+        return rows_of.unpermute(rows, Routing(*parts))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return rows_of.spread(dy, _kept(ctx)), *[None] * 4
+        return rows_of.permute(dy, _kept(ctx)), *[None] * 4

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from . import routed_backward as backward
 from . import routed_mlp as routed
-from . import routing
 from .activation_spec import ActivationSpec
 from .kernels import outputs
 from .kernels.custom_ops import SPEC, obeying, register
+from .permute_ops import fake_routing
 from .routed_backward import Needs
 from .routed_mlp import Experts
 from .routing import Routing
@@ -24,31 +24,6 @@ from .routing import Routing
 _EXPERTS = f"Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, {SPEC}, bool transposed"
 _TOKENS = "Tensor x, Tensor top_k_index, Tensor top_k_weights"
 _ROUTING = "Tensor counts, Tensor order, Tensor place, bool own"
-
-
-@register(
-    "route(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
-    lambda index, num_experts: _fake_routing(index, num_experts, own=True),
-)
-def _route(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    found = routing.route(index, num_experts, torch.float32)
-    return found.counts, found.order.int(), found.place.int()
-
-
-@register(
-    "spread_rows(Tensor x, Tensor place, Tensor counts) -> Tensor",
-    lambda x, place, counts: x.new_empty(place.numel(), x.shape[1]),
-)
-def _spread_rows(x: Tensor, place: Tensor, counts: Tensor) -> Tensor:
-    return routing.spread(x, routing.of_places(place, counts, x.dtype))
-
-
-@register(
-    "sum_rows(Tensor rows, Tensor place, Tensor counts) -> Tensor",
-    lambda rows, place, counts: rows.new_empty(place.shape[0], rows.shape[1]),
-)
-def _sum_rows(rows: Tensor, place: Tensor, counts: Tensor) -> Tensor:
-    return routing.add(rows, routing.of_places(place, counts, rows.dtype))
 
 
 @register(f"routed_mlp({_TOKENS}, {_EXPERTS}, str switches) -> Tensor", lambda x, *_: x.new_empty(x.shape))
@@ -65,7 +40,7 @@ def _fake_forward(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> tuple
     scales = index.new_empty(index.numel(), dtype=wide)
     columns = e.up.shape[2 if e.transposed else 1]
     pre = x.new_empty((index.numel(), columns)) if keep_pre else x.new_empty(0)
-    return x.new_empty(x.shape), *_fake_routing(index, e.up.shape[0], own), scales, pre
+    return x.new_empty(x.shape), *fake_routing(index, e.up.shape[0], own), scales, pre
 
 
 @register(
@@ -132,12 +107,6 @@ def _routed_weight_grad(weight: Tensor, tokens: Tensor, rows: Tensor, leads: boo
 def _all(like: Tensor, *made: Tensor | None) -> tuple[Tensor, ...]:
     """An empty tensor for each that is not there."""
     return tuple([like.new_empty(0) if tensor is None else tensor for tensor in made])
-
-
-def _fake_routing(index: Tensor, num_experts: int, own: bool) -> tuple[Tensor, Tensor, Tensor]:
-    whole = torch.int32 if own else torch.int64
-    counts, order = index.new_empty(num_experts + 1, dtype=torch.int32), index.new_empty(index.numel(), dtype=whole)
-    return counts, order, torch.empty_like(index, dtype=whole, memory_format=torch.contiguous_format)
 
 
 def _experts(listed: list[Any]) -> Experts:

@@ -76,7 +76,7 @@ def routed_activation_backward(
         there = needs.through, needs.down, needs.weights, needs.up_bias, needs.down_bias
         return Through(*[tensor if wanted else None for tensor, wanted in zip(made, there, strict=True)])
     sizes, dweights, dbias = routing.split_sizes, None, None
-    rows = rows_of.spread(dy, routing, fill=False)
+    rows = rows_of.permute(dy, routing, fill=False)
     dpre, dots, hidden, dup_bias = _grads(e, needs, rows, sizes, scales, pre)
     if needs.weights:
         assert dots is not None
@@ -106,7 +106,7 @@ def routed_input_grad(dpre: Tensor, up: Tensor, transposed: bool, routing: Routi
     """The gradient of the tokens [T, H], from that of the pre-activation [S, C]."""
     if type(dpre) is not Tensor and is_traced(dpre):
         return traced.routed_input_grad(dpre, up, transposed, routing[:4])
-    return rows_of.add(product(routing, Layout.NN, dpre, oriented(up, transposed)), routing)
+    return rows_of.unpermute(product(routing, Layout.NN, dpre, oriented(up, transposed)), routing)
 
 
 def routed_weight_grad(weight: Tensor, tokens: Tensor, rows: Tensor, leads: bool, routing: Routing) -> Tensor:
@@ -121,7 +121,7 @@ def routed_weight_grad(weight: Tensor, tokens: Tensor, rows: Tensor, leads: bool
         return traced.routed_weight_grad(weight, tokens, rows, leads, routing[:4])
     out = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for part in _slices(tokens, rows.shape[0]):
-        spread = rows_of.spread(tokens[:, part], routing, fill=False)
+        spread = rows_of.permute(tokens[:, part], routing, fill=False)
         a, b, into = (spread, rows, out[:, part]) if leads else (rows, spread, out[:, :, part])
         kernels.grouped_gemm(Layout.TN, a, b, routing.split_sizes, out=into)
         del spread, a, b  # before the next are gathered

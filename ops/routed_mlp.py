@@ -112,7 +112,7 @@ def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_
     with named_range("fusible::dispatch"):
         routing = rows_of.route(index, e.up.shape[0], x.dtype, weights.contiguous())
         scales = rows_of.scales_of(routing, weights)
-        rows, sizes = rows_of.spread(x, routing, fill=False), routing.split_sizes
+        rows, sizes = rows_of.permute(x, routing, fill=False), routing.split_sizes
     with named_range("fusible::GroupedMLP"):
         how: dict[str, Any] = {"bias": e.up_bias, "keep_pre": keep_pre, "interior": True}
         up, down = oriented(e.up, e.transposed), oriented(e.down, e.transposed)
@@ -121,13 +121,13 @@ def _in_steps(experts: Experts, x: Tensor, index: Tensor, weights: Tensor, keep_
         y = product(routing, Layout.NT, hidden, down, bias=e.down_bias, row_scale=scales)
         del hidden
     with named_range("fusible::combine"):
-        return Forward(rows_of.add(y, routing), routing, scales, pre)
+        return Forward(rows_of.unpermute(y, routing), routing, scales, pre)
 
 
 def product(routing: Routing, layout: Layout, rows: Tensor, weight: Tensor, **how: Any) -> Tensor:
     """Rows of no expert may be anything where our own kernels sum, which do not read them."""
     columns = weight.shape[1 if layout is Layout.NT else 2]
-    out = rows.new_empty((rows.shape[0], columns)) if routing.own else None
+    out = rows.new_empty((rows.shape[0], columns)) if routing.is_native else None
     result = kernels.grouped_gemm(layout, rows, weight, routing.split_sizes, out=out, **how)
     assert isinstance(result, Tensor)
     return result

@@ -109,6 +109,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "routed input grad": (OPS.routed_input_grad, (WIDE, WEIGHT, False, *ROUTING, "auto")),
     "routed input grad, transposed": (OPS.routed_input_grad, (WIDE, TURNED[0], True, *ROUTING, "auto")),
+    "gathered wgrad": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, False, torch.float32, "auto")),
+    "gathered wgrad whose tokens lead": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, True, torch.float64, "auto")),
     "routed weight grad": (OPS.routed_weight_grad, (WEIGHT, X[:6], WIDE, False, *ROUTING, "auto")),
     "routed weight grad whose tokens lead": (OPS.routed_weight_grad, (TURNED[0], X[:6], WIDE, True, *ROUTING, "auto")),
 }

@@ -34,12 +34,13 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def gradients(
-        self, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
+        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
     ) -> list[Tensor | None]:
         """As of the base class, by a replay where one has been captured for such tensors."""
         joined: list[Tensor | Sequence[Tensor]] = []
         if self.sources:
-            tensors, joined = tensors[: self.number], self.joined(tensors)
+            joined = self.joined(tensors)
+            del tensors[self.number :]
         targets: tuple[Targets, ...] = ()
         wanted = self.wanted
         deliveries = self.op.deliveries(wanted)
@@ -60,10 +61,11 @@ class CapturedContext(BackwardContext):
         entry = self.cache.entry(key, given, rows)
         replay = entry.state
         if replay is UNSUPPORTED or not aligned(addresses):
-            return self.run(tensors, lent, joined, douts, wanted)
+            del given  # so that the backward alone has the tensors, and lets go of each
+            return self.run(tensors, lent, joined, douts, wanted, node)
         if type(replay) is not Replay:
             with Capture(given) as capture:
-                grads = self.run(tensors, lent, joined, douts, wanted)
+                grads = self.run(tensors, lent, joined, douts, wanted, node)
             _file(entry, capture.result(rows, grads), rows)
             return grads
         made = replay.run(given, addresses, rows, stream_of(given[0]))

@@ -44,12 +44,12 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
     return counts, order, place, scales
 
 
-def spread(x: Tensor, place: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
+def permute(x: Tensor, place: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
     """``out[place[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``, else they stay."""
     compiled().spread_rows(*_rows(x, out, place, counts), fill)
 
 
-def add(rows: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
+def unpermute(rows: Tensor, place: Tensor, counts: Tensor, out: Tensor) -> None:
     """``out[t]`` = the sum over j of ``rows[place[t, j]]``, of those before the last of ``counts``."""
     compiled().sum_rows(*_rows(rows, out, place, counts))
 
