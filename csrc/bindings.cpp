@@ -403,30 +403,24 @@ void numbers_of_slots(int device, Stream stream, Address rows, Address place, Ad
                             reinterpret_cast<cudaStream_t>(stream));
 }
 
-fusible::RoutedMlp routed_mlp(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block,
-                              int type, int groups, int64_t features, int64_t columns, bool transposed, bool separate,
-                              const std::array<int64_t, 3>& up, const std::array<int64_t, 3>& down, Address up_bias,
-                              int64_t up_bias_pitch, Address down_bias, int64_t down_bias_pitch, int bias_type) {
+void routed_mlp(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block, int type,
+                int groups, int64_t features, int64_t columns, bool transposed, bool separate, Address up,
+                int64_t up_pitch, int64_t up_group, Address down, int64_t down_pitch, int64_t down_group,
+                Address up_bias, int64_t up_bias_pitch, Address down_bias, int64_t down_bias_pitch, int bias_type,
+                int device, Stream stream, int64_t tokens, int slots, Address x, int64_t pitch, Address ids,
+                bool int64_ids, Address weights, int weights_type, Address out, Address workspace) {
   const auto operand = static_cast<fusible::DType>(type), of_bias = static_cast<fusible::DType>(bias_type);
-  const auto matrix = [&](const std::array<int64_t, 3>& m) {
-    return fusible::MatrixView{pointer<void>(m[0]), operand, m[1], m[2]};
-  };
-  return {operand,
-          groups,
-          features,
-          columns,
-          activation(curve, gated, alpha, limit, linear_offset, block),
-          transposed,
-          separate,
-          matrix(up),
-          matrix(down),
-          {pointer<void>(up_bias), of_bias, up_bias_pitch, 0},
-          {pointer<void>(down_bias), of_bias, down_bias_pitch, 0}};
-}
-
-void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, int64_t tokens, int slots, Address x,
-                    int64_t pitch, Address ids, bool int64_ids, Address weights, int weights_type, Address out,
-                    Address workspace) {
+  const fusible::RoutedMlp mlp{operand,
+                               groups,
+                               features,
+                               columns,
+                               activation(curve, gated, alpha, limit, linear_offset, block),
+                               transposed,
+                               separate,
+                               {pointer<void>(up), operand, up_pitch, up_group},
+                               {pointer<void>(down), operand, down_pitch, down_group},
+                               {pointer<void>(up_bias), of_bias, up_bias_pitch, 0},
+                               {pointer<void>(down_bias), of_bias, down_bias_pitch, 0}};
   fusible::routed_mlp(mlp,
                       {tokens,
                        slots,
@@ -438,6 +432,14 @@ void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, in
                        writable<void>(out),
                        writable<void>(workspace)},
                       device, reinterpret_cast<cudaStream_t>(stream));
+}
+
+int64_t routed_workspace_bytes(bool gated, int type, int groups, int64_t features, int64_t columns, bool separate,
+                               int64_t slots) {
+  fusible::RoutedMlp mlp{};
+  mlp.type = static_cast<fusible::DType>(type), mlp.groups = groups, mlp.features = features, mlp.columns = columns;
+  mlp.activation.gated = gated, mlp.separate = separate;
+  return fusible::routed_workspace_bytes(mlp, slots);
 }
 
 // The numbers of those that are built for each layout, for results in fp32 or of 16 bits.
@@ -530,15 +532,14 @@ PYBIND11_MODULE(_C, module) {
                "Each token's row is the sum of its rows of the experts.");
   launches.def("numbers_of_slots", &numbers_of_slots, "device"_a, "stream"_a, "rows"_a, "place"_a, "all"_a, "slots"_a,
                "to"_a, "type"_a, "Of each slot the number of its row, 0 for those of no expert.");
-  py::class_<fusible::RoutedMlp>(
-      module, "RoutedMlp",
-      "The experts of a layer as they are called without gradients; matrices as (address, pitch, distance).")
-      .def(py::init(&routed_mlp), "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "type"_a,
-           "groups"_a, "features"_a, "columns"_a, "transposed"_a, "separate"_a, "up"_a, "down"_a, "up_bias"_a,
-           "up_bias_pitch"_a, "down_bias"_a, "down_bias_pitch"_a, "bias_type"_a)
-      .def("workspace_bytes", &fusible::routed_workspace_bytes, "slots"_a)
-      .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a,
-           "int64_ids"_a, "weights"_a, "weights_type"_a, "out"_a, "workspace"_a);
+  launches.def("routed_mlp", &routed_mlp, "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a,
+               "type"_a, "groups"_a, "features"_a, "columns"_a, "transposed"_a, "separate"_a, "up"_a, "up_pitch"_a,
+               "up_group"_a, "down"_a, "down_pitch"_a, "down_group"_a, "up_bias"_a, "up_bias_pitch"_a, "down_bias"_a,
+               "down_bias_pitch"_a, "bias_type"_a, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a,
+               "ids"_a, "int64_ids"_a, "weights"_a, "weights_type"_a, "out"_a, "workspace"_a,
+               "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");
+  module.def("routed_workspace_bytes", &routed_workspace_bytes, "gated"_a, "type"_a, "groups"_a, "features"_a,
+             "columns"_a, "separate"_a, "slots"_a, "Bytes of workspace that routed_mlp needs.");
   module.attr("LAUNCHES") = launches.positions();
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("WIDE_TILE_VARIANTS") = tile_variants(true);

@@ -309,43 +309,43 @@ def sum_rows(
 def numbers_of_slots(
     device: int, stream: int, rows: int, place: int, all: int, slots: int, to: int, type: int
 ) -> None: ...
-
-class RoutedMlp:
-    def __init__(
-        self,
-        curve: int,
-        gated: bool,
-        alpha: float,
-        limit: float,
-        linear_offset: float,
-        block: int,
-        type: int,
-        groups: int,
-        features: int,
-        columns: int,
-        transposed: bool,
-        separate: bool,
-        up: tuple[int, int, int],
-        down: tuple[int, int, int],
-        up_bias: int,
-        up_bias_pitch: int,
-        down_bias: int,
-        down_bias_pitch: int,
-        bias_type: int,
-    ) -> None: ...
-    def workspace_bytes(self, slots: int) -> int: ...
-    def run(
-        self,
-        device: int,
-        stream: int,
-        tokens: int,
-        slots: int,
-        x: int,
-        pitch: int,
-        ids: int,
-        int64_ids: bool,
-        weights: int,
-        weights_type: int,
-        out: int,
-        workspace: int,
-    ) -> None: ...
+def routed_mlp(
+    curve: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    linear_offset: float,
+    block: int,
+    type: int,
+    groups: int,
+    features: int,
+    columns: int,
+    transposed: bool,
+    separate: bool,
+    up: int,
+    up_pitch: int,
+    up_group: int,
+    down: int,
+    down_pitch: int,
+    down_group: int,
+    up_bias: int,
+    up_bias_pitch: int,
+    down_bias: int,
+    down_bias_pitch: int,
+    bias_type: int,
+    device: int,
+    stream: int,
+    tokens: int,
+    slots: int,
+    x: int,
+    pitch: int,
+    ids: int,
+    int64_ids: bool,
+    weights: int,
+    weights_type: int,
+    out: int,
+    workspace: int,
+) -> None: ...
+def routed_workspace_bytes(
+    gated: bool, type: int, groups: int, features: int, columns: int, separate: bool, slots: int
+) -> int: ...

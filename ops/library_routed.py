@@ -16,7 +16,7 @@ from . import routed_mlp as routed
 from .activation_spec import ActivationSpec
 from .kernels import outputs
 from .kernels.custom_ops import SPEC, obeying, register
-from .permute_ops import fake_routing
+from .moe_ops import fake_routing
 from .routed_backward import Needs
 from .routed_mlp import Experts
 from .routing import Routing
@@ -24,13 +24,6 @@ from .routing import Routing
 _EXPERTS = f"Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, {SPEC}, bool transposed"
 _TOKENS = "Tensor x, Tensor top_k_index, Tensor top_k_weights"
 _ROUTING = "Tensor counts, Tensor order, Tensor place, bool own"
-
-
-@register(f"routed_mlp({_TOKENS}, {_EXPERTS}, str switches) -> Tensor", lambda x, *_: x.new_empty(x.shape))
-def _routed_mlp(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> Tensor:
-    *experts, switches = how
-    with obeying(switches):
-        return routed.routed_mlp(_experts(experts), x, index, weights)
 
 
 def _fake_forward(x: Tensor, index: Tensor, weights: Tensor, *how: Any) -> tuple[Tensor, ...]:

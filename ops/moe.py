@@ -53,6 +53,8 @@ class Dispatch(Op):
 
     extra_outputs = ("split_sizes", "scales", *ROUTING)
     output_to_caller = dict.fromkeys(extra_outputs, False)
+    checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         routing: Routing
@@ -118,6 +120,9 @@ class Combine(Op):
     Raises:
         ArgumentError: in a call, rows that are not those of the :class:`Dispatch`.
     """
+
+    checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         routing: Routing

@@ -11,32 +11,15 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError
-from ..fuser.config import active_config
 from ..fuser.tracing import is_traced, named_range
 from . import kernels
 from . import routing as rows_of
-from .activation_spec import ActivationSpec
+from .inference import Experts, RoutedMlp, one_call
 from .kernels import Layout
 from .kernels import traced_routed as traced
-from .kernels.hopper import routed_mlp as backend
-from .kernels.hopper.extension import address
-from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .routing import Routing
 
-__all__ = ["Experts", "Forward", "RoutedMlp", "compiled", "oriented", "product", "routed_mlp", "routed_mlp_forward"]
-
-
-class _Made(NamedTuple):
-    """A call for the weights at some places, or None, and what else was true of them."""
-
-    call: RoutedMlp | None
-    about: tuple[Any, ...]
-    spec: ActivationSpec
-
-
-_OUR_BACKENDS = ("auto", "hopper")  # switches that let our own kernels run
-_calls: dict[tuple[int, ...], _Made] = {}
-_MOST_CALLS = 4096  # layers, or places of their weights
+__all__ = ["Experts", "Forward", "RoutedMlp", "oriented", "product", "routed_mlp", "routed_mlp_forward"]
 
 
 class Forward(NamedTuple):
@@ -48,31 +31,12 @@ class Forward(NamedTuple):
     pre: Tensor | None
 
 
-def compiled(experts: Experts) -> RoutedMlp | None:
-    """The one call, where our kernels take these experts; made once for weights that stay where they are, as they are.
-
-    Memory that was freed, or a view, may be of another dtype or pitch at the same address.
-    """
-    up, down, up_bias, down_bias, spec, transposed = experts
-    places = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
-    about: tuple[Any, ...] = up.shape, up.dtype, up.stride(), down.shape, down.dtype, down.stride(), transposed
-    for bias in (up_bias, down_bias):
-        about += (None,) if bias is None else (bias.shape, bias.dtype, bias.stride())
-    made = _calls.get(places)
-    if made is None or made.about != about or made.spec != spec:
-        if len(_calls) >= _MOST_CALLS:
-            _calls.clear()
-        made = _Made(RoutedMlp(experts) if backend.refusal(experts) is None else None, about, spec)
-        _calls[places] = made
-    return made.call
-
-
 def routed_mlp(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """[T, H]: the weighted sums over the experts of each token, without gradients."""
     if type(x) is not Tensor and is_traced(x):
         return traced.routed_mlp(experts, x, top_k_index, top_k_weights)
     _check(experts, x, top_k_index, top_k_weights)
-    call = compiled(experts) if x.is_cuda and active_config().backend in _OUR_BACKENDS else None
+    call = one_call(experts) if x.is_cuda else None
     if call is None:
         return _in_steps(experts, x, top_k_index, top_k_weights, keep_pre=False).y
     if not torch._C._autograd._profiler_enabled():

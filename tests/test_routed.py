@@ -13,7 +13,7 @@ from torch import Tensor
 from fusible import ArgumentError
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
 from fusible.integrations import routed
-from fusible.ops import routed_backward, routed_mlp
+from fusible.ops import inference, routed_backward
 from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
 from fusible.ops.routed_mlp import Experts
@@ -144,9 +144,9 @@ def test_one_call_of_a_layer_is_made_again_for_other_biases_at_the_same_addresse
     e = weights_on_a_gpu
     assert e.up_bias is not None
     up_bias, down_bias = other(e.up_bias, e.down_bias)
-    made, remade = (routed_mlp.compiled(some) for some in (e, e._replace(up_bias=up_bias, down_bias=down_bias)))
+    made, remade = (inference.one_call(some) for some in (e, e._replace(up_bias=up_bias, down_bias=down_bias)))
 
-    assert routed_mlp.compiled(e._replace(up_bias=up_bias, down_bias=down_bias)) is remade
+    assert inference.one_call(e._replace(up_bias=up_bias, down_bias=down_bias)) is remade
     assert made is not None
     assert remade is not None
     assert made._run != remade._run
@@ -155,8 +155,8 @@ def test_one_call_of_a_layer_is_made_again_for_other_biases_at_the_same_addresse
 def test_biases_of_two_dtypes_are_not_read_as_one(weights_on_a_gpu: Experts) -> None:
     e = weights_on_a_gpu
     assert e.down_bias is not None
-    alone = routed_mlp.compiled(e._replace(up_bias=None))
+    alone = inference.one_call(e._replace(up_bias=None))
 
-    assert routed_mlp.compiled(e._replace(down_bias=e.down_bias.float())) is None
+    assert inference.one_call(e._replace(down_bias=e.down_bias.float())) is None
     assert alone is not None
     assert alone._run[-1] == TYPE_CODES[torch.bfloat16]

@@ -7,6 +7,7 @@ tokens, and gathers the rows again in the backward. Everything between the two p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -14,14 +15,17 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser.replay import capture
 from ...fuser.runtime.call import evaluate
+from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
-from ..gathered_wgrad import gathered_wgrad
+from ..gathered_wgrad import gathered_wgrad, is_sliced
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
+from ..inference import Experts, one_call
+from ..kernels.traced import switches
 from ..moe import ROUTING, Combine, Dispatch
-from ..routed_mlp import Experts, routed_mlp
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
@@ -73,6 +77,7 @@ class RoutedMLP(FusedOp):
     out_scale: Scale | None
     combine: Combine
     untraced = frozenset({"_experts"})
+    replayable = True
 
     class Saved(NamedTuple):
         tokens: Tensor | None
@@ -102,11 +107,12 @@ class RoutedMLP(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved | None]:
-        if not needs_grad and type(x) is Tensor and x.is_cuda and autocast_dtype in (None, x.dtype):
-            experts = self._in_one_call(x.dtype)
-            if experts is not None:
-                return routed_mlp(experts, x, top_k_index, top_k_weights), None
+        if not needs_grad and autocast_dtype in (None, x.dtype):
+            y = self._in_one_call(x, top_k_index, top_k_weights)
+            if y is not None:
+                return y, None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
+        _replay_unless_large(tokens, top_k_index.numel())
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales = permutation.scales_of(routing, top_k_weights)
         factors = {keyword: scales for role, keyword in _SCALES.items() if getattr(self, role) is not None}
@@ -124,8 +130,22 @@ class RoutedMLP(FusedOp):
         routing = routing._replace(scales=None)
         return permutation.unpermute(y, routing), self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
-    def _in_one_call(self, dtype: torch.dtype) -> Experts | None:
-        """The experts as the one call of a whole layer takes them: stacked, and scaled after the second linear."""
+    def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """The output, where one call of the extension, or a compiler's one op, gives it."""
+        traced = type(x) is not Tensor and is_traced(x)
+        experts = self._stacked(x.dtype) if traced or (type(x) is Tensor and x.is_cuda) else None
+        if experts is None:
+            return None
+        if traced:
+            *tensors, spec, transposed = experts
+            options = *astuple(spec), transposed, switches()
+            y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *options)
+            return y
+        call = one_call(experts)
+        return None if call is None else call(x, top_k_index, top_k_weights)
+
+    def _stacked(self, dtype: torch.dtype) -> Experts | None:
+        """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
         fc1, fc2 = self.fc1, self.fc2
         if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
             return None
@@ -141,6 +161,7 @@ class RoutedMLP(FusedOp):
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
         needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
+        _replay_unless_large(dy, routing.row_of_slot.numel())
         rows = permutation.permute(dy, routing, fill=False)
         pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
         grads: dict[str, Gradient] = {"fc1.bias": bias}
@@ -159,6 +180,12 @@ class RoutedMLP(FusedOp):
 
     def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
         return _needs_of_mlp(needs_grad, self.scale is not None, self.out_scale is not None)
+
+
+def _replay_unless_large(tokens: Tensor, rows: int) -> None:
+    """A replay has all its memory at once. Where rows are large, launches one by one need less, and take as long."""
+    if is_sliced(tokens, rows):
+        capture.refuse("memory of large rows is let go of between launches")
 
 
 def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusible.integrations import routed
-from fusible.ops import routed_backward, routed_mlp
+from fusible.ops import inference, routed_backward
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.routed_mlp import Experts
@@ -158,7 +158,7 @@ def check_trains(device: str, name: str) -> None:
 
 def check_called_gives_the_bits_of_the_trained(device: str, name: str) -> None:
     problem = Problem(device, CASES[name])
-    call = routed_mlp.compiled(problem.experts)
+    call = inference.one_call(problem.experts)
     assert call is not None
     with torch.no_grad():
         y = call(problem.x, problem.ids, problem.weights)

@@ -14,8 +14,6 @@ from . import epilogue, rows
 from . import gemm as hopper
 from .extension import TYPE_CODES, compiled, stream
 
-_INDICES = (torch.int32, torch.int64)
-
 
 class Experts(NamedTuple):
     """The parameters of a layer's experts as they are stored, and what is between the linears.
@@ -55,33 +53,30 @@ class RoutedMlp:
     """Experts that lie where they lay when this was made."""
 
     def __init__(self, experts: Experts) -> None:
-        e, self.dtype, self.features = experts, experts.up.dtype, experts.features
+        e, self.features = experts, experts.features
         hidden = e.up.new_empty((1, e.columns))
         activated = replace(_up(e), out=hidden, epilogue=Activate(e.spec, None, None))
         separate = epilogue.refusal(activated) is not None
-        biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
-        self._run = compiled().RoutedMlp(
-            *(*rows.curve_arguments(e.spec, e.columns), TYPE_CODES[self.dtype]),
-            *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
-            *(hopper.place(e.up)[0], hopper.place(e.down)[0], *biases[0], *biases[1], bias_type),
+        sizes = TYPE_CODES[e.up.dtype], e.up.shape[0], self.features, e.columns
+        self._experts = (
+            *(*rows.curve_arguments(e.spec, e.columns), *sizes, e.transposed, separate),
+            *(*hopper.place(e.up)[0], *hopper.place(e.down)[0], *_vector(e.up_bias), *_vector(e.down_bias), bias_type),
         )
-        self._bytes: dict[int, int] = {}
+        self._sizes = e.spec.gated, *sizes, separate
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Of rows [T, H], ids and weights [T, k]: the weighted sums [T, H]."""
+        """Of rows [T, H], ids of 32 or 64 bits and weights [T, k]: the weighted sums [T, H]."""
         tokens, slots = ids.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
-        ids = ids.contiguous() if ids.dtype in _INDICES else ids.long().contiguous()
+        ids = ids.contiguous()
         weights = weights.contiguous() if weights.dtype in TYPE_CODES else weights.float().contiguous()
-        device, size = x.get_device(), self._bytes.get(tokens * slots)
-        if size is None:
-            size = self._bytes[tokens * slots] = self._run.workspace_bytes(tokens * slots)
+        device, size = x.get_device(), compiled().routed_workspace_bytes(*self._sizes, tokens * slots)
         out, workspace = x.new_empty((tokens, self.features)), x.new_empty(size, dtype=torch.uint8)
         if tokens:
-            self._run.run(
-                *(device, stream(device), tokens, slots, x.data_ptr(), x.stride(0), ids.data_ptr()),
+            compiled().routed_mlp(
+                *(*self._experts, device, stream(device), tokens, slots, x.data_ptr(), x.stride(0), ids.data_ptr()),
                 *(ids.dtype == torch.int64, weights.data_ptr(), TYPE_CODES[weights.dtype]),
                 *(out.data_ptr(), workspace.data_ptr()),
             )
