@@ -18,11 +18,8 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from ..fuser.explain.model import Found, add_finder
-from ..fuser.tracing import named_range
-from ..ops.routing import route, routed_by
 from . import compiled
-from .experts import Built, Forward, Parameters, built_of, existing, known, refusal
-from .routing import combine, dispatch
+from .experts import Forward, Parameters, built_of, existing, known, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -42,10 +39,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    traced, given = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
+    traced, given = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
     built = None if traced else known(self)
     if built is not None:
-        return _run(built, built.parameters, *given)
+        return built.run(*given)
     parameters = Parameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
@@ -54,30 +51,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return compiled.experts_forward(self, parameters, *given)
     built = built_of(self, parameters)
     try:
-        return _run(built, parameters, *given)
+        return built.run(*given)
     finally:
         built.let_go(self)
-
-
-def _run(built: Built, parameters: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    routed = built.routed
-    if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
-        return routed.run(parameters, hidden_states, top_k_index, top_k_weights)
-    return _by_container(built, hidden_states, top_k_index, top_k_weights)
-
-
-def _by_container(built: Built, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Step by step, whatever the steps are: the model's own gates, autocast, other switches."""
-    container = built.container
-    fc1: Any = container._modules["fc1"]
-    x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
-    with named_range("fusible::dispatch"):
-        routing = route(top_k_index, fc1.num_groups, x.dtype)
-        rows, scales = dispatch(x, top_k_weights, routing)
-    built.routing = routed_by(top_k_index.dtype, x.device, fc1.num_groups, top_k_index.numel(), x.dtype)
-    y = container(rows, split_sizes=routing.split_sizes, scales=scales)
-    with named_range("fusible::combine"):
-        return combine(y, routing).to(hidden_states.dtype)
 
 
 def register() -> None:
@@ -118,10 +94,6 @@ def _delegate(experts: Any, why: str, stock: Forward) -> Forward:
         _warned.add(case)
         warnings.warn(f"fusible: {case[0]} runs through transformers' own grouped_mm: {why}", stacklevel=4)
     return stock
-
-
-def _autocasts(x: Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _explained(module: Any) -> Any:

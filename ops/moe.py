@@ -9,6 +9,7 @@ after all others, adds nothing, and gets no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -129,7 +130,7 @@ class Combine(Op):
 
     def check(self, x: Spec, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> Spec:
         check_floats(x)
-        rows = row_of_slot.shape.numel()
+        rows = math.prod(row_of_slot.shape)
         if len(x.shape) != 2 or x.shape[0] != rows:
             raise ArgumentError(
                 f"x must be the {rows} rows of the Dispatch before it, [{rows}, H], got {list(x.shape)}"

@@ -8,7 +8,7 @@ so that the compiled code serves any other layer of the same structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -69,6 +69,31 @@ def run_container(
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
+    return _run(program, modules, states, values.all)
+
+
+def run_form(
+    find: Callable[..., Program],
+    form: tuple[Any, ...],
+    modules: Modules,
+    states: Mapping[str, ModuleState],
+    x: Any,
+    keywords: Mapping[str, Any],
+) -> Any:
+    """A container of which Dynamo sees the form, the modules that are no ops, and the tensors, but no object.
+
+    Args:
+        find: gives the program for the form, the call, the forms of its values and the names of the tensors.
+        form: plain values.
+        modules, states: by label.
+    """
+    values = Values(x)
+    call = (), None, values.slots(keywords)
+    likes = tuple([_like(value) for value in values.all])
+    names = tuple([(label, own.names) for label, own in states.items()])
+    program: Program = find(plain(form), call, likes, names, switches(), plain(fusion.registry.version))
+    if program.error is not None:
+        raise ArgumentError(program.error)
     return _run(program, modules, states, values.all)
 
 
