@@ -75,15 +75,6 @@ class OwnStep(StandIn):
         return ": ".join(filter(None, (self._name, self.reason)))
 
 
-class LastRouting(NamedTuple):
-    """What decides whose kernels route a call: dtype and place of the ids, their shape, the dtype of the rows."""
-
-    ids: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    rows: torch.dtype
-
-
 class Built:
     """A container, and what it was built for. Deep copies and pickles leave it out, others see that it is not theirs.
 
@@ -91,7 +82,7 @@ class Built:
         parameters: those of the last call, if the module owns them.
         trained: which parameters of the last call required gradients, where the module does not own them.
         dtype: of the weights.
-        last: what tells how the last call was routed; None before it.
+        last: dtype and device of the ids of the last call, and their shape; None before it.
     """
 
     def __init__(self, experts: Any, parameters: Parameters, key: tuple[Any, ...]) -> None:
@@ -99,7 +90,7 @@ class Built:
         self._experts, self.dtype = weakref.ref(experts), parameters.up.dtype
         self.parameters: Parameters | None = None
         self.trained: tuple[bool, ...] = ()
-        self.last: LastRouting | None = None
+        self.last: tuple[torch.dtype, torch.device, torch.Size] | None = None
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
 
@@ -109,12 +100,12 @@ class Built:
         if self.last is None:
             return ""
         dispatch: Any = self.container._modules["dispatch"]
-        ids, device, shape, rows = self.last
-        return routed_by(ids, device, dispatch.num_experts, shape.numel(), rows)
+        ids, device, shape = self.last
+        return routed_by(ids, device, dispatch.num_experts, shape.numel(), self.dtype)
 
     def run(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] in the dtype of ``x``."""
-        self.last = LastRouting(top_k_index.dtype, x.device, top_k_index.shape, self.dtype)
+        self.last = top_k_index.dtype, x.device, top_k_index.shape
         tokens = x if x.dtype == self.dtype or _autocasts(x) else x.to(self.dtype)
         y: Tensor = self.container.forward(tokens, top_k_index=top_k_index, top_k_weights=top_k_weights)
         return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -146,8 +137,7 @@ class Built:
             return False
         parameters = experts.__dict__["_parameters"]
         for name, known, dtype, shape in self._known:
-            tensor = parameters.get(name)
-            if tensor is not known or known.dtype != dtype or known.shape != shape:
+            if name not in parameters or parameters[name] is not known or known.dtype != dtype or known.shape != shape:
                 return False
         return self._facts == _facts(experts)
 
@@ -209,10 +199,13 @@ def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
 
 def _facts(experts: Any) -> tuple[Any, ...]:
     """Of the key, what is no parameter's."""
-    own = experts.__dict__
-    act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
-    gate = own.get("_apply_gate") or getattr(type(experts), "_apply_gate", None)
-    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, isinstance(act, nn.Module) and is_hooked(act))
+    own, kind = experts.__dict__, type(experts)
+    modules = own["_modules"]
+    act = modules["act_fn"] if "act_fn" in modules else own.get("act_fn")
+    act = getattr(kind, "act_fn", None) if act is None else act
+    gate = own["_apply_gate"] if "_apply_gate" in own else getattr(kind, "_apply_gate", None)
+    has_hooks = act is not None and isinstance(act, nn.Module) and is_hooked(act)
+    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, has_hooks)
 
 
 def known(experts: Any) -> Built | None:

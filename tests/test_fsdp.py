@@ -53,7 +53,7 @@ def test_two_processes_train_as_one(devices: str) -> None:
     off = {kind: float(value) for kind, value in re.findall(r"(\w+): 4 of 8 experts.* at most (\S+)", done.stdout)}
     assert off.keys() == {"float32", "bfloat16"}
     assert off["float32"] < 1e-5
-    assert done.stdout.count("GroupedMLP") == 4
+    assert done.stdout.count("RoutedMLP") == 4
     assert ("hopper  " in done.stdout) == bool(devices)
 
 
@@ -151,4 +151,4 @@ def test_transformers_model_trains_sharded(mesh: DeviceMesh) -> None:
             losses[-1].append(float(loss.detach()))
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert len(experts_of(model)) == str(fusible.explain(model)).count("GroupedMLP") > 0
+    assert len(experts_of(model)) == str(fusible.explain(model)).count("RoutedMLP") > 0

@@ -71,13 +71,13 @@ class CallStep(NamedTuple):
 
     Attributes:
         inputs: what autograd is given; nothing where it is not asked.
-        given: what is launched on.
+        given: what is launched on; None for the whole pool.
         dead: what nothing reads any more.
     """
 
     step: CapturedStep
     inputs: tuple[int, ...]
-    given: tuple[int, ...]
+    given: tuple[int, ...] | None
     dead: tuple[int, ...]
 
 
@@ -113,8 +113,11 @@ class CapturedCall(NamedTuple):
         """Runs on a pool, to which the steps add what they make."""
         stream = stream_of(pool[0])
         for step, inputs, read, dead in self.steps:
-            given, given_addresses = [pool[i] for i in read], [addresses[i] for i in read]
-            outputs = step.run(given, given_addresses, rows, stream, [pool[i] for i in inputs])
+            if read is None:
+                given, given_addresses = pool[:], addresses[:]
+            else:
+                given, given_addresses = [pool[i] for i in read], [addresses[i] for i in read]
+            outputs = step.run(given, given_addresses, rows, stream, [pool[i] for i in inputs] if inputs else [])
             pool += outputs
             addresses += map(Tensor.data_ptr, outputs)
             for i in dead:
@@ -168,7 +171,8 @@ class CaptureSession:
             return
         dead = tuple([self._position(slot) for slot in self._plan.steps[len(self._steps)].dead])
         asked, read = [tuple([position_of[id(t)] for t in tensors]) for tensors in (inputs, given)]
-        self._steps.append(CallStep(step, asked, read, dead))
+        whole = read == tuple(range(len(self._ids)))
+        self._steps.append(CallStep(step, asked, None if whole else read, dead))
 
     def add_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Adds the outputs of the step that has run."""

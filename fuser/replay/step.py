@@ -95,7 +95,8 @@ class CapturedStep(NamedTuple):
         """Replays the forward; ``inputs`` are those of autograd, empty where it does not record."""
         if inputs:
             return apply(lambda flags: self.forward(given, addresses, rows, stream), *inputs)
-        return self.forward(given, addresses, rows, stream).outputs
+        tensors: list[Any] = self.replay.run(given, addresses, rows, stream)
+        return tuple([tensors[i] for i in self.replay.made])  # type: ignore[index]
 
     def forward(self, given: list[Tensor], addresses: list[int], rows: int, stream: int) -> ForwardResult:
         """The outputs, and what the backward needs."""

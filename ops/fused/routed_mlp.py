@@ -7,7 +7,6 @@ tokens, and gathers the rows again in the backward. Everything between the two p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ from ..checks import product_dtype
 from ..gathered_wgrad import gathered_wgrad, is_sliced
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, one_call
-from ..kernels.traced import switches
+from ..inference import Experts, one_call, one_op
 from ..moe import ROUTING, Combine, Dispatch
 from ..routing import Routing
 from ..scale import Scale
@@ -137,10 +135,7 @@ class RoutedMLP(FusedOp):
         if experts is None:
             return None
         if traced:
-            *tensors, spec, transposed = experts
-            options = *astuple(spec), transposed, switches()
-            y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *options)
-            return y
+            return one_op(experts, x, top_k_index, top_k_weights)
         call = one_call(experts)
         return None if call is None else call(x, top_k_index, top_k_weights)
 
