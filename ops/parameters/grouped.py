@@ -145,7 +145,7 @@ class ExpertParameters(Op):
                     values = group.values()
                 held += (values,) if isinstance(values, Tensor) else values
             elif name in parameters and parameters[name] is not None:
-                held += (parameters[name],)
+                held += (parameters[name],)  # type: ignore[arg-type]
             else:
                 held += (self.one_parameter(name),)
         others = self._modules or self._forward_pre_hooks or len(parameters) > self._count  # as _has_others
