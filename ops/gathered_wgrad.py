@@ -35,7 +35,7 @@ def gathered_wgrad(
         dtype = options.get("out_dtype", rows.dtype)
         grad: Tensor = torch.ops.fusible.gathered_wgrad(tokens, rows, *routing[:4], leads, dtype, switches())
         return grad
-    if not is_sliced(tokens, rows.shape[0]):
+    if rows.shape[0] * tokens.shape[1] * tokens.element_size() <= SLICED_FROM:
         gathered = permute(tokens, routing, fill=False)
         return _product(gathered, rows, routing, leads, out=out, **options)
     if out is None:
@@ -51,11 +51,6 @@ def new_wgrad(tokens: Tensor, rows: Tensor, tokens_per_expert: Tensor, leads: bo
     """Memory for the gradient."""
     sides = (tokens.shape[1], rows.shape[1]) if leads else (rows.shape[1], tokens.shape[1])
     return rows.new_empty((tokens_per_expert.shape[0] - 1, *sides), dtype=dtype)
-
-
-def is_sliced(tokens: Tensor, rows: int) -> bool:
-    """Whether so many rows of the tokens are too large to be gathered at once."""
-    return rows * tokens.shape[1] * tokens.element_size() > SLICED_FROM
 
 
 def _product(gathered: Tensor, rows: Tensor, routing: Routing, leads: bool, **options: Any) -> Matrices:

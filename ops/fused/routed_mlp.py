@@ -19,7 +19,7 @@ from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
-from ..gathered_wgrad import gathered_wgrad, is_sliced
+from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, one_call, one_op
@@ -30,6 +30,7 @@ from .grouped_mlp import GroupedMLP
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
 _WEIGHT = frozenset({"weight"})
+REPLAYED_UP_TO = 16 << 20  # bytes of the rows of x; a training step of more takes the device longer than the host
 
 
 def _pattern() -> Pattern:
@@ -178,8 +179,8 @@ class RoutedMLP(FusedOp):
 
 
 def _replay_unless_large(tokens: Tensor, rows: int) -> None:
-    """A replay has all its memory at once. Where rows are large, launches one by one need less, and take as long."""
-    if is_sliced(tokens, rows):
+    """A replay has all its memory at once. Where rows are large, launches one by one need less, and hide the host."""
+    if rows * tokens.shape[1] * tokens.element_size() > REPLAYED_UP_TO:
         capture.refuse("memory of large rows is let go of between launches")
 
 
