@@ -293,8 +293,10 @@ def test_numbers_that_lie_on_no_line_are_replayed_at_their_own_length(
 WORKSPACES: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "backward_workspace_bytes": lambda rows: (GROUPS, rows, 72, True, 72),
     "column_sums_workspace": lambda rows: (rows, 72, GROUPS),
+    "route_workspace_bytes": lambda rows: (3 * rows, GROUPS),
+    "routed_workspace_bytes": lambda rows: (True, 2, GROUPS, 64, 72, True, 3 * rows),
 }
-OF_NO_REPLAY = {"route_workspace_bytes", "ragged_workspace_bytes"}  # for kernels that ops do not launch, or not kept
+OF_NO_REPLAY = {"ragged_workspace_bytes"}  # for kernels that ops do not launch, or not kept
 OF_NO_ROWS = {"workspace_bytes"}
 
 

@@ -16,10 +16,11 @@ struct WorkspaceLayout {
 };
 
 WorkspaceLayout lay_out_workspace(const RoutedMlp& m, int64_t slots, char* memory) {
-  int64_t at = 0;
+  int64_t at = 0, total = 0;
   const auto take = [&](int64_t bytes) {
     char* const here = memory + at;
     at += blocks_of(bytes, kAlignment) * kAlignment;
+    total += bytes + kAlignment;  // never less than `at`, and affine in the slots, as replays assume of all sizes
     return here;
   };
   const int64_t element = bytes_of(m.type), pre_columns = m.activation.gated ? 2 * m.columns : m.columns;
@@ -33,7 +34,7 @@ WorkspaceLayout lay_out_workspace(const RoutedMlp& m, int64_t slots, char* memor
   layout.pre = m.separate ? take(slots * pre_columns * element) : nullptr;
   layout.up = take(workspace_bytes(m.groups));
   layout.down = take(workspace_bytes(m.groups));
-  layout.bytes = at;
+  layout.bytes = total;
   return layout;
 }
 

@@ -122,9 +122,9 @@ __global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ 
 
 }  // namespace
 
-int64_t route_workspace_bytes(int64_t slots, int groups) {
-  const int blocks = stretches_of(slots).blocks;
-  return blocks == 1 ? 0 : blocks * (groups + 1) * static_cast<int64_t>(sizeof(int32_t));
+// Of the most blocks that there may be: replays take the size for others than the slots that they have seen.
+int64_t route_workspace_bytes(int64_t, int groups) {
+  return kMostBlocks * (groups + 1) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 void route(const Route& c, int device, cudaStream_t stream) {
