@@ -60,17 +60,17 @@ def parts(given: Inputs) -> Iterator[Part]:
     found, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
     few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
-    token = torchs.order // slots
-    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).place.long()} if found.own else {}
-    yield Part("route", {**routes, "torch": lambda: routing.by_torch(index, experts).place}, 2 * 8 * ids.numel())
-    spreads = {"fusible": lambda: routing.spread(x, found)} if found.own else {}
+    token, row_of_slot = torchs.slot_of_row // slots, torchs.row_of_slot
+    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).row_of_slot.long()} if found.is_native else {}
+    yield Part("route", {**routes, "torch": lambda: routing.by_torch(index, experts).row_of_slot}, 2 * 8 * ids.numel())
+    spreads = {"fusible": lambda: routing.permute(x, found)} if found.is_native else {}
     gathers = {"index_select": lambda: x.index_select(0, token), "x[token]": lambda: x[token]}
     yield Part("dispatch", {**spreads, **gathers}, few + many)
     sums: dict[str, Callable[[], Tensor]] = {
-        "index_select, sum": lambda: rows.index_select(0, torchs.place.view(-1)).view(tokens, slots, columns).sum(1),
-        "embedding_bag": lambda: F.embedding_bag(torchs.place, rows, mode="sum"),
+        "index_select, sum": lambda: rows.index_select(0, row_of_slot.view(-1)).view(tokens, slots, columns).sum(1),
+        "embedding_bag": lambda: F.embedding_bag(row_of_slot, rows, mode="sum"),
     }
-    own = {"fusible": lambda: routing.add(rows, found)} if found.own else {}
+    own = {"fusible": lambda: routing.unpermute(rows, found)} if found.is_native else {}
     yield Part("combine", {**own, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
     keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
     yield Part("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())

@@ -37,9 +37,6 @@ class NothingLaunched:
     def launches(self, other: NothingLaunched, positions: list[int]) -> NothingLaunched:
         return self
 
-    def RoutedMlp(self, *_: Any) -> NothingLaunched:
-        return self
-
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments, **fields: 16
 

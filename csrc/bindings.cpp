@@ -75,49 +75,6 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
   return text.str();
 }
 
-template <class T>
-T* writable(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-fusible::RoutedMlp routed_mlp(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block,
-                              int type, int groups, int64_t features, int64_t columns, bool transposed, bool separate,
-                              const std::array<int64_t, 3>& up, const std::array<int64_t, 3>& down, Address up_bias,
-                              int64_t up_bias_pitch, Address down_bias, int64_t down_bias_pitch, int bias_type) {
-  const auto operand = static_cast<fusible::DType>(type), of_bias = static_cast<fusible::DType>(bias_type);
-  const auto matrix = [&](const std::array<int64_t, 3>& m) {
-    return fusible::MatrixView{pointer<void>(m[0]), operand, m[1], m[2]};
-  };
-  return {operand,
-          groups,
-          features,
-          columns,
-          activation(curve, gated, alpha, limit, linear_offset, block),
-          transposed,
-          separate,
-          matrix(up),
-          matrix(down),
-          {pointer<void>(up_bias), of_bias, up_bias_pitch, 0},
-          {pointer<void>(down_bias), of_bias, down_bias_pitch, 0}};
-}
-
-void run_routed_mlp(const fusible::RoutedMlp& mlp, int device, Stream stream, int64_t tokens, int slots, Address x,
-                    int64_t pitch, Address ids, bool int64_ids, Address weights, int weights_type, Address out,
-                    Address workspace) {
-  fusible::refuse_capture("RoutedMlp.run");
-  fusible::routed_mlp(mlp,
-                      {tokens,
-                       slots,
-                       pointer<void>(x),
-                       pitch,
-                       pointer<void>(ids),
-                       int64_ids,
-                       {pointer<void>(weights), static_cast<fusible::DType>(weights_type)},
-                       writable<void>(out),
-                       writable<void>(workspace)},
-                      device, reinterpret_cast<cudaStream_t>(stream));
-}
-
 // The numbers of those that are built for each layout, for results in fp32 or of 16 bits.
 std::vector<std::vector<int>> tile_variants(bool fp32_output) {
   std::vector<std::vector<int>> all(3);
@@ -189,15 +146,9 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::SpreadRowsLaunch>(module, "Copies each token's row to its rows of the experts.");
   def<fusible::SumRowsLaunch>(module, "Each token's row is the sum of its rows of the experts.");
   def<fusible::NumbersOfSlotsLaunch>(module, "Of each slot the number of its row, 0 for those of no expert.");
-  py::class_<fusible::RoutedMlp>(
-      module, "RoutedMlp",
-      "The experts of a layer as they are called without gradients; matrices as (address, pitch, distance).")
-      .def(py::init(&routed_mlp), "curve"_a, "gated"_a, "alpha"_a, "limit"_a, "linear_offset"_a, "block"_a, "type"_a,
-           "groups"_a, "features"_a, "columns"_a, "transposed"_a, "separate"_a, "up"_a, "down"_a, "up_bias"_a,
-           "up_bias_pitch"_a, "down_bias"_a, "down_bias_pitch"_a, "bias_type"_a)
-      .def("workspace_bytes", &fusible::routed_workspace_bytes, "slots"_a)
-      .def("run", &run_routed_mlp, "device"_a, "stream"_a, "tokens"_a, "slots"_a, "x"_a, "pitch"_a, "ids"_a,
-           "int64_ids"_a, "weights"_a, "weights_type"_a, "out"_a, "workspace"_a);
+  def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
+  def<fusible::RoutedMlpLaunch>(
+      module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("WIDE_TILE_VARIANTS") = tile_variants(true);
 }

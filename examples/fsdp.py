@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import spawn
 
 import fusible
-from fusible.integrations.routing import combine, dispatch, route
 
 EXPERTS, FEATURES, HIDDEN, TOP_K, STEPS, BATCH = 8, 64, 96, 2, 20, 128
 
@@ -34,15 +33,15 @@ class Layer(nn.Module):
             fusible.GroupedLinear(EXPERTS, FEATURES, 2 * HIDDEN),
             fusible.GroupedLinear(EXPERTS, HIDDEN, FEATURES),
         )
-        self.experts = fusible.Sequential(fc1, fusible.SwiGLU(), fusible.Scale(), fc2)
+        self.experts = fusible.Sequential(
+            fusible.Dispatch(EXPERTS), fc1, fusible.SwiGLU(), fusible.Scale(), fc2, fusible.Combine()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.norm(x)
         weights, index = self.router(rows).float().softmax(-1).topk(TOP_K, -1)  # float32 all the way to the kernel
-        routing = route(index, EXPERTS)
-        gathered, scales = dispatch(rows, weights, routing)
-        y = self.experts(gathered, split_sizes=routing.split_sizes, scales=scales)
-        return x + combine(y, routing)
+        y: Tensor = self.experts(rows, top_k_index=index, top_k_weights=weights)
+        return x + y
 
 
 class Losses(NamedTuple):
@@ -110,7 +109,7 @@ def work(rank: int, world: int, port: int, cuda: bool) -> None:
 def report(model: nn.Module, losses: Losses, dtype: torch.dtype | None, allowed: float) -> None:
     """Prints a line, and fails if the losses are not those of one process."""
     off = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
-    local = model[0].experts[0].weight.to_local()  # type: ignore[index]
+    local = model[0].experts[1].weight.to_local()  # type: ignore[index]
     kind = str(dtype or torch.float32).removeprefix("torch.")
     print(
         f"{kind}: {len(local)} of {EXPERTS} experts here, loss {losses.sharded[0]:.4f} to {losses.sharded[-1]:.4f}, "

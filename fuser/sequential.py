@@ -119,20 +119,6 @@ class Sequential(Container):
         compiled, runtime = self._current(), Runtime.of(x)
         return compiled.explain(bind(compiled.layout, x, extra_inputs, op_kwargs, shared), runtime)
 
-    def note(self, x: Tensor, **shared: Any) -> None:
-        """Takes note of a call that somebody else runs: :meth:`explain` tells of it as of the last one. Runs nothing.
-
-        Raises:
-            ArgumentError: as :meth:`forward`.
-        """
-        compiled, runtime = self._current(), Runtime.of(x)
-        compiled.note(bind(compiled.layout, x, (), None, shared), runtime, "")
-
-    def runs_as(self, name: str) -> bool:
-        """Whether the last call, or noted one, is a single step of an op of that name."""
-        last = self._last_call()
-        return last is not None and [step.name for step in last.plan.steps] == [name]
-
     @property
     def was_called(self) -> bool:
         """Whether :meth:`explain` has a last call to tell about."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import arg_tree_leaves
@@ -59,7 +60,11 @@ class Outline(Tensor):
     @staticmethod
     def __new__(cls, spec: TensorSpec, why: str) -> Outline:
         shape, dtype, device, _, requires_grad = spec
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        # without strides, torch would make numbers of the sizes that a compiler keeps symbolic
+        strides = None if all([type(size) is int for size in shape]) else make_contiguous_strides_for(shape)
+        return Tensor._make_wrapper_subclass(
+            cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
+        )
 
     def __init__(self, spec: TensorSpec, why: str) -> None:
         self.why = why

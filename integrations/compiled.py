@@ -1,72 +1,105 @@
 """The routed experts of a layer in code that is being compiled.
 
-Everything is read off the module by value, and no container is built or asked, so that nothing in the code belongs to
-one layer: layers of one structure share it, compiled one by one or all at once.
+Everything is read off the module by value, and the container is known by its form alone, so that nothing in the code
+belongs to one layer: layers of one structure share it, compiled one by one or all at once.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..fuser.config import thread_config, use_config
-from ..fuser.dynamo.frontend import active_flags, constant_value
+from ..fuser import Sequential
+from ..fuser.config import constant
+from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
+from ..fuser.dynamo.steps import Program, program_or_reason
 from ..fuser.overrides import is_hooked
-from ..ops import grouped_gemm
+from ..ops import GLU, Activation, GroupedLinear
 from ..ops.activation_spec import ActivationSpec
-from ..ops.checks import product_dtype
-from ..ops.kernels.custom_ops import config
-from ..ops.routed_mlp import Experts
-from . import routed
-from .experts import CONSTANTS, Parameters
+from .experts import CONSTANTS, Parameters, layer_of
 from .gates import spec_of
-from .routed_layer import DEFAULT
-from .routing import combine, dispatch, route
+
+
+class Form(NamedTuple):
+    """What the container of experts depends on.
+
+    Attributes:
+        up, down: the shapes of the weights as they are stored.
+        spec: of the op between the linears, as plain values; None where the module's own code runs there.
+        has_norm: whether a norm of the model's own follows.
+    """
+
+    up: tuple[int, ...]
+    down: tuple[int, ...]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    has_bias: bool
+    is_transposed: bool
+    spec: tuple[Any, ...] | None
+    has_norm: bool
 
 
 def experts_forward(
     experts: Any, parameters: Parameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
-    dtype, kind = parameters.up.dtype, x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = product_dtype(x.dtype, torch.get_autocast_dtype(kind))
-    parameters = parameters._replace(up=parameters.up.to(dtype), down=parameters.down.to(dtype))
-    obeyed, arguments = _obeyed(), (x.to(dtype), top_k_index, top_k_weights)
-    spec = None if obeyed is None else _spec(experts)
+    up, down, up_bias, down_bias = parameters
+    spec, own = _spec(experts), experts.__dict__
+    has_norm = bool(own.get("has_post_expert_norm"))
+    modules: Modules = []
     if spec is None:
-        return _in_steps(experts, *arguments, parameters).to(x.dtype)
-    y: Tensor = _in_graph(obeyed, spec, experts.is_transposed, *arguments, *parameters)
+        modules.append(("act", experts._apply_gate if own["has_gate"] else experts.act_fn))
+    if has_norm:
+        modules.append(("norm", experts.post_expert_norm))
+    form = tuple(up.shape), tuple(down.shape), (up.dtype, down.dtype), up_bias is not None, experts.is_transposed
+    states = {name: ModuleState((), [], ()) for name in ("dispatch", "act", "scale", "combine")}
+    for name, weight, bias in (("fc1", up, up_bias), ("fc2", down, down_bias)):
+        held = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        states[name] = ModuleState(tuple(held), list(held.values()), ())
+    tokens = x if torch.is_autocast_enabled(x.device.type) else x.to(up.dtype)
+    call = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
+    y: Tensor = run_form(_program, (*form, spec, has_norm), modules, states, tokens, call)
     return y.to(x.dtype)
 
 
-@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _in_graph(obeyed: str, spec: tuple[Any, ...], transposed: bool, *tensors: Any) -> Tensor:
-    """What Dynamo puts into its graph: AOTAutograd traces through it, down to the custom ops of the doors."""
-    x, index, weights, up, down, up_bias, down_bias = tensors
-    experts = Experts(up, down, up_bias, down_bias, ActivationSpec(*spec), transposed)
-    with use_config(config(obeyed)):
-        return routed.run(experts, x, index, weights)
+@constant
+def _program(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> Program:
+    """The program of the container of that form; a new one where fusions have been registered since."""
+    return program_or_reason(_container(Form(*form))._current, flags, call, arguments, names)
 
 
-def _obeyed() -> str | None:
-    """The switches in force that kernels obey; None: the experts shall not run as one."""
-    if thread_config.config is DEFAULT:  # one guard
-        return "auto"
-    flags = dict(active_flags())
-    if "GroupedMLP" in flags["disable_fusions"]:
-        return None
-    return f"{flags['backend']} strict" if flags["strict"] else str(flags["backend"])
+@cache
+def _container(form: Form) -> Sequential:
+    """A container without data."""
+    fc1, fc2 = (_linear(form, shape, dtype) for shape, dtype in zip((form.up, form.down), form.dtypes, strict=True))
+    norm: dict[str, nn.Module] = {"norm": nn.Identity()} if form.has_norm else {}
+    return layer_of(fc1, _between(form.spec), fc2, **norm)
+
+
+def _linear(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> GroupedLinear:
+    groups, *sides = shape
+    options: dict[str, Any] = {"bias": form.has_bias, "transposed_weight": form.is_transposed}
+    return GroupedLinear(groups, *(sides if form.is_transposed else sides[::-1]), device="meta", dtype=dtype, **options)
+
+
+def _between(spec: tuple[Any, ...] | None) -> nn.Module:
+    """The op of a spec; in the place of the module's own code, a module that is no op."""
+    if spec is None:
+        return nn.Identity()
+    activation = ActivationSpec(*spec)
+    op: GLU | Activation = GLU(activation.name) if activation.gated else Activation(activation.name)
+    op.spec = activation
+    return op
 
 
 def _spec(experts: Any) -> tuple[Any, ...] | None:
-    """What is between the linears, as plain values; None if that, or what is behind them, is the model's own code."""
+    """What is between the linears, as plain values; None if that is the model's own code."""
     attributes = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
-    if attributes.get("has_post_expert_norm") or "_apply_gate" in attributes:
+    if "_apply_gate" in attributes:
         return None
-    held = [(name, constant_value(attributes.get(name))) for name in CONSTANTS]
+    constants = [(name, constant_value(attributes.get(name))) for name in CONSTANTS]
     act, approximate = attributes["_modules"].get("act_fn"), None
     if act is None:
         act = attributes.get("act_fn")
@@ -75,19 +108,4 @@ def _spec(experts: Any) -> tuple[Any, ...] | None:
     else:
         approximate, act = act.__dict__.get("approximate"), type(act)
     kind = type(experts)
-    return spec_of(kind, getattr(kind, "_apply_gate", None), attributes["has_gate"], tuple(held), act, approximate)
-
-
-def _in_steps(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, parameters: Parameters) -> Tensor:
-    """With the model's own code between and behind the linears."""
-    up, down, up_bias, down_bias = parameters
-    if experts.is_transposed:
-        up, down = up.mT, down.mT
-    routing = route(top_k_index, up.shape[0], x.dtype)
-    rows, scales = dispatch(x, top_k_weights, routing)
-    pre = grouped_gemm(rows, up, routing.split_sizes, bias=up_bias)
-    hidden = experts._apply_gate(pre) if experts.has_gate else experts.act_fn(pre)
-    y: Any = grouped_gemm(hidden, down, routing.split_sizes, bias=down_bias)
-    if experts.__dict__.get("has_post_expert_norm"):
-        y = experts.post_expert_norm(y)
-    return combine((y * scales.unsqueeze(-1)).to(y.dtype), routing)
+    return spec_of(kind, getattr(kind, "_apply_gate", None), attributes["has_gate"], tuple(constants), act, approximate)

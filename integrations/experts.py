@@ -14,10 +14,10 @@ from ..fuser import Sequential
 from ..fuser.config import constant
 from ..fuser.explain.explanation import StandIn
 from ..fuser.overrides import is_hooked
-from ..ops import GLU, Activation, GroupedLinear, Scale
+from ..ops import Combine, Dispatch, GroupedLinear, Scale
 from ..ops.checks import is_plain
+from ..ops.routing import routed_by
 from .gates import activation_of
-from .routed_layer import RoutedLayer
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
@@ -79,23 +79,36 @@ class Built:
     """A container, and what it was built for. Deep copies and pickles leave it out, others see that it is not theirs.
 
     Attributes:
-        routed: what runs all of the layer as one function; None where a step is the model's own.
         parameters: those of the last call, if the module owns them.
         trained: which parameters of the last call required gradients, where the module does not own them.
-        routing: whose kernels routed the last call that was explained.
+        dtype: of the weights.
+        last: dtype and device of the ids of the last call, and their shape; None before it.
     """
 
     def __init__(self, experts: Any, parameters: Parameters, key: tuple[Any, ...]) -> None:
         self.container, self.key = _build(experts, parameters), key
-        self._experts, gate = weakref.ref(experts), self.container._modules["act"]
-        known = isinstance(gate, (GLU, Activation)) and len(self.container) == 4
-        how: Any = (self.container, gate.spec, experts.is_transposed) if known else None
-        self.routed = RoutedLayer(*how) if known else None
+        self._experts, self.dtype = weakref.ref(experts), parameters.up.dtype
         self.parameters: Parameters | None = None
         self.trained: tuple[bool, ...] = ()
-        self.routing = ""
+        self.last: tuple[torch.dtype, torch.device, torch.Size] | None = None
         self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
+
+    @property
+    def routing(self) -> str:
+        """Whose kernels routed the last call, and why no others."""
+        if self.last is None:
+            return ""
+        dispatch: Any = self.container._modules["dispatch"]
+        ids, device, shape = self.last
+        return routed_by(ids, device, dispatch.num_experts, shape.numel(), self.dtype)
+
+    def run(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, H] in the dtype of ``x``."""
+        self.last = top_k_index.dtype, x.device, top_k_index.shape
+        tokens = x if x.dtype == self.dtype or _autocasts(x) else x.to(self.dtype)
+        y: Tensor = self.container.forward(tokens, top_k_index=top_k_index, top_k_weights=top_k_weights)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def was_built_for(self, experts: Any, key: tuple[Any, ...]) -> bool:
         """Whether it can run the experts, once it has their parameters."""
@@ -124,8 +137,7 @@ class Built:
             return False
         parameters = experts.__dict__["_parameters"]
         for name, known, dtype, shape in self._known:
-            tensor = parameters.get(name)
-            if tensor is not known or known.dtype != dtype or known.shape != shape:
+            if name not in parameters or parameters[name] is not known or known.dtype != dtype or known.shape != shape:
                 return False
         return self._facts == _facts(experts)
 
@@ -176,8 +188,6 @@ def existing(experts: nn.Module) -> Built | None:
         now = zip(Parameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
         computed = [t if t is None else t.detach().requires_grad_(trained) for t, trained in now]
         built.lend(experts, Parameters._make(computed))
-    if built is not None and built.routed is not None:
-        built.routing = built.routed.explain_last() or built.routing
     return built
 
 
@@ -189,16 +199,23 @@ def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
 
 def _facts(experts: Any) -> tuple[Any, ...]:
     """Of the key, what is no parameter's."""
-    own = experts.__dict__
-    act = own["_modules"].get("act_fn") or own.get("act_fn") or getattr(experts, "act_fn", None)
-    gate = own.get("_apply_gate") or getattr(type(experts), "_apply_gate", None)
-    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, isinstance(act, nn.Module) and is_hooked(act))
+    own, kind = experts.__dict__, type(experts)
+    modules = own["_modules"]
+    act = modules["act_fn"] if "act_fn" in modules else own.get("act_fn")
+    act = getattr(kind, "act_fn", None) if act is None else act
+    gate = own["_apply_gate"] if "_apply_gate" in own else getattr(kind, "_apply_gate", None)
+    has_hooks = act is not None and isinstance(act, nn.Module) and is_hooked(act)
+    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, has_hooks)
 
 
 def known(experts: Any) -> Built | None:
     """What was built for the experts, if it still holds."""
     built = experts.__dict__.get(_PLACE)
     return built if built is not None and built.holds_for(experts) else None
+
+
+def _autocasts(x: Tensor) -> bool:
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _is_offloaded(experts: Any) -> bool:
@@ -213,7 +230,13 @@ def _build(experts: Any, parameters: Parameters) -> Sequential:
     has_norm = getattr(experts, "has_post_expert_norm", False)
     norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
     fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
-    return Sequential(OrderedDict(fc1=fc1, act=gate, fc2=fc2, **norm, scale=Scale()))
+    return layer_of(fc1, gate, fc2, **norm)
+
+
+def layer_of(fc1: GroupedLinear, act: nn.Module, fc2: GroupedLinear, **norm: nn.Module) -> Sequential:
+    """The container of a layer's experts."""
+    steps = OrderedDict(dispatch=Dispatch(fc1.num_groups), fc1=fc1, act=act, fc2=fc2, **norm)
+    return Sequential(OrderedDict(**steps, scale=Scale(), combine=Combine()))
 
 
 def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:

@@ -19,11 +19,8 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from ..fuser.explain.model import FoundContainer, add_finder
-from ..fuser.tracing import named_range
-from ..ops.routing import route, routed_by
 from . import compiled, lora
-from .experts import Built, Forward, Parameters, built_of, existing, known, refusal
-from .routing import combine, dispatch
+from .experts import Forward, Parameters, built_of, existing, known, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -43,14 +40,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Returns:
         [T, H], in the dtype of ``hidden_states``.
     """
-    traced, tensors = torch.compiler.is_compiling(), (hidden_states, top_k_index, top_k_weights)
+    traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
     if not traced and self.__dict__.get(lora.PLACE) is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
             return adapted
     built = None if traced else known(self)
     if built is not None:
-        return _run(built, built.parameters, *tensors)
+        return built.run(*tensors)
     if not traced and "parametrizations" in self._modules:
         _look_for_peft()
     parameters = Parameters.of(self)
@@ -61,30 +58,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return compiled.experts_forward(self, parameters, *tensors)
     built = built_of(self, parameters)
     try:
-        return _run(built, parameters, *tensors)
+        return built.run(*tensors)
     finally:
         built.let_go(self)
-
-
-def _run(built: Built, parameters: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    routed = built.routed
-    if routed is not None and routed.takes(hidden_states, top_k_index, top_k_weights):
-        return routed.run(parameters, hidden_states, top_k_index, top_k_weights)
-    return _by_container(built, hidden_states, top_k_index, top_k_weights)
-
-
-def _by_container(built: Built, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Step by step, whatever the steps are: the model's own gates, autocast, other switches."""
-    container = built.container
-    fc1: Any = container._modules["fc1"]
-    x = hidden_states if _autocasts(hidden_states) else hidden_states.to(fc1.weight.dtype)
-    with named_range("fusible::dispatch"):
-        routing = route(top_k_index, fc1.num_groups, x.dtype)
-        rows, scales = dispatch(x, top_k_weights, routing)
-    built.routing = routed_by(top_k_index.dtype, x.device, fc1.num_groups, top_k_index.numel(), x.dtype)
-    y = container(rows, split_sizes=routing.split_sizes, scales=scales)
-    with named_range("fusible::combine"):
-        return combine(y, routing).to(hidden_states.dtype)
 
 
 def register() -> None:
@@ -132,10 +108,6 @@ def _delegate(experts: Any, why: str, stock: Forward) -> Forward:
         _warned.add(case)
         warnings.warn(f"fusible: {case[0]} runs through transformers' own grouped_mm: {why}", stacklevel=4)
     return stock
-
-
-def _autocasts(x: Tensor) -> bool:
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _explained(module: Any) -> Any:

@@ -1,6 +1,6 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from . import library_routed as _library_routed  # noqa: F401
+from . import moe_ops as _moe_ops  # noqa: F401  # register the custom ops
 from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias

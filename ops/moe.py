@@ -9,6 +9,7 @@ after all others, adds nothing, and gets no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ class Dispatch(Op):
 
     extra_outputs = ("split_sizes", "scales", *ROUTING)
     output_to_caller = dict.fromkeys(extra_outputs, False)
+    checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         routing: Routing
@@ -89,18 +92,18 @@ class Dispatch(Op):
     def fwd(self, x: Tensor, *, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Outputs, Saved]:
         routing = permutation.route(top_k_index, self.num_experts, x.dtype, top_k_weights.contiguous())
         outputs = {
-            "y": permutation.spread(x, routing),
+            "y": permutation.permute(x, routing),
             "split_sizes": routing.split_sizes,
             "scales": permutation.scales_of(routing, top_k_weights),
-            "num_rows": routing.every,
-            "slot_of_row": routing.order,
-            "row_of_slot": routing.place,
+            "num_rows": routing.num_rows,
+            "slot_of_row": routing.slot_of_row,
+            "row_of_slot": routing.row_of_slot,
         }
         return outputs, self.Saved(routing._replace(scales=None), top_k_weights.dtype)
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
         grads: dict[str, Gradient] = {
-            "x": lambda: permutation.add(dy, saved.routing),
+            "x": lambda: permutation.unpermute(dy, saved.routing),
             "top_k_weights": lambda: permutation.by_slot(scales, saved.routing, saved.weights_dtype),
         }
         return grads
@@ -119,12 +122,15 @@ class Combine(Op):
         ArgumentError: in a call, rows that are not those of the :class:`Dispatch`.
     """
 
+    checks_values = False
+    replayable = True
+
     class Saved(NamedTuple):
         routing: Routing
 
     def check(self, x: TensorSpec, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> TensorSpec:
         check_floats(x)
-        rows = row_of_slot.shape.numel()
+        rows = math.prod(row_of_slot.shape)
         if len(x.shape) != 2 or x.shape[0] != rows:
             raise ArgumentError(
                 f"x must be the {rows} rows of the Dispatch before it, [{rows}, H], got {list(x.shape)}"
@@ -133,10 +139,10 @@ class Combine(Op):
 
     def fwd(self, x: Tensor, *, num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> tuple[Tensor, Saved]:
         routing = permutation.of_indices(num_rows, slot_of_row, row_of_slot, x.dtype)
-        return permutation.add(permutation.valid_rows(x, routing), routing), self.Saved(routing)
+        return permutation.unpermute(permutation.valid_rows(x, routing), routing), self.Saved(routing)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
-        return {"x": lambda: permutation.valid_rows(permutation.spread(dy, saved.routing), saved.routing)}
+        return {"x": lambda: permutation.valid_rows(permutation.permute(dy, saved.routing), saved.routing)}
 
 
 _INDICES = (torch.int32, torch.int64)

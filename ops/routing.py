@@ -25,28 +25,28 @@ class Routing(NamedTuple):
     """Which of the S rows of the experts belongs to which of the k slots of a token.
 
     Attributes:
-        counts: int32 [E + 1]: how many rows each expert has, and how many all have together.
-        order: [S]: the slot, token * k + j, of each row.
-        place: [T, k]: the row of each slot.
-        own: whether by our own kernels.
-        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's way.
+        tokens_per_expert: int32 [E + 1]: how many rows each expert has, and how many all have together.
+        slot_of_row: [S]: the slot, token * k + j, of each row.
+        row_of_slot: [T, k]: the row of each slot.
+        is_native: whether the kernels of the extension made it, which alone read indices of 32 bits.
+        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's kernels.
     """
 
-    counts: Tensor
-    order: Tensor
-    place: Tensor
-    own: bool
+    tokens_per_expert: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    is_native: bool
     scales: Tensor | None = None
 
     @property
     def split_sizes(self) -> Tensor:
         """int32 [E]: how many rows each expert has."""
-        return self.counts[:-1]
+        return self.tokens_per_expert[:-1]
 
     @property
-    def every(self) -> Tensor:
+    def num_rows(self) -> Tensor:
         """int32 [1]: how many rows all experts have together."""
-        return self.counts[-1:]
+        return self.tokens_per_expert[-1:]
 
 
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
@@ -83,50 +83,50 @@ def route(
     return Routing(counts, order, place, True, scales)
 
 
-def spread(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
+def permute(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
     """The rows of the experts, [S, H], from those of the tokens, [T, H].
 
     Args:
         fill: whether rows of no expert shall be finite; else they may be anything.
     """
-    if not routing.own:
-        slots = routing.place.shape[1]
-        spread = x.index_select(0, routing.order if slots == 1 else routing.order // max(1, slots))
+    if not routing.is_native:
+        slots = routing.row_of_slot.shape[1]
+        spread = x.index_select(0, routing.slot_of_row if slots == 1 else routing.slot_of_row // max(1, slots))
         _record_torch(routing, x, spread)
         return spread
     if _is_compiled(x):
-        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.place, routing.counts)
+        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.row_of_slot, routing.tokens_per_expert)
         return rows
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = x.new_empty(routing.order.shape[0], x.shape[1])
+    out = x.new_empty(routing.slot_of_row.shape[0], x.shape[1])
     if trace.active():
         _record("spread", None, x, out)
         return out
-    kernels.spread(x, routing.place, routing.counts, out, fill)
+    kernels.permute(x, routing.row_of_slot, routing.tokens_per_expert, out, fill)
     return out
 
 
-def add(rows: Tensor, routing: Routing) -> Tensor:
+def unpermute(rows: Tensor, routing: Routing) -> Tensor:
     """[T, H]: the sum of each token's rows [S, H], summed in float32 at least and rounded once."""
-    if not routing.own:
-        sums = _add(rows, routing.place)
+    if not routing.is_native:
+        sums = _sum_of_slots(rows, routing.row_of_slot)
         _record_torch(routing, rows, sums)
         return sums
     if _is_compiled(rows):
-        summed: Tensor = torch.ops.fusible.sum_rows(rows, routing.place, routing.counts)
+        summed: Tensor = torch.ops.fusible.sum_rows(rows, routing.row_of_slot, routing.tokens_per_expert)
         return summed
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    out = rows.new_empty(routing.place.shape[0], rows.shape[1])
+    out = rows.new_empty(routing.row_of_slot.shape[0], rows.shape[1])
     if trace.active():
         _record("sum", None, rows, out)
         return out
-    kernels.add(rows, routing.place, routing.counts, out)
+    kernels.unpermute(rows, routing.row_of_slot, routing.tokens_per_expert, out)
     return out
 
 
 def by_row(weights: Tensor, routing: Routing) -> Tensor:
     """[S]: the weights [T, k] in the order of the rows."""
-    return weights.reshape(-1).index_select(0, routing.order)
+    return weights.reshape(-1).index_select(0, routing.slot_of_row)
 
 
 def scales_of(routing: Routing, weights: Tensor) -> Tensor:
@@ -138,27 +138,27 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    if routing.own and numbers.dtype == torch.float32 and not _is_compiled(numbers):
-        out = torch.empty_like(routing.place, dtype=dtype)
+    if routing.is_native and numbers.dtype == torch.float32 and not _is_compiled(numbers):
+        out = torch.empty_like(routing.row_of_slot, dtype=dtype)
         if trace.active():
             _record("by slot", None, numbers, out)
             return out
-        kernels.of_slots(numbers, routing.place, routing.counts, out)
+        kernels.of_slots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)
         return out
-    found = numbers.index_select(0, routing.place.view(-1)).view_as(routing.place)
-    slots = torch.where(routing.place < routing.every, found, 0).to(dtype)
+    found = numbers.index_select(0, routing.row_of_slot.view(-1)).view_as(routing.row_of_slot)
+    slots = torch.where(routing.row_of_slot < routing.num_rows, found, 0).to(dtype)
     _record_torch(routing, numbers, slots)
     return slots
 
 
 def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
-    """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its places [T, k]."""
+    """What :func:`permute` and :func:`unpermute` of rows of ``dtype`` need of a routing, from its places [T, k]."""
     own = refusal(place, 1, dtype) is None
     return Routing(counts, place.view(-1) if own else place.view(-1).argsort(), place, own)
 
 
 def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Routing:
-    """What :func:`spread` and :func:`add` of rows of ``dtype`` need of a routing, from its parts.
+    """What :func:`permute` and :func:`unpermute` of rows of ``dtype`` need of a routing, from its parts.
 
     Indices are 32 bits wide only where our own kernels made them, which alone read such.
     """
@@ -168,11 +168,11 @@ def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype
 
 def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
     """The rows [S, H], those of no expert zero; a copy only where there may be some and no kernel skips them."""
-    if routing.own or (
-        rows.device.type == "cpu" and not trace.has_no_data(rows) and int(routing.every) == rows.shape[0]
+    if routing.is_native or (
+        rows.device.type == "cpu" and not trace.has_no_data(rows) and int(routing.num_rows) == rows.shape[0]
     ):
         return rows
-    inside = torch.arange(rows.shape[0], device=rows.device) < routing.every
+    inside = torch.arange(rows.shape[0], device=rows.device) < routing.num_rows
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
 
@@ -192,10 +192,10 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
     """Tells a trace, if there is one, of a permutation by PyTorch's kernels."""
     if torch.compiler.is_compiling() or not trace.active():
         return
-    if routing.own:
+    if routing.is_native:
         why: str | None = f"{kernels.NAME} has no kernel for numbers of {source.dtype}"
     else:
-        why = permute_refusal(routing.place, 1, source.dtype)
+        why = permute_refusal(routing.row_of_slot, 1, source.dtype)
     _record("", why or "the rows were sorted by PyTorch", source, out)
 
 
@@ -208,7 +208,7 @@ def _without_data(top_k_index: Tensor, num_experts: int, weights: Tensor | None)
 
 def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
     counts, order, place = torch.ops.fusible.route(top_k_index, num_experts)
-    return Routing(counts, order, place, own=True)
+    return Routing(counts, order, place, is_native=True)
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -220,7 +220,7 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     counts = torch.cat((starts[1:] - starts[:-1], starts[-1:]))
     rows = torch.arange(order.shape[0], device=ids.device)
     place = torch.empty_like(order).scatter_(0, order, rows)
-    return Routing(counts, order, place.view(-1, slots), own=False)
+    return Routing(counts, order, place.view(-1, slots), is_native=False)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:
@@ -229,7 +229,7 @@ def _narrow(ids: Tensor, num_experts: int) -> Tensor:
     return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids
 
 
-def _add(rows: Tensor, place: Tensor) -> Tensor:
+def _sum_of_slots(rows: Tensor, place: Tensor) -> Tensor:
     tokens, slots = place.shape
     if not rows.is_cuda:  # without the gathered rows, whose memory costs a CPU ten times what the sum does
         return F.embedding_bag(place, rows, mode="sum")

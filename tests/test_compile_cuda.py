@@ -134,20 +134,14 @@ def test_opcheck_of_a_routed_layer() -> None:
     ops, spec = torch.ops.fusible, ("silu", True, None, 1.0, 0.0, None)
     x, ids, weights = of(50, K), torch.rand(50, E, device="cuda").argsort(-1)[:, :2], torch.rand(50, 2, device="cuda")
     experts = of(E, 2 * F, K), of(E, K, F), of(E, 2 * F), of(E, K), *spec, False
-    _, counts, order, place, scales, pre = ops.routed_mlp_forward(x, ids, weights, *experts, True, True, "auto")
-    found = counts, order, place, True
+    counts, order, place = ops.route(ids, E)
+    rows = of(100, 2 * F)
     calls = (
         (ops.route, (ids, E)),
         (ops.spread_rows, (x, place, counts)),
-        (ops.sum_rows, (pre, place, counts)),
+        (ops.sum_rows, (rows, place, counts)),
         (ops.routed_mlp, (x, ids, weights, *experts, "auto")),
-        (ops.routed_mlp_forward, (x, ids, weights, *experts, True, True, "auto")),
-        (
-            ops.routed_activation_backward,
-            (x, *found, scales, pre, experts[1], *experts[2:4], *spec, False, [True] * 6, torch.float32, "auto"),
-        ),
-        (ops.routed_input_grad, (pre, experts[0], False, *found, "auto")),
-        (ops.routed_weight_grad, (experts[0], x, pre, False, *found, "auto")),
+        (ops.gathered_wgrad, (x, rows, counts, order, place, True, False, torch.float32, "auto")),
     )
     for op, arguments in calls:
         assert set(opcheck(op, arguments).values()) == {"SUCCESS"}

@@ -58,7 +58,7 @@ def test_two_processes_train_as_one(devices: str) -> None:
     off = {kind: float(value) for kind, value in re.findall(r"(\w+): 4 of 8 experts.* at most (\S+)", done.stdout)}
     assert off.keys() == {"float32", "bfloat16"}
     assert off["float32"] < 1e-5
-    assert done.stdout.count("GroupedMLP") == 2  # for each of the models, whose equal layers share a row
+    assert done.stdout.count("RoutedMLP") == 2  # for each of the models, whose equal layers share a row
     assert ("hopper  " in done.stdout) == bool(devices)
 
 
@@ -157,5 +157,5 @@ def test_transformers_model_trains_sharded(mesh: DeviceMesh) -> None:
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     layers = fusible.explain(model).layers
-    assert [layer.explanation.steps[0].name for layer in layers] == ["GroupedMLP"] * len(experts_of(model))
+    assert [layer.explanation.steps[0].name for layer in layers] == ["RoutedMLP"] * len(experts_of(model))
     assert layers

@@ -33,7 +33,6 @@ ROUTING = (torch.tensor([3, 5, 4, 12], dtype=torch.int32), PLACE.view(-1).argsor
 EXPERTS = [WEIGHT, torch.randn(3, 8, 8)]
 TURNED = [weight.mT.contiguous() for weight in EXPERTS]
 TOKENS = (X[:6], IDS % 3, torch.rand(6, 2))
-TOKENS_ALONE, DOWN, DOWN_BIAS = ([i == place for i in range(6)] for place in (0, 3, 5))  # which gradient is wanted
 GATED = Pointwise(lambda gate, up, s: gate.tanh() * up * s, halves=interleaved(4)).program.text
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
@@ -68,55 +67,8 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "sum rows": (OPS.sum_rows, (X, PLACE, COUNTS)),
     "routed MLP": (OPS.routed_mlp, (*TOKENS, *EXPERTS, BIAS, None, *SPEC, False, "auto")),
     "routed MLP, transposed": (OPS.routed_mlp, (*TOKENS, *TURNED, None, None, *SPEC, True, "loop strict")),
-    "routed MLP forward": (OPS.routed_mlp_forward, (*TOKENS, *EXPERTS, None, None, *SPEC, False, True, False, "auto")),
-    "routed MLP forward that keeps nothing": (
-        OPS.routed_mlp_forward,
-        (
-            *TOKENS[:2],
-            torch.rand(6, 2, dtype=torch.float64),
-            *TURNED,
-            BIAS,
-            BIAS[:, :8],
-            *SPEC,
-            True,
-            False,
-            False,
-            "auto",
-        ),
-    ),
-    "routed activation backward": (
-        OPS.routed_activation_backward,
-        (X[:6], *ROUTING, SCALES, WIDE, EXPERTS[1], BIAS, BIAS[:, :8], *SPEC, False, [True] * 6, torch.float64, "auto"),
-    ),
-    "routed activation backward, transposed, to the tokens alone": (
-        OPS.routed_activation_backward,
-        (
-            X[:6],
-            *ROUTING,
-            SCALES,
-            WIDE,
-            TURNED[1],
-            BIAS,
-            None,
-            *SPEC,
-            True,
-            [True] + [False] * 5,
-            torch.float32,
-            "auto",
-        ),
-    ),
-    "routed activation backward to the second weights alone": (
-        OPS.routed_activation_backward,
-        (X[:6], *ROUTING, SCALES, WIDE, EXPERTS[1], None, None, *SPEC, False, DOWN, torch.float32, "auto"),
-    ),
-    "routed activation backward to the second bias alone": (
-        OPS.routed_activation_backward,
-        (X[:6], *ROUTING, SCALES, None, EXPERTS[1], BIAS, BIAS[:, :8], *SPEC, False, DOWN_BIAS, torch.float32, "auto"),
-    ),
-    "routed input grad": (OPS.routed_input_grad, (WIDE, WEIGHT, False, *ROUTING, "auto")),
-    "routed input grad, transposed": (OPS.routed_input_grad, (WIDE, TURNED[0], True, *ROUTING, "auto")),
-    "routed weight grad": (OPS.routed_weight_grad, (WEIGHT, X[:6], WIDE, False, *ROUTING, "auto")),
-    "routed weight grad whose tokens lead": (OPS.routed_weight_grad, (TURNED[0], X[:6], WIDE, True, *ROUTING, "auto")),
+    "gathered wgrad": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, False, torch.float32, "auto")),
+    "gathered wgrad whose tokens lead": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, True, torch.float64, "auto")),
 }
 
 

@@ -72,7 +72,7 @@ def test_numbers_of_slots(dtype: torch.dtype) -> None:
 
 def test_twice_is_bitwise_the_same() -> None:
     ids, rows = draw("cuda", 3000, 8, 64), numbers("cuda", 24000, 72, dtype=torch.bfloat16)
-    results = [(found := routing.route(ids, 64, torch.bfloat16), routing.add(rows, found)) for _ in range(2)]
+    results = [(found := routing.route(ids, 64, torch.bfloat16), routing.unpermute(rows, found)) for _ in range(2)]
 
     assert all(torch.equal(a, b) for a, b in zip(results[0][0][:3], results[1][0][:3], strict=True))
     assert torch.equal(results[0][1], results[1][1])
@@ -83,7 +83,7 @@ def test_graph_replays_with_other_ids() -> None:
 
     def run() -> Tensor:
         found = routing.route(ids, 64, torch.bfloat16)
-        return routing.add(routing.spread(x, found), found)
+        return routing.unpermute(routing.permute(x, found), found)
 
     run()
     torch.cuda.synchronize()
@@ -103,4 +103,4 @@ def test_millions_of_slots(slots: int) -> None:
     sizes, order = expected(ids, 512)
 
     assert torch.equal(found.split_sizes.long(), sizes)
-    assert torch.equal(found.order.long(), order)
+    assert torch.equal(found.slot_of_row.long(), order)

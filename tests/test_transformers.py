@@ -68,10 +68,10 @@ def test_every_experts_module_of_it_is_fused(name: str) -> None:
     layers = fusible.explain(model).layers
 
     assert len(layers) == len(experts_of(model)) > 0
-    assert [layer.explanation.steps[0].name for layer in layers] == ["GroupedMLP"] * len(layers)
+    assert [layer.explanation.steps[0].name for layer in layers] == ["RoutedMLP"] * len(layers)
     rows = str(fusible.explain(model)).splitlines()[2:]  # equal layers share one
     assert rows
-    assert all(row.count("GroupedMLP") == 1 for row in rows)
+    assert all(row.count("RoutedMLP") == 1 for row in rows)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "nemotron-h", "gemma-4"])
@@ -290,7 +290,7 @@ def test_parametrized_weights_are_computed_once_and_let_go(act_fn: str) -> None:
     gc.collect()
 
     assert weight() is None
-    assert "GroupedLinear" in steps_of(experts) if act_fn != "silu" else steps_of(experts) == ["GroupedMLP"]
+    assert "GroupedLinear" in steps_of(experts) if act_fn != "silu" else steps_of(experts) == ["RoutedMLP"]
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -335,11 +335,11 @@ def test_hooks_of_an_activation_run() -> None:
     experts(*arguments)
     handle = experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
     assert_same(experts, arguments)
-    assert steps_of(experts)[1] == "OwnStep"
+    assert steps_of(experts)[2] == "OwnStep"
 
     handle.remove()
     assert_same(experts, arguments)
-    assert steps_of(experts) == ["GroupedMLP"]
+    assert steps_of(experts) == ["RoutedMLP"]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
@@ -353,7 +353,7 @@ def test_gate_that_was_replaced_on_one_module_is_seen(name: str) -> None:
     experts.config._experts_implementation = "fusible"
 
     assert relative(experts(*arguments), expected) < 1e-12
-    assert steps_of(experts)[1] == "OwnStep"
+    assert steps_of(experts)[2] == "OwnStep"
 
 
 def test_changed_constant_of_a_gate_is_seen() -> None:
@@ -425,7 +425,7 @@ def test_first_call_may_be_in_any_mode(name: str, mode: Any) -> None:
     arguments = inputs(experts, 7)
     mode(lambda: experts(*arguments))
 
-    assert steps_of(experts) == ["GroupedMLP"]
+    assert steps_of(experts) == ["RoutedMLP"]
     assert torch.equal(experts(*arguments), same(*arguments))
 
 
@@ -476,7 +476,7 @@ def test_known_gate_fuses(family: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
 
     assert_same(experts, inputs(experts, 9), 1e-6 if family == "openai_privacy_filter" else 1e-12)  # its eager is fp32
-    assert steps_of(experts) == ["GroupedMLP"]
+    assert steps_of(experts) == ["RoutedMLP"]
 
 
 def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +498,7 @@ def test_unknown_gate_and_activation_run_as_they_are() -> None:
     experts.act_fn = nn.Softsign()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[1] == "OwnStep"
+    assert steps_of(experts)[2] == "OwnStep"
 
 
 def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
@@ -506,7 +506,7 @@ def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
     experts.act_fn = nn.Softsign()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[1] == "OwnStep"
+    assert steps_of(experts)[2] == "OwnStep"
 
 
 def test_norm_after_the_experts() -> None:
@@ -637,7 +637,7 @@ def test_profile_names_the_steps() -> None:
         experts(*arguments).sum().backward()
     names = {event.key for event in profile.key_averages()}
 
-    assert {f"fusible::{n}" for n in ("dispatch", "GroupedMLP", "combine", "GroupedMLP.bwd")} <= names
+    assert {"fusible::RoutedMLP", "fusible::RoutedMLP.bwd"} <= names
 
 
 def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Every experts class that the installed transformers has, found there: what eager gives, in one ``GroupedMLP``."""
+"""Every experts class that the installed transformers has, found there: what eager gives, in one ``RoutedMLP``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,21 @@ SIZES: dict[str, Any] = {
 """What a class may ask its configuration for."""
 
 IN_STEPS = {
-    "Inkling2Experts": ["GroupedLinear", "OwnStep", "GroupedLinear", "Scale"],  # tanh caps either side of its gate
-    "MuseSparkExperts": ["GroupedMLP", "OwnStep", "Scale"],  # a norm before the weights of the router
+    "Inkling2Experts": [
+        "Dispatch",
+        "GroupedLinear",
+        "OwnStep",
+        "GroupedLinear",
+        "Scale",
+        "Combine",
+    ],  # tanh caps
+    "MuseSparkExperts": [
+        "Dispatch",
+        "GroupedMLP",
+        "OwnStep",
+        "Scale",
+        "Combine",
+    ],  # a norm before weights
 }
 IN_FLOAT32 = ("BeamExperts", "Inkling2Experts", "MuseSparkExperts", "OpenAIPrivacyFilterExperts")
 """Their eager computes, in part, in float32 whatever it is given."""
@@ -95,4 +108,4 @@ def test_gives_what_eager_gives(name: str) -> None:
     built = adapter.existing(experts)
 
     assert built is not None
-    assert [step.name for step in built.container.explain().steps] == IN_STEPS.get(name, ["GroupedMLP"])
+    assert [step.name for step in built.container.explain().steps] == IN_STEPS.get(name, ["RoutedMLP"])

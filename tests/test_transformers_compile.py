@@ -109,7 +109,13 @@ def test_autocast_and_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "switches", [{"backend": "loop"}, {"disable_fusions": {"GroupedMLP"}}, {"backend": "loop", "strict": True}], ids=str
+    "switches",
+    [
+        {"backend": "loop"},
+        {"disable_fusions": {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU"}},
+        {"backend": "loop", "strict": True},
+    ],
+    ids=str,
 )
 def test_switches_are_seen(switches: dict[str, Any]) -> None:
     experts = experts_of(make("gpt-oss"))[0]
@@ -124,7 +130,7 @@ def test_switches_are_seen(switches: dict[str, Any]) -> None:
         torch.testing.assert_close(results(compiled, experts, 9), expected, rtol=1e-3, atol=1e-3)
 
     assert len(seen) > len(before)  # compiled anew
-    assert ("fusible.routed_mlp_forward.default" in seen[len(before) :]) == ("disable_fusions" not in switches)
+    assert ("fusible.grouped_linear_activation.default" in seen[len(before) :]) == ("disable_fusions" not in switches)
 
 
 def test_changed_gates_compile_anew() -> None:

@@ -9,6 +9,7 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
 #include "fusible/ragged_gemm.h"
+#include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
 #include "fusible/zeroing.h"
 
@@ -364,6 +365,47 @@ struct NumbersOfSlotsLaunch : OnStream {
   }
   void complete() {}
   void run() const { numbers_of_slots(rows, place, all, slots, out, type, device, stream); }
+};
+
+struct RoutedMlpLaunch : OnStream {
+  static constexpr const char* kName = "routed_mlp";
+  RoutedMlp mlp{};
+  RoutedTokens call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", mlp.activation), v.field("type", mlp.type), v.field("groups", mlp.groups);
+    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("transposed", mlp.transposed);
+    v.field("separate", mlp.separate);
+    v.field("up", mlp.up.data), v.field("up_pitch", mlp.up.pitch), v.field("up_group", mlp.up.group_stride);
+    v.field("down", mlp.down.data), v.field("down_pitch", mlp.down.pitch), v.field("down_group", mlp.down.group_stride);
+    v.field("up_bias", mlp.up_bias.data), v.field("up_bias_pitch", mlp.up_bias.pitch);
+    v.field("down_bias", mlp.down_bias.data), v.field("down_bias_pitch", mlp.down_bias.pitch);
+    v.field("bias_type", mlp.up_bias.type), visit_stream(v, *this);
+    v.rows("tokens", call.tokens), v.field("slots", call.slots), v.field("x", call.x), v.field("pitch", call.pitch);
+    v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
+    v.field("weights", call.weights.data), v.field("weights_type", call.weights.type);
+    v.field("out", call.out), v.field("workspace", call.workspace);
+  }
+  void complete() {
+    mlp.up.type = mlp.down.type = mlp.type;
+    mlp.down_bias.type = mlp.up_bias.type;
+  }
+  void run() const { routed_mlp(mlp, call, device, stream); }
+};
+
+struct RoutedMlpWorkspace {
+  static constexpr const char* kName = "routed_workspace_bytes";
+  RoutedMlp mlp{};
+  int64_t slots = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("gated", mlp.activation.gated), v.field("type", mlp.type), v.field("groups", mlp.groups);
+    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("separate", mlp.separate);
+    v.rows("slots", slots);
+  }
+  int64_t bytes() const { return routed_workspace_bytes(mlp, slots); }
 };
 
 }  // namespace fusible

@@ -8,7 +8,7 @@ so that the compiled code serves any other layer of the same structure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -70,6 +70,32 @@ def run_container(
     if program.refusal is not None:
         torch._dynamo.graph_break(msg=program.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
+    return _run(program, modules, states, values.all)
+
+
+def run_form(
+    find: Callable[..., Program],
+    form: tuple[Any, ...],
+    modules: Modules,
+    states: Mapping[str, ModuleState],
+    x: Any,
+    keywords: Mapping[str, Any],
+) -> Any:
+    """A container of which Dynamo sees the form, the modules that are no ops, and the tensors, but no object.
+
+    Args:
+        find: gives the program for the form, the call, the forms of its values and the names of the tensors.
+        form: plain values.
+        modules, states: by label.
+    """
+    values = Values(x)
+    call = (), None, values.slots(keywords)
+    arguments = tuple([_spec_or_value(value) for value in values.all])
+    names = tuple([(label, state.names) for label, state in states.items()])
+    version = constant_value(fusion.registry.version)
+    program: Program = find(constant_value(form), call, arguments, names, active_flags(), version)
+    if program.error is not None:
+        raise ArgumentError(program.error)
     return _run(program, modules, states, values.all)
 
 

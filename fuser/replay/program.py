@@ -80,11 +80,11 @@ class Replay(NamedTuple):
         sizes = (rows,) if self.any_rows else ()
         for allocate in self.allocations:
             made = allocate(*sizes)
-            given.append(made)
-            addresses.append(made.data_ptr())
+            given += (made,)
+            addresses += (made.data_ptr(),)
         if self.scratch is not None:
             scratch = self.scratch(*sizes)
-            addresses.append(scratch.data_ptr())
+            addresses += (scratch.data_ptr(),)
         self.launches.run(addresses, rows, stream)
         if self.written:
             torch.autograd.graph.increment_version([given[i] for i in self.written])

@@ -54,12 +54,13 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def gradients(
-        self, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
+        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
     ) -> list[Tensor | None]:
         """As of the base class, by a replay where one has been captured for such tensors."""
         joined: list[Tensor | Sequence[Tensor]] = []
         if self.sources:
-            tensors, joined = tensors[: self.number], self.joined(tensors)
+            joined = self.joined(tensors)
+            del tensors[self.number :]
         effects: tuple[SideEffects, ...] = ()
         wanted = self.wanted
         deliveries = self.op.deliveries(wanted)
@@ -79,10 +80,11 @@ class CapturedContext(BackwardContext):
         rows = douts[0].shape[0] if douts[0].dim() else 0
         entry = self.cache.entry(key, given, rows)
         if entry.state is UNSUPPORTED or reduce(or_, addresses) & 15:
-            return self.run(tensors, lent, joined, douts, wanted)
+            del given  # so that the backward alone has the tensors, and lets go of each
+            return self.run(tensors, lent, joined, douts, wanted, node)
         if entry.capture is None:
             with Capture(given, rows) as capture:
-                grads = self.run(tensors, lent, joined, douts, wanted)
+                grads = self.run(tensors, lent, joined, douts, wanted, node)
             self._file(entry, capture, rows, grads)
             return grads
         replay = entry.capture.replay

@@ -188,17 +188,18 @@ class _OpFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         context: BackwardContext = ctx.context
-        tensors, differentiated = ctx.saved_tensors, torch.is_grad_enabled()
+        differentiated = torch.is_grad_enabled()
+        anchors = (*douts, *ctx.saved_tensors) if differentiated else ()
         try:
             if _needs_no_scope(context, douts[0].device.type):
-                return None, *context.gradients(tensors, ctx.lent, douts, ctx)
+                return None, *context.gradients([*ctx.saved_tensors], ctx.lent, douts, ctx)
             with _BackwardScope(context, douts[0].device.type):
-                grads = context.gradients(tensors, ctx.lent, douts, ctx)
+                grads = context.gradients([*ctx.saved_tensors], ctx.lent, douts, ctx)
         except RuntimeError as error:
             _explain_batched(context, douts, error)
             raise
         if differentiated:
-            grads = _FirstOrderOnly.guard(type(context.op).__name__, grads, (*douts, *tensors))
+            grads = _FirstOrderOnly.guard(type(context.op).__name__, grads, anchors)
         return None, *grads
 
 

@@ -37,37 +37,45 @@ class BackwardContext:
     number: int = 0
 
     def gradients(
-        self, tensors: Sequence[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
+        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
     ) -> list[Tensor | None]:
-        """Runs the backward of an autograd node; returns the gradients in the order of the names."""
+        """Runs the backward of an autograd node; returns the gradients in the order of the names.
+
+        Args:
+            tensors: those that autograd saved. The list is emptied, so that each lives as long as something reads it.
+        """
         joined: list[Tensor | Sequence[Tensor]] = []
         if self.sources:
-            tensors, joined = tensors[: self.number], self.joined(tensors)
+            joined = self.joined(tensors)
+            del tensors[self.number :]
         wanted = self.wanted
         deliveries = self.op.deliveries(wanted)
         if deliveries:
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
-        return self.run(tensors, lent, joined, douts, wanted)
+        return self.run(tensors, lent, joined, douts, wanted, node)
 
     def run(
         self,
-        tensors: Sequence[Tensor],
+        tensors: list[Tensor],
         lent: Sequence[Tensor],
         joined: Sequence[Any],
         douts: tuple[Tensor, ...],
         wanted: frozenset[str],
+        node: Any,
     ) -> list[Tensor | None]:
-        """Runs ``bwd`` and those gradients that are wanted."""
-        grads = call_bwd(self.op, self._saved(tensors, lent, joined), douts, wanted)
+        """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran."""
+        node.maybe_clear_saved_tensors()  # nothing where the graph is retained
+        grads = call_bwd(self.op, self._taken(tensors, lent, joined), douts, wanted)
         for name in grads:
             if name not in self.names:
                 raise RuntimeError(
                     f"{type(self.op).__name__}.bwd returned gradients for {sorted(grads.keys() - set(self.names))}, "
                     f"which it does not read; it returned {sorted(grads)}"
                 )
-        return [evaluate(grads[name]) if name in wanted else None for name in self.names]
+        grads = {name: gradient for name, gradient in grads.items() if name in wanted}
+        return [evaluate(grads.pop(name)) if name in wanted else None for name in self.names]
 
     def requested(self, deliveries: Sequence[Delivery], node: Any) -> tuple[list[Delivery], frozenset[str]]:
         """The deliveries that the running backward wants, and the names of all gradients that it wants.
@@ -105,9 +113,11 @@ class BackwardContext:
             at += source.number
         return values
 
-    def _saved(self, tensors: Sequence[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
-        """What ``fwd`` returned for ``bwd``."""
-        return unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
+    def _taken(self, tensors: list[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
+        """What ``fwd`` returned for ``bwd``; alone it has the tensors now."""
+        saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
+        tensors.clear()
+        return saved
 
 
 class ForwardResult(NamedTuple):

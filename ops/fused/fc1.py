@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads
-from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
@@ -75,31 +73,16 @@ def backward(
     dpreact: Tensor,
     needs_grad: frozenset[str],
     dbias: Tensor | None = None,
-    input_rows: Callable[[], Tensor] | None = None,
 ) -> Grads:
     """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``.
 
     Args:
         dbias: the gradient of the bias, where it has come with ``dpreact``.
-        input_rows: gives the input where ``saved`` does not hold it; called for the gradient of the weight alone.
     """
-    later = needs_grad & {"weight"} if input_rows is not None else frozenset()
-    grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad - later))
-    if later and input_rows is not None:
-        grads["weight"] = partial(_weight_grad, fc1, saved, dpreact, needs_grad, input_rows)
+    grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad))
     if dbias is not None:
         grads["bias"] = dbias
     return {name: gradient for name, gradient in grads.items() if name in needs_grad}
-
-
-def _weight_grad(
-    fc1: GroupedLinear,
-    saved: GroupedLinear.Saved,
-    dpreact: Tensor,
-    needs_grad: frozenset[str],
-    input_rows: Callable[[], Tensor],
-) -> Tensor | None:
-    return evaluate(fc1.weight_grads(dpreact, input_rows(), saved.split_sizes, needs_grad)["weight"])
 
 
 def flat(column: Tensor | None) -> Tensor | None:

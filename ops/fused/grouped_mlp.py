@@ -8,7 +8,6 @@ kernel that is given the product ``s o`` serves both places of the scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,28 +91,22 @@ class GroupedMLP(FusedOp):
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        return self.gradients(saved, dy, needs_grad)
-
-    def gradients(
-        self, saved: Saved, dy: Tensor, needs_grad: frozenset[str], input_rows: Callable[[], Tensor] | None = None
-    ) -> Grads:
-        """:meth:`bwd`; ``input_rows`` gives x where ``saved`` does not hold it."""
         rows = as_rows(dy)
-        activated = self._through_fc2(saved, rows, needs_grad)
+        activated = self.through_fc2(saved, rows, needs_grad)
         fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
         needs = names_of(FC1, needs_grad)
         if needs:
-            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias, input_rows)
+            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias)
             grads |= filed(FC1, inner)
         if activated.scales is not None:
-            grads |= self._scale_grads(saved, rows, activated.scales, needs_grad)
+            grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
 
     def _bias(self) -> kernels.Matrices | None:
         return self.fc2.matrices("bias") if self.fc2.has_bias else None
 
-    def _through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
+    def through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
         total = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype)
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, self.act.spec
@@ -142,16 +135,20 @@ class GroupedMLP(FusedOp):
         """Of the parameters and the bias scale of the second linear, by its names."""
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
         grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, postact, sizes, needs_grad))
-        if self.fc2.has_bias:
-            biases = self.fc2.bias_grads(dy, sizes, _product(flat(fc2.bias_scale), out_scales, dy.dtype))
-            grads |= {name: gradient for name, gradient in biases.items() if name in needs_grad}
+        if "bias" in needs_grad:
+            grads |= self.bias_grads(saved, dy)
         if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:
             dots = kernels.row_dots(dy, fc2.bias, sizes, _wide(fc2.bias_scale.dtype))
             dots = dots if out_scales is None else dots * out_scales
             grads["bias_scale"] = dots.to(fc2.bias_scale.dtype).view_as(fc2.bias_scale)
         return grads
 
-    def _scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
+    def bias_grads(self, saved: Saved, dy: Tensor) -> Grads:
+        """Of the bias of the second linear, by its name."""
+        factors = _product(flat(saved.fc2.bias_scale), flat(saved.out_scales), dy.dtype)
+        return self.fc2.bias_grads(dy, saved.fc2.split_sizes, factors)
+
+    def scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
         """From ``<u, a>`` by row: ``ds = o <u, a>`` and ``do = s <u, a> + <dy, b2>``."""
         grads: dict[str, Gradient] = {}
         scales, out_scales = saved.scales, saved.out_scales

@@ -79,7 +79,7 @@ class RoutedLoRA(FusedOp):
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
-        rows = permutation.spread(tokens, routing, fill=False)
+        rows = permutation.permute(tokens, routing, fill=False)
         low1, preact, postact = self._through_fc1(rows, sizes)
         del rows
         low2 = _scaled(self.fc2.project(postact, sizes), scales)
@@ -97,7 +97,7 @@ class RoutedLoRA(FusedOp):
             top_k_weights.dtype,
             x.dtype,
         )
-        return permutation.add(y, routing), kept
+        return permutation.unpermute(y, routing), kept
 
     def _through_fc1(self, rows: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         """What is low-rank of the rows, the pre-activation, and the hidden rows."""
@@ -112,7 +112,7 @@ class RoutedLoRA(FusedOp):
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         needs, routing, sizes = _needs(needs_grad), saved.routing, saved.routing.split_sizes
-        rows = permutation.spread(dy, routing, fill=False)
+        rows = permutation.permute(dy, routing, fill=False)
         dlow2 = back(rows, saved.fc2.lora_b, sizes)
         through = self._through_activation(saved, rows, dlow2, needs)
         grads: dict[str, Gradient] = {}
@@ -154,12 +154,12 @@ class RoutedLoRA(FusedOp):
         dlow, grads = back(dpreact, saved.fc1.lora_b, sizes), dict[str, Gradient]()
         if "x" in needs:
             rows = input_grad(dpreact, dlow, saved.fc1)
-            grads["x"] = permutation.add(rows.to(saved.x_dtype), routing)
+            grads["x"] = permutation.unpermute(rows.to(saved.x_dtype), routing)
             del rows
         if "bias" in needs:
             grads["fc1.bias"] = kernels.column_sums(dpreact, sizes, self.fc1.one_parameter("bias").dtype)
         tokens = saved.fc1.x
-        inputs = None if tokens is None else permutation.spread(tokens, routing, fill=False)
+        inputs = None if tokens is None else permutation.permute(tokens, routing, fill=False)
         found = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
         return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in found.items()}
 

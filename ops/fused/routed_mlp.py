@@ -6,25 +6,31 @@ tokens, and gathers the rows again in the backward. Everything between the two p
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser.replay import capture
 from ...fuser.runtime.call import evaluate
+from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
+from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
-from ..grouped_linear import GroupedLinear
+from ..grouped_linear import GroupedLinear, input_grad
+from ..inference import Experts, one_call, one_op
 from ..moe import ROUTING, Combine, Dispatch
-from ..routed_mlp import Experts, routed_mlp
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
+_WEIGHT = frozenset({"weight"})
+REPLAYED_UP_TO = 16 << 20  # bytes of the rows of x; a training step of more takes the device longer than the host
 
 
 def _pattern() -> Pattern:
@@ -70,6 +76,7 @@ class RoutedMLP(FusedOp):
     out_scale: Scale | None
     combine: Combine
     untraced = frozenset({"_experts"})
+    replayable = True
 
     class Saved(NamedTuple):
         tokens: Tensor | None
@@ -99,15 +106,16 @@ class RoutedMLP(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved | None]:
-        if not needs_grad and type(x) is Tensor and x.is_cuda and autocast_dtype in (None, x.dtype):
-            experts = self._in_one_call(x.dtype)
-            if experts is not None:
-                return routed_mlp(experts, x, top_k_index, top_k_weights), None
+        if not needs_grad and autocast_dtype in (None, x.dtype):
+            y = self._in_one_call(x, top_k_index, top_k_weights)
+            if y is not None:
+                return y, None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
+        _replay_unless_large(tokens, top_k_index.numel())
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales = permutation.scales_of(routing, top_k_weights)
         factors = {keyword: scales for role, keyword in _SCALES.items() if getattr(self, role) is not None}
-        rows, needs = permutation.spread(tokens, routing, fill=False), self._needs_of_mlp(needs_grad)
+        rows, needs = permutation.permute(tokens, routing, fill=False), self._needs_of_mlp(needs_grad)
         y, saved = self.experts.fwd(
             rows,
             split_sizes=routing.split_sizes,
@@ -116,13 +124,24 @@ class RoutedMLP(FusedOp):
             autocast_dtype=autocast_dtype,
             x_is_inner=True,
         )
-        kept = saved._replace(fc1=saved.fc1._replace(x=None))
+        kept = _with_split_sizes(saved._replace(fc1=saved.fc1._replace(x=None)), None)
         trains = tokens if "fc1.weight" in needs else None
         routing = routing._replace(scales=None)
-        return permutation.add(y, routing), self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
+        return permutation.unpermute(y, routing), self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
-    def _in_one_call(self, dtype: torch.dtype) -> Experts | None:
-        """The experts as the one call of a whole layer takes them: stacked, and scaled after the second linear."""
+    def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """The output, where one call of the extension, or a compiler's one op, gives it."""
+        traced = type(x) is not Tensor and is_traced(x)
+        experts = self._stacked(x.dtype) if traced or (type(x) is Tensor and x.is_cuda) else None
+        if experts is None:
+            return None
+        if traced:
+            return one_op(experts, x, top_k_index, top_k_weights)
+        call = one_call(experts)
+        return None if call is None else call(x, top_k_index, top_k_weights)
+
+    def _stacked(self, dtype: torch.dtype) -> Experts | None:
+        """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
         fc1, fc2 = self.fc1, self.fc2
         if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
             return None
@@ -135,38 +154,58 @@ class RoutedMLP(FusedOp):
         return Experts(*weights, up_bias, down_bias, self.act.spec, fc1.transposed_weight)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        needs, routing, tokens = self._needs_of_mlp(needs_grad), saved.routing, saved.tokens
-
-        def input_rows() -> Tensor:
-            assert tokens is not None
-            return permutation.spread(tokens, routing, fill=False)
-
-        rows = permutation.spread(dy, routing, fill=False)
-        mlp = self.experts.gradients(saved.mlp, rows, needs, input_rows)
-        grads: dict[str, Gradient] = {name: gradient for name, gradient in mlp.items() if name in needs_grad}
-        if "x" in needs_grad:
-            grads["x"] = lambda: _token_grads(mlp["x"], routing, saved.x_dtype)
+        """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
+        needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
+        experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
+        _replay_unless_large(dy, routing.row_of_slot.numel())
+        rows = permutation.permute(dy, routing, fill=False)
+        pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
+        grads: dict[str, Gradient] = {"fc1.bias": bias}
+        if "fc2.bias" in needs:
+            grads["fc2.bias"] = evaluate(experts.bias_grads(mlp, rows)["bias"])
         if "top_k_weights" in needs_grad:
-            scales = [evaluate(mlp[name]) for name in _SCALES.values() if name in needs]
-            grads["top_k_weights"] = lambda: _weight_grads(scales, routing, saved.weights_dtype)
-        return grads
+            scales = () if dots is None else tuple(experts.scale_grads(mlp, rows, dots, needs).values())
+            grads["top_k_weights"] = partial(_weight_grads, scales, routing, saved.weights_dtype)
+        if "x" in needs:
+            grads["x"] = partial(_token_grads, pre, mlp.fc1, routing, saved.x_dtype)
+        if saved.tokens is not None:
+            grads["fc1.weight"] = partial(_wgrad, self.fc1, saved.tokens, pre, self.fc1.transposed_weight, routing)
+        if hidden is not None:
+            grads["fc2.weight"] = partial(_wgrad, self.fc2, dy, hidden, not self.fc2.transposed_weight, routing)
+        return {name: gradient for name, gradient in grads.items() if name in needs_grad}
 
     def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
         return _needs_of_mlp(needs_grad, self.scale is not None, self.out_scale is not None)
 
 
-def _token_grads(drows: Gradient, routing: Routing, dtype: torch.dtype) -> Tensor:
-    rows = evaluate(drows)
-    assert rows is not None
-    return permutation.add(rows.to(dtype), routing)
+def _replay_unless_large(tokens: Tensor, rows: int) -> None:
+    """A replay has all its memory at once. Where rows are large, launches one by one need less, and hide the host."""
+    if rows * tokens.shape[1] * tokens.element_size() > REPLAYED_UP_TO:
+        capture.refuse("memory of large rows is let go of between launches")
 
 
-def _weight_grads(dscales: list[Tensor | None], routing: Routing, dtype: torch.dtype) -> Tensor:
+def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:
+    """None for what is kept: they are a part of the routing, which is kept as a whole."""
+    fc1, fc2 = (part._replace(split_sizes=split_sizes) for part in (saved.fc1, saved.fc2))
+    return saved._replace(fc1=fc1, fc2=fc2)
+
+
+def _token_grads(dpre: Tensor, fc1: GroupedLinear.Saved, routing: Routing, dtype: torch.dtype) -> Tensor:
+    return permutation.unpermute(input_grad(dpre, fc1).to(dtype), routing)
+
+
+def _weight_grads(dscales: Sequence[Gradient], routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k], from those of the rows [S] at each place where they are scaled."""
-    there = [scales for scales in dscales if scales is not None]
-    if not there:
-        return torch.zeros_like(routing.place, dtype=dtype)
-    return permutation.by_slot(there[0] if len(there) == 1 else there[0] + there[1], routing, dtype)
+    if not dscales:
+        return torch.zeros_like(routing.row_of_slot, dtype=dtype)
+    first, *others = [gradient for gradient in map(evaluate, dscales) if gradient is not None]
+    return permutation.by_slot(sum(others, first), routing, dtype)
+
+
+def _wgrad(fc: GroupedLinear, tokens: Tensor, rows: Tensor, leads: bool, routing: Routing) -> Tensor | None:
+    """The gradient of a linear's weight from tokens [T, H], which are gathered for it, and rows of experts [S, C]."""
+    wgrad = partial(gathered_wgrad, tokens, rows, routing, leads)
+    return evaluate(fc.delivered(wgrad, (tokens, rows), _WEIGHT)["weight"])
 
 
 @lru_cache(maxsize=4096)

@@ -134,6 +134,7 @@ class ExpertParameters(Op):
 
     def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
         held: list[Tensor] = []
+        parameters = self._parameters
         for name, split in self.per_group.items():
             if split:
                 group, values = self._group(name), None
@@ -143,9 +144,12 @@ class ExpertParameters(Op):
                 else:
                     values = group.values()
                 held += (values,) if isinstance(values, Tensor) else values
+            elif name in parameters and parameters[name] is not None:
+                held += (parameters[name],)  # type: ignore[arg-type]
             else:
-                held.append(self.one_parameter(name))
-        return held + [p for _, p in self._others()] if self._has_others() else held
+                held += (self.one_parameter(name),)
+        others = self._modules or self._forward_pre_hooks or len(parameters) > self._count  # as _has_others
+        return held + [p for _, p in self._others()] if others else held
 
     def device_inputs(self) -> list[Tensor]:
         """The parameters, stacked where they are one tensor each and lie so."""

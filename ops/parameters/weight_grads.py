@@ -56,21 +56,26 @@ class WeightGrads(ExpertParameters):
         Args:
             needs_grad: the names that autograd wants, without a role in front.
         """
-        if "weight" not in needs_grad or x is None:
+        if x is None:
+            return {}
+        left, right = (x, dy) if self.transposed_weight else (dy, x)
+        return self.delivered(partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes), (x, dy), needs_grad)
+
+    def delivered(self, wgrad: Wgrad, reads: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
+        """The gradient of the weights, by name, which ``wgrad`` computes from what it ``reads``.
+
+        Args:
+            needs_grad: the names that autograd wants, without a role in front.
+        """
+        if "weight" not in needs_grad:
             return {}
         if self._computed and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
             self._refuse_computed()
-        rows = x
-        left, right = (rows, dy) if self.transposed_weight else (dy, rows)
-
-        def wgrad(**how: Any) -> Matrices:
-            return kernels.grouped_gemm(Layout.TN, left, right, split_sizes, **how)
-
         if (self.delay_wgrad_compute or self.accumulate_into_main_grad) and trace.active():
             self._foresee(wgrad)
             return {"weight": None}
         if self.delay_wgrad_compute:
-            self._delay(wgrad, self._trained(), (rows, dy))
+            self._delay(wgrad, self._trained(), reads)
             return {"weight": None}
         if self.accumulate_into_main_grad:
             names = self._trained()

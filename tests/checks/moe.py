@@ -1,14 +1,16 @@
 """Checks of Dispatch, experts and Combine as one RoutedMLP on our kernels, on a GPU or its emulation.
 
-Against float64, against the steps one by one, and with the bits of the function that transformers' layers run.
+Against float64, against the steps one by one, and with the same bits however it is called.
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from fusible import GLU, Activation, Combine, Dispatch, Explanation, GroupedLinear, Scale, Sequential, config
+from fusible.ops import gathered_wgrad, inference
 
 from .routed import CASES, Problem, distance
 
@@ -76,7 +78,7 @@ def step_names(explanation: Explanation) -> list[str]:
 
 
 def check_trains(device: str, name: str) -> None:
-    """Right against float64, and near the steps one by one; the forward has the bits of the layer of transformers."""
+    """Right against float64."""
     layer = Layer(device, name)
     results, truth = layer.results(), layer.problem.truth()
 
@@ -84,7 +86,6 @@ def check_trains(device: str, name: str) -> None:
     assert [t.shape for t in results] == [t.shape for t in truth]
     assert all(bool(t.isfinite().all()) for t in results)
     assert max(distance(*pair) for pair in zip(results, truth, strict=True)) < 0.02
-    assert torch.equal(results[0], layer.problem.run().detach())
     if layer.problem.case.absent:
         lost = layer.problem.lost
         assert not results[1][lost.expand_as(results[1])].any()
@@ -117,3 +118,71 @@ def check_without_gradients(device: str, name: str) -> None:
     for _ in range(3):
         with torch.no_grad():
             assert torch.equal(layer.run(), expected)
+
+
+def check_called_gives_the_bits_of_the_trained(device: str, name: str) -> None:
+    layer = Layer(device, name)
+    problem, expected = layer.problem, layer.run().detach()
+    call = inference.one_call(problem.experts)
+    assert call is not None
+    with torch.no_grad():
+        y = call(problem.x, problem.ids, problem.weights)
+        again = call(problem.x, problem.ids.int(), problem.weights)
+
+    assert torch.equal(y, expected)
+    assert torch.equal(y, again)
+
+
+def check_sliced_gradients_are_the_same(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Layer(device, name).results()
+    monkeypatch.setattr(gathered_wgrad, "SLICED_FROM", 1)
+    monkeypatch.setattr(gathered_wgrad, "_SLICE_UNIT", 8)
+    layer = Layer(device, name)
+    sliced = layer.results()
+
+    assert len(list(gathered_wgrad._slices(layer.problem.x.shape[1]))) == 4
+    assert all(torch.equal(*pair) for pair in zip(whole, sliced, strict=True))
+
+
+def check_frozen_parts_change_nothing_else(device: str, frozen: int) -> None:
+    """What is not wanted is None, what is has the same bits; the last freezes all parameters."""
+    layer = Layer(device, "gpt-oss")
+    leaves = layer.leaves
+    everything = dict(zip(map(id, leaves), layer.results()[1:], strict=True))
+    for tensor in leaves[2:] if frozen == 6 else leaves[frozen : frozen + 1]:
+        tensor.requires_grad_(False)
+    wanted = [tensor for tensor in leaves if tensor.requires_grad]
+    grads = torch.autograd.grad(layer.run(), wanted, layer.problem.dy)
+
+    assert all(torch.equal(g, everything[id(t)]) for t, g in zip(wanted, grads, strict=True))
+
+
+def check_backward_twice(device: str) -> None:
+    """With retain_graph nothing is let go of."""
+    layer = Layer(device, "biases")
+    y = layer.run()
+    first = torch.autograd.grad(y, layer.leaves, layer.problem.dy, retain_graph=True)
+    second = torch.autograd.grad(y, layer.leaves, layer.problem.dy)
+
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, layer.leaves, layer.problem.dy)
+
+
+def check_tokens_that_changed_are_an_error(device: str) -> None:
+    layer = Layer(device, "plain")
+    y = layer.run()
+    with torch.no_grad():
+        layer.problem.x.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, layer.leaves, layer.problem.dy)
+
+
+def check_profile_names_the_call(device: str) -> None:
+    layer = Layer(device, "plain")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        layer.run()
+
+    assert "fusible::RoutedMLP" in {event.key for event in profile.key_averages()}

@@ -1,21 +1,15 @@
-"""Checks of the routed experts of a layer, trained and called, on a GPU or its emulation.
-
-Against float64, and the same bits both ways.
-"""
+"""Routed layers for checks: sizes, tensors, and what they give in float64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
-from fusible.integrations import routed
-from fusible.ops import routed_backward, routed_mlp
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.inference import Experts
 from fusible.ops.kernels.pytorch import activation as pointwise
-from fusible.ops.routed_mlp import Experts
 
 GPT_OSS = gated("silu", 7.0, 1.702, 1.0, interleaved(1))
 SPECS = {"silu glu": gated("silu", None, 1.0, 0.0, "concat"), "gpt-oss": GPT_OSS, "relu2": activation("relu2")}
@@ -95,13 +89,6 @@ class Problem:
     def leaves(self) -> list[Tensor]:
         return [self.x, self.weights, *(p for p in self.parameters if p is not None)]
 
-    def run(self) -> Tensor:
-        return routed.run(self.experts, self.x, self.ids, self.weights)
-
-    def results(self) -> list[Tensor]:
-        y = self.run()
-        return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
-
     def truth(self) -> list[Tensor]:
         """The same in float64, slot by slot."""
         leaves = [t.detach().double().requires_grad_() for t in self.leaves]
@@ -142,82 +129,3 @@ def activated(pre: Tensor, spec: ActivationSpec) -> Tensor:
 
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b).norm() / b.norm().clamp_min(1e-9))
-
-
-def check_trains(device: str, name: str) -> None:
-    problem = Problem(device, CASES[name])
-    results, truth = problem.results(), problem.truth()
-
-    assert [t.shape for t in results] == [t.shape for t in truth]
-    assert all(bool(t.isfinite().all()) for t in results)
-    assert max(distance(*pair) for pair in zip(results, truth, strict=True)) < 0.02
-    if problem.case.absent:
-        assert not results[1][problem.lost.expand_as(results[1])].any()
-        assert not results[2][problem.ids == problem.case.groups].any()
-
-
-def check_called_gives_the_bits_of_the_trained(device: str, name: str) -> None:
-    problem = Problem(device, CASES[name])
-    call = routed_mlp.compiled(problem.experts)
-    assert call is not None
-    with torch.no_grad():
-        y = call(problem.x, problem.ids, problem.weights)
-        again = call(problem.x, problem.ids.int(), problem.weights)
-
-    assert torch.equal(y, problem.run())
-    assert torch.equal(y, again)
-
-
-def check_sliced_gradients_are_the_same(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(device, CASES[name])
-    whole = problem.results()
-    monkeypatch.setattr(routed_backward, "SLICED_FROM", 1)
-    monkeypatch.setattr(routed_backward, "_SLICE_UNIT", 8)
-    sliced = problem.results()
-
-    assert len(list(routed_backward._slices(problem.x, 3))) == 4
-    assert all(torch.equal(*pair) for pair in zip(whole, sliced, strict=True))
-
-
-def check_frozen_parts_change_nothing_else(device: str, frozen: int) -> None:
-    """What is not wanted is None, what is has the same bits; the last freezes all parameters."""
-    problem = Problem(device, CASES["gpt-oss"])
-    everything = dict(zip(map(id, problem.leaves), problem.results()[1:], strict=True))
-    leaves = problem.leaves
-    for tensor in leaves[2:] if frozen == 6 else leaves[frozen : frozen + 1]:
-        tensor.requires_grad_(False)
-    wanted = [tensor for tensor in leaves if tensor.requires_grad]
-    grads = torch.autograd.grad(problem.run(), wanted, problem.dy)
-
-    assert all(torch.equal(g, everything[id(t)]) for t, g in zip(wanted, grads, strict=True))
-
-
-def check_backward_twice(device: str) -> None:
-    """With retain_graph nothing is let go of."""
-    problem = Problem(device, CASES["biases"])
-    y = problem.run()
-    first = torch.autograd.grad(y, problem.leaves, problem.dy, retain_graph=True)
-    second = torch.autograd.grad(y, problem.leaves, problem.dy)
-
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(y, problem.leaves, problem.dy)
-
-
-def check_tokens_that_changed_are_an_error(device: str) -> None:
-    problem = Problem(device, CASES["plain"])
-    y = problem.run()
-    with torch.no_grad():
-        problem.x.add_(1)
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y, problem.leaves, problem.dy)
-
-
-def check_profile_names_the_call(device: str) -> None:
-    problem = Problem(device, CASES["plain"])
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.no_grad(), torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        problem.run()
-
-    assert "fusible::RoutedMLP" in {event.key for event in profile.key_averages()}

@@ -43,11 +43,11 @@ def check_route_sorts_stably(device: str, tokens: int, slots: int, experts: int,
         found = routing.route(ids, experts, torch.bfloat16, weights)
         sizes, order = expected(ids, experts)
 
-        assert found.own
+        assert found.is_native
         assert torch.equal(found.split_sizes.long(), sizes)
-        assert int(found.every) == int(sizes.sum())
-        assert torch.equal(found.order.long(), order)
-        assert torch.equal(found.place.reshape(-1)[order].long(), torch.arange(tokens * slots, device=device))
+        assert int(found.num_rows) == int(sizes.sum())
+        assert torch.equal(found.slot_of_row.long(), order)
+        assert torch.equal(found.row_of_slot.reshape(-1)[order].long(), torch.arange(tokens * slots, device=device))
         assert torch.equal(found.scales, weights.reshape(-1)[order])
 
 
@@ -55,15 +55,15 @@ def check_route_brings_weights_of_any_type(device: str, dtype: torch.dtype) -> N
     ids, weights = draw(device, 33, 4, 8), numbers(device, 33, 4, dtype=dtype)
     found = routing.route(ids, 8, torch.bfloat16, weights)
 
-    assert torch.equal(found.scales, weights.reshape(-1)[found.order.long()].float())
+    assert torch.equal(found.scales, weights.reshape(-1)[found.slot_of_row.long()].float())
 
 
 def check_ids_that_lie_stay_inside(device: str) -> None:
     ids = torch.tensor([[-1, 2**40], [0, -(2**40)], [1, 3]], device=device)
     found = routing.route(ids, 2, torch.bfloat16)
 
-    assert [*found.split_sizes.tolist(), int(found.every)] == [1, 1, 2]
-    assert found.order.tolist() == [2, 4, 0, 1, 3, 5]
+    assert [*found.split_sizes.tolist(), int(found.num_rows)] == [1, 1, 2]
+    assert found.slot_of_row.tolist() == [2, 4, 0, 1, 3, 5]
 
 
 def check_rows_go_and_come_back(
@@ -71,13 +71,13 @@ def check_rows_go_and_come_back(
 ) -> None:
     ids = draw(device, tokens, slots, experts, kind)
     found = routing.route(ids, experts, dtype)
-    every, place = int(found.every), found.place.long()
+    every, place = int(found.num_rows), found.row_of_slot.long()
     x = numbers(device, tokens, columns, dtype=dtype)
-    truth = x[found.order.long() // slots]
-    filled = routing.spread(x, found)
+    truth = x[found.slot_of_row.long() // slots]
+    filled = routing.permute(x, found)
     assert torch.equal(filled[:every], truth[:every])
     assert not filled[every:].any()
-    assert torch.equal(routing.spread(x, found, fill=False)[:every], truth[:every])
+    assert torch.equal(routing.permute(x, found, fill=False)[:every], truth[:every])
 
     rows = numbers(device, tokens * slots, columns, dtype=dtype)
     rows[every:] = torch.nan
@@ -85,19 +85,19 @@ def check_rows_go_and_come_back(
     for slot in range(slots):
         at = place[:, slot]
         sums += torch.where((at < every)[:, None], rows[at].float(), 0)
-    assert torch.equal(routing.add(rows, found), sums.to(dtype))
+    assert torch.equal(routing.unpermute(rows, found), sums.to(dtype))
 
 
 def check_rows_with_a_pitch(device: str) -> None:
     found, x = routing.route(draw(device, 9, 2, 4), 4, torch.bfloat16), numbers(device, 9, 64, dtype=torch.bfloat16)
     for part in (x[:, 8:24], x[:, 3:20], x[:, ::2]):
-        assert torch.equal(routing.spread(part, found), routing.spread(part.contiguous(), found))
+        assert torch.equal(routing.permute(part, found), routing.permute(part.contiguous(), found))
 
 
 def check_numbers_of_slots(device: str, dtype: torch.dtype) -> None:
     found, given = routing.route(draw(device, 70, 3, 9, "absent"), 9, torch.bfloat16), numbers(device, 210)
-    given[int(found.every) :] = torch.nan
-    place = found.place.long()
+    given[int(found.num_rows) :] = torch.nan
+    place = found.row_of_slot.long()
 
-    expected = torch.where(place < int(found.every), given[place], 0).to(dtype)
+    expected = torch.where(place < int(found.num_rows), given[place], 0).to(dtype)
     assert torch.equal(routing.by_slot(given, found, dtype), expected)

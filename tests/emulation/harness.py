@@ -43,8 +43,7 @@ class Emulation:
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             self._show_memory()
-            made = function(*arguments, **named)
-            return _Made(made, self._call) if type(made) is self._module.RoutedMlp else made
+            return function(*arguments, **named)
 
         return call
 
@@ -99,16 +98,6 @@ class _Capture:
             run=lambda *arguments: (streams.append(arguments[-1]), run(*arguments)),
             scratch_bytes=launches.scratch_bytes,
         )
-
-
-class _Made:
-    """An object of the extension; its methods are called as its functions are."""
-
-    def __init__(self, made: Any, call: Callable[..., Any]) -> None:
-        self._made, self._wrapped = made, call
-
-    def __getattr__(self, name: str) -> Any:
-        return self._wrapped(getattr(self._made, name))
 
 
 @contextmanager

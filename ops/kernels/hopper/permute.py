@@ -53,12 +53,12 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
     return counts, order, row_of_slot, scales
 
 
-def spread(x: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
+def permute(x: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
     """``out[row_of_slot[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``."""
     compiled().spread_rows(**_rows(x, out, row_of_slot, counts), fill=fill)
 
 
-def add(rows: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
+def unpermute(rows: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
     """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those before the last of ``counts``."""
     compiled().sum_rows(**_rows(rows, out, row_of_slot, counts))
 

@@ -14,8 +14,6 @@ from . import epilogue, rows
 from . import gemm as hopper
 from .extension import TYPE_CODES, compiled, stream
 
-_INDICES = (torch.int32, torch.int64)
-
 
 class Experts(NamedTuple):
     """The parameters of a layer's experts as they are stored, and what is between the linears.
@@ -55,35 +53,54 @@ class RoutedMlp:
     """Experts that lie where they lay when this was made."""
 
     def __init__(self, experts: Experts) -> None:
-        e, self.dtype, self.features = experts, experts.up.dtype, experts.features
+        e, self.features = experts, experts.features
         postact = e.up.new_empty((1, e.columns))
         activated = replace(_up(e), out=postact, epilogue=Activate(e.spec, None, None))
         separate = epilogue.refusal(activated) is not None
-        biases = [_vector(bias) for bias in (e.up_bias, e.down_bias)]
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
-        self._run = compiled().RoutedMlp(
-            *(*rows.activation(e.spec, e.columns), TYPE_CODES[self.dtype]),
-            *(e.up.shape[0], self.features, e.columns, e.transposed, separate),
-            *(hopper.addressing(e.up)[0], hopper.addressing(e.down)[0], *biases[0], *biases[1], bias_type),
-        )
-        self._bytes: dict[int, int] = {}
+        shapes = {
+            "type": TYPE_CODES[e.up.dtype],
+            "groups": e.up.shape[0],
+            "features": self.features,
+            "columns": e.columns,
+            "separate": separate,
+        }
+        self._sizes = {"gated": e.spec.gated, **shapes}
+        self._experts = {
+            "activation": rows.activation(e.spec, e.columns),
+            **shapes,
+            "transposed": e.transposed,
+            **_matrix("up", hopper.addressing(e.up)),
+            **_matrix("down", hopper.addressing(e.down)),
+            **_vector("up_bias", e.up_bias),
+            **_vector("down_bias", e.down_bias),
+            "bias_type": bias_type,
+        }
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Of rows [T, H], ids and weights [T, k]: the weighted sums [T, H]."""
+        """Of rows [T, H], ids of 32 or 64 bits and weights [T, k]: the weighted sums [T, H]."""
         tokens, slots = ids.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
-        ids = ids.contiguous() if ids.dtype in _INDICES else ids.long().contiguous()
+        ids = ids.contiguous()
         weights = weights.contiguous() if weights.dtype in TYPE_CODES else weights.float().contiguous()
-        device, size = x.get_device(), self._bytes.get(tokens * slots)
-        if size is None:
-            size = self._bytes[tokens * slots] = self._run.workspace_bytes(tokens * slots)
+        device, size = x.get_device(), compiled().routed_workspace_bytes(**self._sizes, slots=tokens * slots)
         out, workspace = x.new_empty((tokens, self.features)), x.new_empty(size, dtype=torch.uint8)
         if tokens:
-            self._run.run(
-                *(device, stream(device), tokens, slots, x.data_ptr(), x.stride(0), ids.data_ptr()),
-                *(ids.dtype == torch.int64, weights.data_ptr(), TYPE_CODES[weights.dtype]),
-                *(out.data_ptr(), workspace.data_ptr()),
+            compiled().routed_mlp(
+                **self._experts,
+                device=device,
+                stream=stream(device),
+                tokens=tokens,
+                slots=slots,
+                x=x.data_ptr(),
+                pitch=x.stride(0),
+                ids=ids.data_ptr(),
+                int64_ids=ids.dtype == torch.int64,
+                weights=weights.data_ptr(),
+                weights_type=TYPE_CODES[weights.dtype],
+                out=out.data_ptr(),
+                workspace=workspace.data_ptr(),
             )
         return out
 
@@ -104,5 +121,11 @@ def _product(e: Experts, weight: Tensor, bias: Tensor | None, depth: int, column
     return GroupedGemm(layout, a, weight, sizes, out, bias=bias, fresh=True)
 
 
-def _vector(bias: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if bias is None else (bias.data_ptr(), bias.stride(0))
+def _matrix(name: str, addressing: epilogue.Addressing) -> dict[str, int]:
+    address, pitch, distance = addressing[0]
+    return {name: address, f"{name}_pitch": pitch, f"{name}_group": distance}
+
+
+def _vector(name: str, bias: Tensor | None) -> dict[str, int]:
+    address, pitch = (0, 0) if bias is None else (bias.data_ptr(), bias.stride(0))
+    return {name: address, f"{name}_pitch": pitch}

@@ -1,0 +1,60 @@
+"""The door to the routed experts of a layer in one call of the extension, for calls without gradients."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser.config import active_config
+from .activation_spec import ActivationSpec
+from .kernels.custom_ops import switches
+from .kernels.hopper import routed_mlp as backend
+from .kernels.hopper.extension import address
+from .kernels.hopper.routed_mlp import Experts, RoutedMlp
+
+__all__ = ["Experts", "RoutedMlp", "one_call", "one_op"]
+
+
+class _Prepared(NamedTuple):
+    """A call for the weights at some addresses, or None, and what else was true of them."""
+
+    call: RoutedMlp | None
+    form: tuple[Any, ...]
+    spec: ActivationSpec
+
+
+_NATIVE = ("auto", "hopper")  # switches that let the kernels of the extension run
+_prepared: dict[tuple[int, ...], _Prepared] = {}
+_MOST = 4096  # layers, or addresses of their weights
+
+
+def one_call(experts: Experts) -> RoutedMlp | None:
+    """The call, where the kernels of the extension take these experts; made once for weights that stay where they are.
+
+    Memory that was freed, or a view, may be of another dtype or pitch at the same address.
+    """
+    if active_config().backend not in _NATIVE:
+        return None
+    up, down, up_bias, down_bias, spec, transposed = experts
+    addresses = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
+    form: tuple[Any, ...] = up.shape, up.dtype, up.stride(), down.shape, down.dtype, down.stride(), transposed
+    for bias in (up_bias, down_bias):
+        form += (None,) if bias is None else (bias.shape, bias.dtype, bias.stride())
+    prepared = _prepared.get(addresses)
+    if prepared is None or prepared.form != form or prepared.spec != spec:
+        if len(_prepared) >= _MOST:
+            _prepared.clear()
+        prepared = _Prepared(RoutedMlp(experts) if backend.refusal(experts) is None else None, form, spec)
+        _prepared[addresses] = prepared
+    return prepared.call
+
+
+def one_op(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What a compiler's trace gets in its place: the custom op, which decides when it runs."""
+    *tensors, spec, transposed = experts
+    options = *astuple(spec), transposed, switches()
+    y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *options)
+    return y

@@ -1,0 +1,157 @@
+"""Routed layers that are replayed, on the emulated kernels: the bits of the first call, for whatever tokens come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from emulation import build
+from test_replay import Runs, runs, same
+from torch import Tensor
+
+from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU
+from fusible.ops.fused import routed_mlp
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+__all__ = ["runs"]
+
+E, K, F, T, SLOTS = 5, 16, 24, 7, 2
+
+
+class Layer:
+    """A layer and what it is called with."""
+
+    def __init__(self, *before: Any, scale: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        options = {"bias": False, "dtype": torch.bfloat16, **options}
+        self.fc1, self.fc2 = GroupedLinear(E, K, 2 * F, **options), GroupedLinear(E, F, K, **options)
+        scales = [Scale()] if scale else []
+        self.model = Sequential(Dispatch(E), self.fc1, SwiGLU(), *before, self.fc2, *scales, Combine())
+        self.give()
+
+    def give(self, tokens: int = T) -> None:
+        self.x = torch.randn(tokens, K, dtype=torch.bfloat16).requires_grad_()
+        self.index = torch.randint(E + 1, (tokens, SLOTS))  # some are of no expert
+        self.weights = torch.rand(tokens, SLOTS).requires_grad_()
+        self.dy = torch.randn(tokens, K, dtype=torch.bfloat16)
+
+    def forward(self, model: Any = None) -> Tensor:
+        y: Tensor = (model or self.model)(self.x, top_k_index=self.index, top_k_weights=self.weights)
+        return y
+
+    def step(self, model: Any = None) -> list[Tensor]:
+        """The output and all gradients."""
+        leaves = [self.x, self.weights, *(model or self.model).parameters()]
+        for leaf in leaves:
+            leaf.grad = None
+        y = self.forward(model)
+        y.backward(self.dy)
+        return [y.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
+
+    def anew(self) -> list[Tensor]:
+        """What :meth:`step` gives in a copy, which knows nothing of earlier calls."""
+        return self.step(deepcopy(self.model))
+
+    def warm(self) -> None:
+        for _ in range(3):
+            self.step()
+
+
+LAYERS: list[Callable[[], Layer]] = [
+    Layer,
+    lambda: Layer(transposed_weight=True),
+    lambda: Layer(single_grouped_weight=False),
+    lambda: Layer(Scale(), scale=False),
+]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, make: Callable[[], Layer]) -> None:
+    layer = make()
+    first = layer.step()
+    assert [step.name for step in layer.model.explain().steps] == ["RoutedMLP"]
+    layer.step()
+    layer.step()
+
+    again: list[Tensor] = []
+    assert runs.of(lambda: again.extend(layer.step())) == (0, 2)
+    assert same(again, first)
+
+
+def test_other_tokens_are_read(runs: Runs) -> None:
+    layer = Layer()
+    layer.warm()
+    layer.give()
+    expected, got = layer.anew(), list[Tensor]()
+
+    assert runs.of(lambda: got.extend(layer.step())) == (0, 2)
+    assert same(got, expected)
+
+
+def test_each_number_of_tokens_is_replayed(runs: Runs) -> None:
+    layer = Layer()
+    for tokens in (T, T + 3, 1, 40, T + 3, T, 40, 1) * 2:
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_call_without_gradients_is_one_launch_and_replayed(runs: Runs, bias: bool) -> None:
+    layer = Layer(bias=bias)
+    expected = layer.forward().detach()
+    with torch.no_grad():
+        outputs: list[Tensor] = []
+        counts = [runs.of(lambda: outputs.append(layer.forward())) for _ in range(3)]
+
+    assert counts == [(1, 0), (1, 0), (0, 1)]
+    assert same(outputs, [expected] * 3)
+    layer.give()
+    with torch.no_grad():
+        assert runs.of(lambda: outputs.append(layer.forward())) == (0, 1)
+    assert same(outputs[3:], [layer.forward().detach()])
+
+
+def test_a_replaced_weight_is_read(runs: Runs) -> None:
+    layer = Layer()
+    with torch.no_grad():
+        for _ in range(3):
+            layer.forward()
+        layer.fc1.weight = torch.nn.Parameter(torch.randn_like(layer.fc1.weight))
+        found = [layer.forward() for _ in range(3)]
+        expected = layer.forward(deepcopy(layer.model))
+
+    assert same(found, [expected] * 3)
+
+
+def test_main_grads_are_added_to_by_replays(runs: Runs) -> None:
+    layer, sums = Layer(accumulate_into_main_grad=True), list[list[Tensor]]()
+    for p in layer.model.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    for _ in range(4):
+        count = runs.of(lambda: layer.step())
+        sums.append([p.main_grad.clone() for p in layer.model.parameters()])
+
+    assert count == (0, 2)
+    for once, four in zip(sums[0], sums[3], strict=True):
+        torch.testing.assert_close(four, 4 * once)
+
+
+def test_large_rows_are_launched_one_by_one(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay has all memory at once, and could not let go of any before its end."""
+    layer = Layer()
+    first = layer.step()
+    monkeypatch.setattr(routed_mlp, "REPLAYED_UP_TO", 1)
+    layer = Layer()
+    for _ in range(4):
+        assert same(layer.step(), first)
+    launched, replayed = runs.of(lambda: layer.step())
+
+    assert replayed == 0
+    assert launched > 0
