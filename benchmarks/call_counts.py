@@ -19,8 +19,8 @@ import torch
 import fusible
 
 GROUPS, FEATURES, HIDDEN = 2, 8, 8
-ROOT = Path(fusible.__file__).resolve().parents[1]
-PACKAGES = ("fuser", "fusible", "integrations", "ops")
+ROOT = Path(fusible.fuser.__file__).resolve().parents[1]  # of the tree, whichever folder has the import package
+PACKAGES = ("fuser", "fusible", "integrations", "ops", "src")
 
 
 class Counts(NamedTuple):

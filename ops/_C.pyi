@@ -350,12 +350,8 @@ def numbers_of_slots(
     type: int,
 ) -> None: ...
 def routed_mlp(
-    curve: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    linear_offset: float,
-    block: int,
+    *,
+    activation: Activation,
     type: int,
     groups: int,
     features: int,
@@ -387,5 +383,5 @@ def routed_mlp(
     workspace: int,
 ) -> None: ...
 def routed_workspace_bytes(
-    gated: bool, type: int, groups: int, features: int, columns: int, separate: bool, slots: int
+    *, gated: bool, type: int, groups: int, features: int, columns: int, separate: bool, slots: int
 ) -> int: ...

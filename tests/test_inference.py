@@ -59,4 +59,4 @@ def test_biases_of_two_dtypes_are_not_read_as_one(weights_on_a_gpu: Experts) -> 
 
     assert inference.one_call(e._replace(down_bias=e.down_bias.float())) is None
     assert alone is not None
-    assert alone._experts[-1] == TYPE_CODES[torch.bfloat16]
+    assert alone._experts["bias_type"] == TYPE_CODES[torch.bfloat16]

@@ -69,4 +69,4 @@ fusible.__main__.main(["demo", "--steps", "1", "--rounds", "1"])
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
-    assert "GroupedMLP" in done.stdout
+    assert "RoutedMLP" in done.stdout

@@ -323,4 +323,4 @@ def test_ops_of_these_names_fuse_and_may_be_replayed() -> None:
 
     assert steps(model) == ["GroupedMLP"]
     assert fc1.replayable
-    assert model._compiled.last.plan.steps[0].is_replayable
+    assert model._compiled.last.plan.steps[0].replay_refusal is None

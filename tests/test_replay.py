@@ -197,20 +197,6 @@ def test_a_launch_on_other_memory_refuses(emulation: harness.Emulation) -> None:
     assert refusals == [None, "a launch reads or writes memory that was neither given nor allocated"]
 
 
-def test_a_layer_in_one_call_refuses(emulation: harness.Emulation) -> None:
-    x, weight = torch.ones(2, K, dtype=torch.bfloat16), torch.ones(1, K, K, dtype=torch.bfloat16)
-    ids, weights, out = torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), torch.empty_like(x)
-    matrix, relu, bf16 = (weight.data_ptr(), K, K * K), (3, False, 1, 1, 0, K), 2
-    layer = emulation.RoutedMlp(*relu, bf16, 1, K, K, False, True, matrix, matrix, 0, 0, 0, 0, 0)
-    workspace = torch.empty(layer.workspace_bytes(2), dtype=torch.uint8)
-    rows, slots = (x.data_ptr(), K), (ids.data_ptr(), True, weights.data_ptr(), 0)
-    with capture.Capture([x, weight, ids, weights, out, workspace], 2) as watching:
-        layer.run(0, 0, 2, 1, *rows, *slots, out.data_ptr(), workspace.data_ptr())
-
-    assert watching.refusal == "RoutedMlp.run is a launch that cannot be captured"
-    assert torch.equal(out, torch.full_like(out, K * K))
-
-
 FORMS = [
     {},
     {"bias": True},
