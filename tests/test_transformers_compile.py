@@ -112,7 +112,7 @@ def test_autocast_and_no_tokens() -> None:
     "switches",
     [
         {"backend": "loop"},
-        {"disable_fusions": {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU"}},
+        {"disable_fusions": ("RoutedMLP", "GroupedMLP", "GroupedLinearGLU")},
         {"backend": "loop", "strict": True},
     ],
     ids=str,
