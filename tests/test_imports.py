@@ -25,6 +25,7 @@ ARROWS = {  # part of fuser -> what it may import besides the files of the op co
     "dynamo": {"compiler", "runtime"},
     "explain": {"compiler", "runtime"},
     "sequential": {"compiler", "replay", "dynamo", "explain", "runtime"},
+    "testing": {"compiler", "runtime", "sequential"},
 }
 
 
