@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, did_you_mean, shown
 from .flatten import BindRecipe, FlatContainer, LeafSlots, Target
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
@@ -137,7 +137,8 @@ def _bind_shared(layout: FlatContainer, given: Given, name: str, value: Any) -> 
     takers = layout.takers.get(name)
     if not takers:
         known = ", ".join(sorted(layout.takers)) or "none"
-        raise ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {known}")
+        hint = did_you_mean(name, layout.takers)
+        raise ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {known}{hint}")
     for leaf in takers:
         if name not in given[leaf]:
             _give(layout, given, leaf, name, value)

@@ -200,6 +200,11 @@ def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozense
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
     if op.changes != changes:
         op.forget_changes(changes)
+    if not isinstance(grads, Mapping):
+        raise RuntimeError(
+            f"{type(op).__name__}.bwd must return gradients by name, such as {{'x': dx}}, it returned a "
+            f"{type(grads).__name__}"
+        )
     if not needs_grad <= grads.keys():
         missing = sorted(needs_grad - grads.keys())
         raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")
