@@ -62,7 +62,8 @@ class Worker:
     """A process that measures with the tree of a folder."""
 
     def __init__(self, tree: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(tree.resolve())}
+        packages = tree / "src" if (tree / "src").is_dir() else tree
+        environment = {**os.environ, "PYTHONPATH": str(packages.resolve())}
         command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
         self._process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -24,7 +24,7 @@ from .timing import markdown
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fuser", "ops", "integrations")
 EXTENSION = "ops._C"
-PYTHON = (*PACKAGES, "fusible", "benchmarks", "examples", "tests")
+PYTHON = (*PACKAGES, "src/fusible", "benchmarks", "examples", "tests")
 
 
 def python_files(tree: Path, folder: str) -> list[Path]:
@@ -133,7 +133,8 @@ def count_calls(tree: Path) -> dict[str, Counts]:
     """In this tree on a CPU and by the stub; in another one on a CPU alone, by a process that imports it."""
     if tree == ROOT:
         return {**call_counts.on_cpu(), **call_counts.with_stub()}
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    source = tree / "src" if (tree / "src").is_dir() else tree  # where the import package stands
+    environment = {**os.environ, "PYTHONPATH": str(source)}
     command = [sys.executable, "-P", str(call_counts.__file__)]
     printed = subprocess.run(command, env=environment, cwd=tree, check=True, capture_output=True, text=True).stdout
     return {name: Counts(*counts) for name, counts in json.loads(printed).items()}

@@ -168,7 +168,12 @@ class FusedOp(Chain):
         if cls.fwd is Chain.fwd and cls.bwd is Chain.bwd:
             raise TypeError(f"{cls.__name__} defines neither fwd nor bwd: there is nothing that it fuses")
 
-    def __init__(self, **roles: Op | None) -> None:
+    def __init__(self, *args: Any, **roles: Op | None) -> None:
+        if args:
+            raise TypeError(
+                f"{type(self).__name__} is a fused op, which a container builds where its pattern fits; "
+                "write its parts in a fusible.Sequential"
+            )
         super().__init__(**{role: op for role, op in roles.items() if op is not None})
         self.__dict__.update(roles)  # found at once; nn.Module's look-up of children is slow
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 _LONG = 200
 
 
@@ -9,6 +12,12 @@ def shown(value: object) -> str:
     """``repr`` for an error: of a long one its beginning."""
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}... ({len(text)} characters)"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """What to add to an error about a name that nobody has: the nearest that somebody has, or nothing."""
+    near = get_close_matches(name, list(names), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ArgumentError(TypeError, ValueError):

@@ -45,7 +45,7 @@ def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> No
         _check_values(split_sizes, x)
     else:
         raise ArgumentError(
-            f"split_sizes: expected an int32 or int64 tensor or a list of ints, got {_kind(split_sizes)}"
+            f"split_sizes: expected an int32 or int64 tensor or a list of ints, got {_listed(split_sizes)}"
         )
 
 
@@ -219,6 +219,15 @@ def _subclass(weight: Tensor) -> str:
 
 def _are_ints(sizes: Sequence[Any]) -> bool:
     return all(type(size) is int for size in sizes)
+
+
+def _listed(sizes: Any) -> str:
+    """What came, and of a list the first element that is no int."""
+    if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
+        return _kind(sizes)
+    wrong = next(type(size) for size in sizes if type(size) is not int)
+    cure = "; give [int(n) for n in sizes]" if issubclass(wrong, SupportsIndex) else ""
+    return f"{_kind(sizes)} with a {wrong.__module__}.{wrong.__name__}{cure}".replace("builtins.", "")
 
 
 def _check_split_tensor(split_sizes: Tensor, groups: int, x: TensorSpec | None) -> None:

@@ -108,12 +108,21 @@ def assert_as_good(
     truth = run(plain, leaves(tensors, torch.float64), dy.to("cpu", torch.float64))
     yardstick = run(plain, leaves(tensors), dy.cpu())
     assert ours.keys() == truth.keys()
+    ours, yardstick, truth = map(by_parameter, (ours, yardstick, truth))
     for name, exact in truth.items():
         mine, theirs = ours[name].cpu(), yardstick[name]
         assert mine.dtype == theirs.dtype, name
         if rows >= 0 and exact.shape[:1] == dy.shape[:1]:
             mine, theirs, exact = mine[:rows], theirs[:rows], exact[:rows]
         assert_close_to(mine, theirs, exact, name)
+
+
+def by_parameter(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for "w1.0", "w1.1", …: parameters of one expert each are judged as stacked ones are."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in results.items():
+        parts.setdefault(name.partition(".")[0], []).append(tensor)
+    return {name: tensors[0] if len(tensors) == 1 else torch.stack(tensors) for name, tensors in parts.items()}
 
 
 def assert_close_to(ours: Tensor, yardstick: Tensor, truth: Tensor, name: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import fused, gemm, lora, moe, ragged, routing, rows
+from checks import fused, gemm, layers, lora, moe, ragged, routing, rows
 from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
@@ -276,6 +276,10 @@ def test_dispatch_to_combine(name: str) -> None:
     moe.check_fusion_changes_nothing("cpu", name)
     moe.check_same_bits_again("cpu", name)
     moe.check_without_gradients("cpu", name)
+
+
+def test_experts_as_a_function() -> None:
+    layers.check_function_gives_the_bits_of_the_layer("cpu", "gpt-oss")
 
 
 def test_routed_layer_and_autograd() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("routing.py", "gathered_wgrad.py", "inference.py")  # to routing, and to what reads routed rows
+DOORS = ("routing.py", "inference.py")  # to routing, and to what reads routed rows
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",
@@ -27,6 +27,7 @@ ARROWS = {  # part of fuser -> what it may import besides the files of the op co
     "call_cache": {"compiler", "replay", "explain", "runtime"},
     "standalone": {"call_cache", "compiler", "dynamo", "explain", "runtime"},
     "sequential": {"call_cache", "standalone", "compiler", "dynamo", "explain", "runtime"},
+    "testing": {"compiler", "runtime", "sequential"},
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks.layers import check_layer_trains
 from models import steps
 from reference import assert_same, glu
 from torch import Tensor, nn
@@ -246,6 +247,10 @@ def test_bf16_is_near(name: str) -> None:
     assert ours.y.dtype == torch.bfloat16
     assert torch.equal(ours.tokens_per_expert, truth.tokens_per_expert)
     assert (ours.y.double() - truth.y).norm() <= 0.02 * truth.y.norm()
+
+
+def test_a_layer_in_bf16_trains_as_one_in_float64() -> None:
+    check_layer_trains("cpu")
 
 
 def test_the_bias_and_the_router_keep_their_bits() -> None:

@@ -75,8 +75,9 @@ def test_only_the_longest_is_named() -> None:
         Sequential(fc1(), Activation("relu2")),
         Sequential(Linear(H, H), nn.SiLU(), Linear(H, H)),
         Sequential(fc1(H), nn.SiLU(), nn.Linear(H, H), fc2(H)),
+        Sequential(fc1(2 * F), SwiGLU(), fc2(), nn.SiLU(), fc2(H)),
     ],
-    ids=["it fits", "another sequence", "a part", "no experts", "two ops in the way"],
+    ids=["it fits", "another sequence", "a part", "no experts", "two ops in the way", "it fits before"],
 )
 def test_what_is_no_near_miss(model: Sequential) -> None:
     call = CALL if any(isinstance(op, GroupedLinear) for op in model) else {}

@@ -219,16 +219,12 @@ void Capture::asked(const Workspace& workspace) {
   asked_ = captured;
 }
 
-// Makes a launch, and lets the capture note it if there is one. Whatever launches calls this, or refuse_capture().
+// Makes a launch, and lets the capture note it if there is one. Whatever launches calls this.
 template <class Launch>
 void launch_now(Launch& launch) {
   launch.complete();
   launch.run();
   if (Capture* capture = Capture::active()) capture->launched(launch);
-}
-
-inline void refuse_capture(const char* name) {
-  if (Capture* capture = Capture::active()) capture->refuse(std::string(name) + " is a launch that cannot be captured");
 }
 
 // Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls

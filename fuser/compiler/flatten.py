@@ -10,7 +10,7 @@ from weakref import ref
 from torch import nn
 
 from ..composite import Chain, Composite
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, did_you_mean, shown
 from ..op import Op
 from ..overrides import has_own_forward, hooks_of, is_hooked, patched_half
 from ..parametrized import foreseen
@@ -141,10 +141,10 @@ class FlatContainer:
 
     def refuse_keyword(self, name: str) -> ArgumentError:
         """The error for a keyword that no op takes."""
-        keywords = ", ".join(sorted(self.takers)) or "none"
+        keywords, hint = ", ".join(sorted(self.takers)) or "none", did_you_mean(name, self.takers)
         if self.entries and self.entries[0].stands_alone:
-            return ArgumentError(f"{self.entries[0]} takes no {shown(name)}; its keywords are: {keywords}")
-        return ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {keywords}")
+            return ArgumentError(f"{self.entries[0]} takes no {shown(name)}; its keywords are: {keywords}{hint}")
+        return ArgumentError(f"no op takes the keyword {shown(name)}; the keywords of the ops are: {keywords}{hint}")
 
     def opened(self) -> Iterator[nn.Module]:
         """The modules inside the container whose children are among the entries."""

@@ -118,7 +118,12 @@ class Pattern:
 
         A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what
         :class:`Match` offers. It must not read shapes or values of inputs.
+
+        Raises:
+            TypeError: ``reason`` is no string, or ``holds`` cannot be called.
         """
+        if not isinstance(reason, str) or not callable(holds):
+            raise TypeError(f"Pattern.where: expected a reason and a predicate, got {reason!r} and {holds!r}")
         return replace(self, conditions=(*self.conditions, (reason, holds)))
 
     def matches(self, graph: OpGraph) -> list[Match]:

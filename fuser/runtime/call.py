@@ -66,7 +66,8 @@ class BackwardContext:
         node: Any,
     ) -> list[Tensor | None]:
         """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran."""
-        node.maybe_clear_saved_tensors()  # nothing where the graph is retained
+        if node is not None:  # there is none outside of autograd
+            node.maybe_clear_saved_tensors()  # nothing where the graph is retained
         grads = call_bwd(self.op, self._taken(tensors, lent, joined), douts, wanted)
         for name in grads:
             if name not in self.names:
@@ -213,6 +214,11 @@ def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozense
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
     if op.decision_version != decision_version:
         op.restore_decision_version(decision_version)
+    if not isinstance(grads, Mapping):
+        raise RuntimeError(
+            f"{type(op).__name__}.bwd must return gradients by name, such as {{'x': dx}}, it returned a "
+            f"{type(grads).__name__}"
+        )
     if not needs_grad <= grads.keys():
         missing = sorted(needs_grad - grads.keys())
         raise RuntimeError(f"{type(op).__name__}.bwd returned no gradient for {missing}; it returned {sorted(grads)}")

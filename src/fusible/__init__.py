@@ -60,7 +60,7 @@ from .ops import (
 )
 from .ops.layers import MoE, MoEOutput, Router, Routes
 
-from . import functional, integrations  # isort: skip  containers learn the layouts of others
+from . import functional, integrations, testing  # isort: skip  containers learn the layouts of others
 
 __version__ = "0.1.0"
 
@@ -125,5 +125,6 @@ __all__ = [
     "interleaved",
     "optional",
     "register_fusion",
+    "testing",
     "unregister",
 ]

@@ -1,0 +1,230 @@
+"""Checks for those who write ops and fusions: what the compiler takes on trust, tried on an example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .compiler.registry import registry
+from .config import active_config, config
+from .op import Op
+from .runtime.autograd import Runtime, check, differentiable
+from .runtime.call import EagerStep
+from .sequential import Sequential
+from .spec import TensorSpec
+
+Leaves = Mapping[str, Tensor]
+
+
+def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
+    """Tries what an op promises, on copies in float64.
+
+    - ``fwd`` writes into none of its arguments but buffers, and returns what ``check`` foresees.
+    - Gradients have the shapes of what they are the gradients of, and are those of finite differences.
+    - A gradient does not depend on which others are wanted.
+    - ``bwd`` lives on what ``fwd`` returned: another call in between changes nothing.
+    - Keywords reach the op in a container, by their names and by ``op_kwargs``.
+
+    Args:
+        op: small, as finite differences take a call for each number.
+        x: its input, in any floating-point dtype.
+        **keywords: those of a call.
+
+    Raises:
+        AssertionError: one of these does not hold. The message says which.
+
+    >>> import torch, fusible
+    >>> fusible.testing.check_op(fusible.SwiGLU(), torch.randn(3, 4))
+    """
+    op, x, keywords = deepcopy(op).double(), _leaf(x, torch.float64), _leaves(keywords, torch.float64)
+    written = [keyword for keyword, declared in op.keywords.items() if declared.buffer]
+    keywords |= {name: keywords[name].detach() for name in written if name in keywords}
+    _check_halves(op, x, keywords)
+    leaves = _named(x, keywords) | dict(op.named_parameters())
+    name, model = type(op).__name__, Sequential(op)
+
+    def run() -> tuple[Tensor, ...]:
+        return _floats(op(x, **keywords))
+
+    everything = _check_subsets(name, run, leaves)
+    outputs = run()
+    op(x.detach() * 2 + 1, **keywords)
+    _compare(f"{name}: after another call, which bwd must not see,", _gradients(outputs, leaves), everything)
+    _compare(f"{name}: in a container", _numbered(_floats(model(x, **keywords))), _numbered(run()))
+    addressed = model(x, op_kwargs={op: keywords}) if keywords else model(x)
+    _compare(f"{name}: with op_kwargs", _numbered(_floats(addressed)), _numbered(run()))
+    try:
+        torch.autograd.gradcheck(lambda *_: run(), tuple(leaves.values()))
+    except RuntimeError as error:
+        raise AssertionError(
+            f"{name}: gradients of {', '.join(leaves)} are not those of finite differences: {error}"
+        ) from None
+
+
+def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = False, **keywords: Any) -> None:
+    """Tries whether a fusion changes what a call means.
+
+    - The fusion fires for this call. Otherwise the message says why it does not.
+    - Outputs and all gradients agree with those of the unfused ops: in float64 within rounding, and with ``exact`` bit
+      for bit in the dtypes that are given. So they do if a single gradient is wanted.
+    - The fused op writes into none of its arguments, and owns no parameters.
+
+    Args:
+        name: of the fusion, as ``explain`` shows it.
+        container: whose call the fusion shall change; a copy is called.
+        x: its input.
+        exact: see above.
+        **keywords: those of a call that ops share. There is no ``op_kwargs``.
+
+    Raises:
+        AssertionError: one of these does not hold. The message says which.
+        KeyError: no fusion has that name.
+    """
+    dtype, container = None if exact else torch.float64, deepcopy(container)
+    container = container if exact else container.double()
+    x, keywords = _leaf(x, dtype), _leaves(keywords, dtype)
+    _check_fires(name, container, x, keywords)
+    leaves = _named(x, keywords) | dict(container.named_parameters())
+
+    def run() -> tuple[Tensor, ...]:
+        return _floats(container(x, **keywords))
+
+    for wanted in _subsets(leaves):
+        with _wanting(leaves, wanted):
+            versions = [tensor._version for tensor in leaves.values()]
+            fused = _results(run, wanted)
+            assert versions == [t._version for t in leaves.values()], f"{name}: the fused op writes into its arguments"
+            with config(disable_fusions={*active_config().disable_fusions, name}):
+                unfused = _results(run, wanted)
+        _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
+
+
+def _check_halves(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
+    """What ``fwd`` and ``bwd`` return, called as the runtime calls them."""
+    name, inputs = type(op).__name__, differentiable(op, x, keywords)
+    promised, wanted = check(op, TensorSpec.of(x), keywords, Runtime(True, None)), frozenset(inputs)
+    with torch.no_grad():
+        versions = {key: tensor._version for key, tensor in inputs.items()}
+        forward = EagerStep(op, keywords, None, tuple(inputs)).run(x, wanted)
+        for key, tensor in inputs.items():
+            assert tensor._version == versions[key], f"{name}.fwd writes into {key}, which is the caller's"
+        outputs = dict(zip(("y", *op.extra_outputs), map(TensorSpec.of, forward.outputs), strict=True))
+        expected = {"y": promised} if isinstance(promised, TensorSpec) else promised or {}
+        for key, spec in expected.items():
+            foreseen = spec._replace(requires_grad=outputs[key].requires_grad)  # of which a check says nothing
+            assert outputs[key] == foreseen, f"{name}.check foresees {spec} for {key}, fwd returns {outputs[key]}"
+        tensors, douts = [*forward.kept, *forward.apart], tuple(map(torch.ones_like, forward.outputs))
+        grads = forward.context.gradients(tensors, forward.lent, douts, None)
+        for (key, tensor), gradient in zip(inputs.items(), grads, strict=True):
+            _check_gradient(name, key, gradient, tensor)
+
+
+def _check_gradient(name: str, key: str, gradient: Any, tensor: Tensor) -> None:
+    if gradient is None:
+        return
+    assert isinstance(gradient, Tensor), f"{name}.bwd: the gradient of {key} is a {type(gradient).__name__}, no tensor"
+    shapes = list(gradient.shape), list(tensor.shape)
+    assert shapes[0] == shapes[1], f"{name}.bwd: the gradient of {key} has shape {shapes[0]}, {key} has {shapes[1]}"
+
+
+def _check_subsets(name: str, run: Callable[[], tuple[Tensor, ...]], leaves: Leaves) -> dict[str, Any]:
+    """That each gradient is the same if it alone is wanted; returns all of them."""
+    everything = _results(run, leaves)
+    for wanted in _subsets(leaves):
+        with _wanting(leaves, wanted):
+            alone = _results(run, wanted)
+        _compare(f"{name}: where gradients of {', '.join(wanted)} alone are wanted,", alone, everything)
+    return {key: everything[key] for key in leaves}
+
+
+def _check_fires(name: str, container: Sequential, x: Tensor, keywords: dict[str, Any]) -> None:
+    fusions = {fusion.name: fusion for fusion in registry}
+    if name not in fusions:
+        raise KeyError(f"no fusion is named {name!r}; there are {', '.join(fusions)}")
+    explanation = container.explain(x, **keywords)
+    found = [each for each in (*explanation.fusions, *explanation.near_misses) if each.name == name]
+    reasons = "; ".join(each.reason for each in found) or "its pattern fits nowhere"
+    assert any(each.taken for each in found), f"{name} does not fire: {reasons}"
+    owned = {id(parameter) for parameter in container.parameters()}
+    for match in fusions[name].pattern.matches(explanation.graph):
+        fused = fusions[name].op(**match.ops())
+        foreign = [key for key, parameter in fused.named_parameters() if id(parameter) not in owned]
+        assert not foreign, f"{name} owns {', '.join(foreign)}, which no optimizer sees; parameters belong to the parts"
+
+
+def _subsets(leaves: Leaves) -> Iterator[Leaves]:
+    """All of them, and each alone."""
+    yield leaves
+    yield from ({name: leaf} for name, leaf in leaves.items())
+
+
+@contextmanager
+def _wanting(leaves: Leaves, wanted: Leaves) -> Iterator[None]:
+    """The others require no gradient, for the body."""
+    try:
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name in wanted)
+        yield
+    finally:
+        for leaf in leaves.values():
+            leaf.requires_grad_(True)
+
+
+def _results(run: Callable[[], tuple[Tensor, ...]], wanted: Leaves) -> dict[str, Tensor | None]:
+    outputs = run()
+    return {**_numbered(outputs), **_gradients(outputs, wanted)}
+
+
+def _gradients(outputs: tuple[Tensor, ...], wanted: Leaves) -> dict[str, Tensor | None]:
+    """By name; None where nothing leads there."""
+    there = [output for output in outputs if output.requires_grad]
+    weights = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y) for y in there]
+    if not there or not wanted:
+        return dict.fromkeys(wanted)
+    grads = torch.autograd.grad(there, list(wanted.values()), weights, allow_unused=True)
+    return dict(zip(wanted, grads, strict=True))
+
+
+def _numbered(outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
+    return {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+
+
+def _compare(what: str, ours: Mapping[str, Any], truth: Mapping[str, Any], exact: bool = False) -> None:
+    """That each of ours is what it is in truth."""
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
+    for name, tensor in ours.items():
+        right = truth[name]
+        if tensor is None or right is None:
+            assert tensor is right, f"{what} {name} has {'no' if tensor is None else 'a'} gradient, unlike expected"
+            continue
+        try:
+            torch.testing.assert_close(tensor, right, equal_nan=True, **tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{what} {name} differs: {error}") from None
+
+
+def _floats(outputs: Any) -> tuple[Tensor, ...]:
+    """Those that can have a gradient."""
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    return tuple([output for output in several if output.is_floating_point()])
+
+
+def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
+    """A copy that requires a gradient, of what can have one."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype or value.dtype, copy=True).requires_grad_()
+
+
+def _leaves(values: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    return {name: _leaf(value, dtype) for name, value in values.items()}
+
+
+def _named(x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The arguments whose gradients may be wanted."""
+    return {k: t for k, t in {"x": x, **keywords}.items() if isinstance(t, Tensor) and t.requires_grad}

@@ -1,0 +1,75 @@
+"""Errors that tell their reader what to do, where Python or torch alone would not."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusible import ArgumentError, GroupedLinear, GroupedMLP, Linear, Op, Pattern, Sequential
+from fusible.fuser.errors import did_you_mean
+
+X = torch.randn(4, 3, requires_grad=True)
+
+
+class Returning(Op):
+    """An op whose ``bwd`` returns what it was given."""
+
+    class Saved(NamedTuple):
+        pass
+
+    def __init__(self, grads: Any) -> None:
+        super().__init__()
+        self.grads = grads
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Any]:
+        return x * 2, self.Saved()
+
+    def bwd(self, saved: Any, dy: Tensor) -> Any:
+        return self.grads
+
+
+@pytest.mark.parametrize(("grads", "came"), [(torch.ones(4, 3), "a Tensor"), (None, "a NoneType")])
+def test_gradients_without_names(grads: Any, came: str) -> None:
+    words = f"Returning.bwd must return gradients by name, such as {{'x': dx}}, it returned {came}"
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        Sequential(Returning(grads))(X).sum().backward()
+
+
+def test_a_condition_whose_arguments_are_swapped() -> None:
+    with pytest.raises(TypeError, match=r"Pattern\.where: expected a reason and a predicate, got <function"):
+        Pattern.path(linear=Linear).where(lambda m: True, "the linear has a bias")  # type: ignore[arg-type]
+
+
+def test_a_fused_op_that_is_built_by_hand() -> None:
+    with pytest.raises(TypeError, match=r"GroupedMLP is a fused op, which a container builds .* fusible\.Sequential"):
+        GroupedMLP(4, 32, 64)
+
+
+def test_a_keyword_with_a_slip() -> None:
+    with pytest.raises(ArgumentError, match=r"no op takes the keyword 'split_size'.*; did you mean 'split_sizes'\?"):
+        Sequential(GroupedLinear(2, 3, 4))(X, split_size=[2, 2])
+
+
+def test_no_guess_where_nothing_is_near() -> None:
+    assert did_you_mean("temperature", ["split_sizes", "scales"]) == ""
+
+
+class Whole(int):
+    """Such as an integer of numpy: an int for Python, another type for us."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "came"),
+    [
+        ([2, Whole(2)], "a list with a test_error_texts.Whole; give [int(n) for n in sizes]"),
+        ([2.0, 2.0], "a list with a float"),
+        ("22", "a str"),
+    ],
+)
+def test_split_sizes_that_are_no_ints(sizes: Any, came: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"or a list of ints, got {came}") + "$"):
+        Sequential(GroupedLinear(2, 3, 4))(X, split_sizes=sizes)

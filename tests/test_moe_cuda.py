@@ -1,0 +1,51 @@
+"""``routed_experts`` and ``MoE`` on a GPU: right, the bits of a container, sync-free."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks.layers import check_function_gives_the_bits_of_the_layer, check_layer_trains
+from checks.routed import CASES
+
+from fusible import MoE
+from fusible.ops.kernels.hopper import gemm as hopper
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
+        reason="needs a Hopper GPU and the built extension",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_function_gives_the_bits_of_the_layer(name: str) -> None:
+    check_function_gives_the_bits_of_the_layer("cuda", name)
+
+
+def test_layer_trains() -> None:
+    check_layer_trains("cuda")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_step_of_the_layer_waits_for_nothing() -> None:
+    sizes = {"hidden": 64, "ffn": 32, "experts": 8, "top_k": 2, "groups": 4, "top_groups": 2, "shared_ffn": 32}
+    layer = MoE(**sizes, balance_loss=0.1, bias_update_rate=0.1, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(33, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> torch.Tensor:
+        y, loss, _ = layer(x)
+        (y.square().mean() + loss).backward()
+        layer.update_bias()
+        return y.detach()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(y.isfinite().all())
