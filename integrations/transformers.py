@@ -41,7 +41,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H], in the dtype of ``hidden_states``.
     """
     traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
-    if not traced and self.__dict__.get(lora.PLACE) is not None:
+    if not traced and lora.PLACE in self.__dict__ and self.__dict__[lora.PLACE] is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
             return adapted

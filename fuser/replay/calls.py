@@ -167,7 +167,8 @@ class CaptureSession:
             dead = tuple(map(self._position, self._plan.steps[len(self._steps)].last_uses))
             context, count = self._context(step, result), len(result.kept)
             kept = replay.kept[:count], replay.kept[count:]
-            self._steps.append(CapturedStep(replay, *kept, context, asked, reads, dead, captured))
+            whole = reads == tuple(range(len(self._pool)))
+            self._steps.append(CapturedStep(replay, *kept, context, asked, None if whole else reads, dead, captured))
             return result._replace(context=context)
         return result
 

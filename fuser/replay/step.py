@@ -110,7 +110,7 @@ class CapturedStep(NamedTuple):
     Attributes:
         kept, lent: the positions, in the tensors of the replay, of what it keeps for its backward.
         inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
-        reads: of what is launched on.
+        reads: of what is launched on; None where that is the whole pool.
         dead: of what nothing reads any more.
         captured: what the replay was built from.
     """
@@ -120,23 +120,23 @@ class CapturedStep(NamedTuple):
     lent: tuple[int, ...]
     context: CapturedContext
     inputs: tuple[int, ...]
-    reads: tuple[int, ...]
+    reads: tuple[int, ...] | None
     dead: tuple[int, ...]
     captured: Captured
-
-    @property
-    def positions(self) -> tuple[tuple[int, ...], ...]:
-        return self.kept, self.lent, self.inputs, self.reads, self.dead
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
         reads = self.reads
-        given, given_addresses = [pool[i] for i in reads], [addresses[i] for i in reads]
+        if reads is None:
+            given, given_addresses = pool[:], addresses[:]
+        else:
+            given, given_addresses = [pool[i] for i in reads], [addresses[i] for i in reads]
         if self.inputs:
             inputs = [pool[i] for i in self.inputs]
             outputs = apply(lambda flags: self.forward(given, given_addresses, rows, stream), *inputs)
         else:
-            outputs = self.forward(given, given_addresses, rows, stream).outputs
+            tensors: list[Any] = self.replay.run(given, given_addresses, rows, stream)
+            outputs = (*[tensors[i] for i in self.replay.made],)  # type: ignore[index]
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
         for i in self.dead:

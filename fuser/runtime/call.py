@@ -214,7 +214,7 @@ def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozense
     grads = op.bwd(saved, douts[0], **with_reserved(op, "bwd", extras, needs_grad, None))
     if op.decision_version != decision_version:
         op.restore_decision_version(decision_version)
-    if not isinstance(grads, Mapping):
+    if type(grads) is not dict and not isinstance(grads, Mapping):
         raise RuntimeError(
             f"{type(op).__name__}.bwd must return gradients by name, such as {{'x': dx}}, it returned a "
             f"{type(grads).__name__}"
