@@ -27,7 +27,8 @@ def check_function_gives_the_bits_of_the_layer(device: str, name: str) -> None:
         layers[1].model[1].weight.mul_(0.5)
     expected = [layer.results() for layer in layers]
 
-    assert not torch.equal(expected[0][3], expected[1][3])
+    if expected[0][3].any():  # without rows both are zero
+        assert not torch.equal(expected[0][3], expected[1][3])
     for _ in range(4):
         for layer, truth in zip(layers, expected, strict=True):
             assert all(torch.equal(*pair) for pair in zip(of_function(layer), truth, strict=True))
