@@ -106,7 +106,7 @@ class Built:
     def run(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] in the dtype of ``x``."""
         self.last = top_k_index.dtype, x.device, top_k_index.shape
-        tokens = x if x.dtype == self.dtype or _autocasts(x) else x.to(self.dtype)
+        tokens = x if x.dtype == self.dtype or autocasts(x) else x.to(self.dtype)
         y: Tensor = self.container.forward(tokens, top_k_index=top_k_index, top_k_weights=top_k_weights)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
@@ -214,7 +214,8 @@ def known(experts: Any) -> Built | None:
     return built if built is not None and built.holds_for(experts) else None
 
 
-def _autocasts(x: Tensor) -> bool:
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
@@ -225,15 +226,20 @@ def _is_offloaded(experts: Any) -> bool:
 
 
 def _build(experts: Any, parameters: Parameters) -> Sequential:
+    fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
+    return layer_around(experts, fc1, fc2)
+
+
+def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
+    """The container of an experts module with these linears: its activation or gate, and its norm, are read off it."""
     op, reason = activation_of(experts)
     gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
     has_norm = getattr(experts, "has_post_expert_norm", False)
     norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
-    fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
     return layer_of(fc1, gate, fc2, **norm)
 
 
-def layer_of(fc1: GroupedLinear, act: nn.Module, fc2: GroupedLinear, **norm: nn.Module) -> Sequential:
+def layer_of(fc1: Any, act: nn.Module, fc2: Any, **norm: nn.Module) -> Sequential:
     """The container of a layer's experts."""
     steps = OrderedDict(dispatch=Dispatch(fc1.num_groups), fc1=fc1, act=act, fc2=fc2, **norm)
     return Sequential(OrderedDict(**steps, scale=Scale(), combine=Combine()))

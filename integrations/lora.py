@@ -7,7 +7,6 @@ For one call, whoever has the adapters lends them to the experts module (:func:`
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ from torch import Tensor, nn
 
 from ..fuser import Sequential
 from ..fuser.explain.model import FoundContainer
-from ..ops import Combine, Dispatch, GroupedLoRA, Scale
+from ..ops import GroupedLoRA
 from ..ops.routing import routed_by
-from .experts import Names, OwnStep, Parameters, _key, refusal
-from .gates import activation_of
+from .experts import Names, Parameters, _key, autocasts, layer_around, refusal
 
 PLACE = "_fusible_lora"  # among the attributes of the module, where neither its children nor its state_dict show it
 _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
@@ -149,8 +147,7 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
     if not layer.belongs_to(experts) or not layer.adapters:
         experts.__dict__[PLACE] = None
         return None
-    autocasts = x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-    rows = x if autocasts else x.to(getattr(experts, Names.of(experts).up).dtype)
+    rows = x if autocasts(x) else x.to(getattr(experts, Names.of(experts).up).dtype)
     return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
 
 
@@ -161,14 +158,9 @@ def explained(experts: Any) -> FoundContainer | None:
 
 
 def _build(experts: Any, parameters: Parameters, up_rank: int, down_rank: int) -> Sequential:
-    op, reason = activation_of(experts)
-    gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
-    has_norm = getattr(experts, "has_post_expert_norm", False)
-    norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
     fc1 = _linear(experts, parameters.up, parameters.up_bias, up_rank)
     fc2 = _linear(experts, parameters.down, parameters.down_bias, down_rank)
-    ends = Dispatch(fc1.num_groups), Scale(), Combine()
-    return Sequential(OrderedDict(dispatch=ends[0], fc1=fc1, act=gate, fc2=fc2, **norm, scale=ends[1], combine=ends[2]))
+    return layer_around(experts, fc1, fc2)
 
 
 def _linear(experts: Any, weight: Tensor, bias: Tensor | None, rank: int) -> GroupedLoRA:

@@ -106,6 +106,13 @@ def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
         raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
 
 
+def check_halves(x: TensorSpec, block: int | None) -> None:
+    """The columns of ``x`` are as many of gate as of up, in blocks of so many if they alternate."""
+    if x.shape[-1] % (2 * (block or 1)):
+        halves = f" blocks of {block} columns" if block else " halves"
+        raise ArgumentError(f"x: expected gate and up{halves} in the last dimension, got shape {list(x.shape)}")
+
+
 def check_floats(x: TensorSpec) -> None:
     """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
     if not x.dtype.is_floating_point:

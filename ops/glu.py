@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser import ArgumentError, Grads, Op, TensorSpec
+from ..fuser import Grads, Op, TensorSpec
 from . import kernels
 from .activation_spec import ActivationSpec, Interleaved, gated
-from .checks import check_floats
+from .checks import check_floats, check_halves
 
 
 class Activated(Op):
@@ -24,11 +24,9 @@ class Activated(Op):
 
     def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)
-        columns = x.shape[-1]
-        if self.spec.gated and columns % (2 * (self.spec.block or 1)):
-            blocks = f" blocks of {self.spec.block} columns" if self.spec.block else " halves"
-            raise ArgumentError(f"x: expected gate and up{blocks} in the last dimension, got shape {list(x.shape)}")
-        return x._replace(shape=(*x.shape[:-1], self.spec.out_features(columns)))
+        if self.spec.gated:
+            check_halves(x, self.spec.block)
+        return x._replace(shape=(*x.shape[:-1], self.spec.out_features(x.shape[-1])))
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
         return kernels.activate(x, self.spec), self.Saved(x if "x" in needs_grad else None)

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, Gradient, Grads, Keyword, Op, TensorSpec
+from ..fuser import Gradient, Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
 from . import kernels
 from .activation_spec import Interleaved
-from .checks import check_floats, check_rows
+from .checks import check_floats, check_halves, check_rows
 from .programs.halves import join, split
 from .programs.program import Program, part_of
 from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
@@ -87,11 +87,8 @@ class Pointwise(Op):
             check_rows(name, numbers, x)
         if self.halves is None:
             return x
-        block, columns = _block(self.halves), x.shape[-1]
-        if columns % (2 * (block or 1)):
-            halves = f" blocks of {block} columns" if block else " halves"
-            raise ArgumentError(f"x: expected gate and up{halves} in the last dimension, got shape {list(x.shape)}")
-        return x._replace(shape=(*x.shape[:-1], columns // 2))
+        check_halves(x, _block(self.halves))
+        return x._replace(shape=(*x.shape[:-1], x.shape[-1] // 2))
 
     def fwd(self, x: Tensor, *, needs_grad: frozenset[str], **rows: Tensor) -> tuple[Tensor, Saved]:
         flat = _flat(x)

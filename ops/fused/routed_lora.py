@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Match, Pattern, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
 from .. import routing as permutation
@@ -21,29 +21,20 @@ from ..checks import product_dtype
 from ..glu import Activated
 from ..kernels import ActivationGrads
 from ..lora import GroupedLoRA, back, input_grad
-from ..moe import ROUTING, Combine, Dispatch
+from ..moe import Combine, Dispatch
 from ..routing import Routing
 from ..scale import Scale
+from .routed_pattern import routed, with_as_many_groups
 
 
 def _pattern() -> Pattern:
     path = Pattern.path(
         dispatch=Dispatch, fc1=GroupedLoRA, act=Activated, fc2=GroupedLoRA, scale=Scale, combine=Combine
     )
-    path = path.edge("dispatch", "fc1", "split_sizes").edge("dispatch", "fc2", "split_sizes")
-    path = path.edge("dispatch", "scale", "scales")
-    for name in ROUTING:
-        path = path.edge("dispatch", "combine", name)
-    return path
+    return with_as_many_groups(routed(path, ("scale",)))
 
 
-def _as_many_groups(match: Match) -> bool:
-    return bool(match.dispatch.num_experts == match.fc1.num_groups == match.fc2.num_groups)
-
-
-@register_fusion(
-    _pattern().where("dispatch, fc1 and fc2 have different numbers of experts", _as_many_groups), priority=40
-)
+@register_fusion(_pattern(), priority=40)
 class RoutedLoRA(FusedOp):
     """Keeps the tokens, the permutation, the pre-activation, and R numbers a row for each adapter.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Pattern, optional, register_fusion
 from ...fuser.replay import capture
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
@@ -23,10 +23,11 @@ from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, one_call, one_op
-from ..moe import ROUTING, Combine, Dispatch
+from ..moe import Combine, Dispatch
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
+from .routed_pattern import routed, with_as_many_groups
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
 _WEIGHT = frozenset({"weight"})
@@ -43,26 +44,17 @@ def _pattern() -> Pattern:
         out_scale=optional(Scale),
         combine=Combine,
     )
-    for role in ("fc1", "fc2"):
-        path = path.edge("dispatch", role, "split_sizes")
-    for role in _SCALES:
-        path = path.edge("dispatch", role, "scales")
-    for name in ROUTING:
-        path = path.edge("dispatch", "combine", name)
-    return path
-
-
-def _as_many_groups(match: Match) -> bool:
-    return bool(match.dispatch.num_experts == match.fc1.num_groups == match.fc2.num_groups)
+    return routed(path, _SCALES)
 
 
 @register_fusion(
-    _pattern()
-    .absent("output", "fc1")
-    .absent("output", "fc2")
-    .absent("grad_input", "fc1")
-    .absent("grad_input", "fc2")
-    .where("dispatch, fc1 and fc2 have different numbers of experts", _as_many_groups),
+    with_as_many_groups(
+        _pattern()
+        .absent("output", "fc1")
+        .absent("output", "fc2")
+        .absent("grad_input", "fc1")
+        .absent("grad_input", "fc2")
+    ),
     priority=40,
 )
 class RoutedMLP(FusedOp):

@@ -1,0 +1,27 @@
+"""What the patterns of a routed layer share: the experts read what the dispatch gives, and are as many as its."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...fuser import Pattern
+from ..moe import ROUTING
+
+
+def routed(path: Pattern, scales: Iterable[str]) -> Pattern:
+    """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read what the dispatch gives."""
+    for role in ("fc1", "fc2"):
+        path = path.edge("dispatch", role, "split_sizes")
+    for role in scales:
+        path = path.edge("dispatch", role, "scales")
+    for name in ROUTING:
+        path = path.edge("dispatch", "combine", name)
+    return path
+
+
+def with_as_many_groups(path: Pattern) -> Pattern:
+    """The path, where both linears have the experts of the dispatch."""
+    return path.where(
+        "dispatch, fc1 and fc2 have different numbers of experts",
+        lambda match: bool(match.dispatch.num_experts == match.fc1.num_groups == match.fc2.num_groups),
+    )
