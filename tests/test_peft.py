@@ -252,7 +252,7 @@ def test_explain_of_calls_without_adapters_forgets_those_with() -> None:
     with model.disable_adapter():
         model(torch.arange(5).view(1, 5), use_cache=False)
 
-    assert [name for name, _ in rows_of(model)] == ["GroupedMLP", "GroupedMLP"]
+    assert [name for name, _ in rows_of(model)] == ["RoutedMLP", "RoutedMLP"]
 
 
 def test_explain_of_a_gate_of_the_models_own() -> None:
