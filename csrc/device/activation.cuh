@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "device/element.cuh"
-#include "fusible/activation.h"
+#include "fusible/activation_kind.h"
 
 namespace fusible {
 

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns an output stage into activated rows.
 #pragma once
+#include "device/epilogue_functions.cuh"
 #include "device/epilogue_vectors.cuh"
 
 namespace fusible {
 
-// postact = activation(product) * scales, and the product too if it is kept. kHalves: a tile's columns are as many of
-// gate and of up.
-template <bool kHalves>
+// postact = function(product, scales), and the product too if it is kept. kHalves: a tile's columns are as many of gate
+// and of up.
+template <bool kHalves, class Functions = BuiltInFunctions>
 struct ActivationEpilogue {
   using Params = ActivationParams;
   static constexpr int kStoreWarps = 1, kRegisters = 120;  // beside the producer
@@ -23,11 +24,11 @@ struct ActivationEpilogue {
                        wait();
                        if (p.keep_preact && ptx::elect_one())
                          store_preact<K>(p, policy, tile, K::smem_out_column(tile, consumer), row, subtiles);
-                       with_kind(p.activation, [&](auto kind) INLINE {
+                       Functions::choose(p, [&](auto function) INLINE {
                          const int column = K::smem_out_column(tile, consumer);
-                         if (kHalves || p.activation.gated)
-                           activate<K, true>(kind, p, column, rows, scales, subtiles, lane);
-                         else activate<K, false>(kind, p, column, rows, scales, subtiles, lane);
+                         if (kHalves || Functions::gated(p))
+                           activate<K, true>(function, p, column, rows, scales, subtiles, lane);
+                         else activate<K, false>(function, p, column, rows, scales, subtiles, lane);
                        });
                        if (p.keep_preact && ptx::elect_one()) tma::wait_read<0>();
                      });
@@ -53,12 +54,11 @@ struct ActivationEpilogue {
     tma::commit();
   }
 
-  template <class K, bool kGated, class Kind>
-  DEVICE static void activate(Kind kind, const Params& p, int smem_out_column, const SmemOutRows& rows,
+  template <class K, bool kGated, class F>
+  DEVICE static void activate(F function, const Params& p, int smem_out_column, const SmemOutRows& rows,
                               const RowScales& scales, const uint8_t* subtiles, int lane) {
     using T = typename K::T;
     constexpr int kColumns = kGated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns;
-    const Activation& a = p.activation;
     const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
     const int first_column = smem_out_column * kColumns + lane % 8 * 8;
     T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
@@ -73,18 +73,16 @@ struct ActivationEpilogue {
           up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
           if constexpr (!kHalves) separate(gate, up, block);
         }
-        const uint4 result = {pair<T>(kind, a, gate.x, up.x, scale), pair<T>(kind, a, gate.y, up.y, scale),
-                              pair<T>(kind, a, gate.z, up.z, scale), pair<T>(kind, a, gate.w, up.w, scale)};
+        const uint4 result = {pair<T>(function, gate.x, up.x, scale), pair<T>(function, gate.y, up.y, scale),
+                              pair<T>(function, gate.z, up.z, scale), pair<T>(function, gate.w, up.w, scale)};
         if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(postact + i * 64) = result;
       }
     }
   }
-  template <class T, class Kind>
-  DEVICE static uint32_t pair(Kind kind, const Activation& a, uint32_t gates, uint32_t ups, float scale) {
+  template <class T, class F>
+  DEVICE static uint32_t pair(F function, uint32_t gates, uint32_t ups, float scale) {
     const float2 gate = ptx::unpack<T>(gates), up = ptx::unpack<T>(ups);
-    const Inputs x = inputs<kind.kLimited>(a, gate.x, up.x), y = inputs<kind.kLimited>(a, gate.y, up.y);
-    return ptx::pack<T>(evaluate<kind.kCurve, true>(x.gate, a.alpha).value * x.up * scale,
-                        evaluate<kind.kCurve, true>(y.gate, a.alpha).value * y.up * scale);
+    return ptx::pack<T>(function.forward(gate.x, up.x, &scale), function.forward(gate.y, up.y, &scale));
   }
 };
 

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns the gradient of activated rows into that of their pre-activation.
 #pragma once
+#include "device/epilogue_functions.cuh"
 #include "device/epilogue_vectors.cuh"
 
 namespace fusible {
 
-// The product is the gradient of postact = activation(preact) * scales. The epilogue writes dpreact. If they are
-// wanted, it also writes postact, partial sums of <product, activation> by row for the gradient of the scales (one for
-// each subtile of columns), and partial sums of dpreact by column for the gradient of the bias (one for each 64 rows).
-// Where nothing is gated, up is one, and neither loaded nor stored.
+// The product is the gradient of postact = function(preact, scales). The epilogue writes dpreact. If they are wanted,
+// it also writes postact, partial sums by row of the gradient of the scales (one for each subtile of columns), and
+// partial sums of dpreact by column for the gradient of the bias (one for each 64 rows). Where nothing is gated, up is
+// one, and neither loaded nor stored.
 //
 // A warp has a subtile of a consumer. A step is four rows of it, an 8-wide vector of each lane; or eight rows, two
 // vectors, which hide each other's latencies, where there are registers for them. Every lane stages its vectors of
 // preact in shared memory, a step ahead of their use.
+template <class Functions = BuiltInFunctions>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
   static constexpr int kStoreWarps = 3, kRegisters = 104;
@@ -35,23 +37,23 @@ struct ActivationBackwardEpilogue {
           const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
           const int subtile = tile.column * kStoreWarps + warp;  // in the row
           const uint8_t* grads = subtiles + warp * kSubtileBytes;
-          with_kind(p.activation, [&](auto kind) INLINE {
+          Functions::choose(p, [&](auto function) INLINE {
             using T = typename K::T;
-            if (kind.kCurve == Curve::kSilu && p.activation.gated && p.block >= 8)
-              differentiate_subtile<T, true>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
-            else differentiate_subtile<T, false>(kind, p, rows, subtile, block, scales, grads, staged, lane, wait);
+            if (function.kVectors == 2 && Functions::gated(p) && !Functions::narrow(p))
+              differentiate_subtile<T, true>(function, p, rows, subtile, block, scales, grads, staged, lane, wait);
+            else differentiate_subtile<T, false>(function, p, rows, subtile, block, scales, grads, staged, lane, wait);
           });
         });
   }
 
  private:
   // One subtile. kWholeVectors: gate and up are there, each in vectors of its own.
-  template <class T, bool kWholeVectors, class Kind, class Wait>
-  DEVICE static void differentiate_subtile(Kind kind, const Params& p, const SmemOutRows& rows, int subtile,
+  template <class T, bool kWholeVectors, class F, class Wait>
+  DEVICE static void differentiate_subtile(F function, const Params& p, const SmemOutRows& rows, int subtile,
                                            int64_t block, const RowScales& scales, const uint8_t* grads, Staged& staged,
                                            int lane, Wait wait) {
     constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether;
-    const bool gated = kWholeVectors || p.activation.gated, narrow = !kWholeVectors && gated && p.block < 8;
+    const bool gated = kWholeVectors || Functions::gated(p), narrow = !kWholeVectors && gated && Functions::narrow(p);
     const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = subtile * 64 + lane % 8 * 8;
     const int distance = gated ? up_distance(p.block) : 0,
               gate_at = gated ? gate_vector_column(column, p.block) : column;
@@ -91,7 +93,7 @@ struct ActivationBackwardEpilogue {
       load(row + kStepRows);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        share[i] = differentiate_vector<T>(kind, p.activation, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
+        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, dpreact += quad, postact += postact_quad) {
         if (narrow) join(gate[i], up[i], p.block);
@@ -148,24 +150,18 @@ struct ActivationBackwardEpilogue {
   }
 
   // Gate and up give way to their gradients, the gradient of the postact columns to what these are themselves. Returns
-  // their part of <gradient, activation>.
-  template <class T, class Kind>
-  DEVICE static float differentiate_vector(Kind kind, const Activation& a, uint4& gates, uint4& ups, uint4& grads,
-                                           float scale) {
+  // their part of the gradient of the scale.
+  template <class T, class F>
+  DEVICE static float differentiate_vector(F function, uint4& gates, uint4& ups, uint4& grads, float scale) {
     float gate[8], up[8], grad[8], share = 0.f;
     unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
-    float dgate[8], dup[8], postact[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const Inputs in = inputs<kind.kLimited>(a, gate[i], up[i]);
-      const Point point = evaluate<kind.kCurve, true>(in.gate, a.alpha);
-      const float scaled = grad[i] * scale, activated = point.value * in.up;
-      share += grad[i] * activated;
-      dgate[i] = in.gate_passes ? scaled * in.up * point.slope : 0.f;
-      dup[i] = in.up_passes ? scaled * point.value : 0.f;
-      postact[i] = activated * scale;
+      const Gradients<1> d = function.backward(gate[i], up[i], &scale, grad[i]);
+      share += d.dr[0];
+      gate[i] = d.dx, up[i] = d.du, grad[i] = d.y;
     }
-    gates = pack<T>(dgate), ups = pack<T>(dup), grads = pack<T>(postact);
+    gates = pack<T>(gate), ups = pack<T>(up), grads = pack<T>(grad);
     return share;
   }
   template <class T>

@@ -6,9 +6,8 @@
 // a vector of it: 16 bytes. Everything is computed in fp32 from values that are rounded as the unfused kernels would
 // have stored them, and rounded once.
 #pragma once
-#include "device/activation.cuh"
 #include "device/epilogue.cuh"
-#include "kernels/activation_entry.h"
+#include "kernels/activation_params.h"
 
 namespace fusible {
 

@@ -6,27 +6,9 @@
 
 #include <cstdint>
 
-#include "fusible/tensor_map.h"
+#include "fusible/activation_kind.h"
 
 namespace fusible {
-
-enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kReluSquared = 4, kSigmoid = 5 };
-
-// act(gate) * (up + linear_offset), or act(x) where not gated.
-struct Activation {
-  Curve curve;
-  bool gated;
-  float alpha;  // the slope inside silu
-  float limit;  // gate <= limit, |up| <= limit; infinity for none
-  float linear_offset;
-  int64_t block;  // columns of gate before as many of up
-};
-
-// A number for each row; null for ones.
-struct RowScale {
-  const void* data;
-  DType type;
-};
 
 struct ActivationForward {
   Activation activation;

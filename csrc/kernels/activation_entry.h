@@ -1,28 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Parameters and instantiations of the grouped GEMMs that end in an activation, or in its backward.
+// Instantiations of the grouped GEMMs that end in an activation, or in its backward.
 #pragma once
-#include "fusible/activation.h"
 #include "fusible/zeroing.h"
-#include "kernels/kernel_entry.h"
+#include "kernels/activation_params.h"
 
 namespace fusible {
-
-// Rows are dense: postact [T, columns], preact and dpreact [T, columns] or (gated) [T, 2 * columns]. Null: not wanted,
-// or ones (scales).
-struct ActivationParams : GemmParams {
-  Activation activation;
-  RowScale scales;
-  int columns;
-  int block;  // columns of gate before as many of up
-  void* postact;
-  // Forward: the product goes to `out` of GemmParams.
-  bool keep_preact;
-  // Backward: the product is the gradient of `postact`.
-  const void* preact;
-  void* dpreact;
-  float* dscale_partials;  // [subtiles of 64 columns of all tiles, T]: of <dpostact, activation> by row
-  float* dbias_partials;   // [blocks of 64 rows, columns of dpreact]: of dpreact by column
-};
 
 // kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
 template <Layout kLayout, DType kOperand>

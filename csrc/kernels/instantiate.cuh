@@ -3,28 +3,9 @@
 #pragma once
 #include <utility>
 
-#include "device/element.cuh"
-#include "kernels/grouped_gemm.cuh"
+#include "kernels/operand_types.cuh"
 
 namespace fusible {
-
-template <Layout kLayout, class T, TileVariant kVariant>
-struct Operands;
-template <class T, TileVariant kVariant>
-struct Operands<Layout::kNT, T, kVariant> {
-  using A = TokenRows<T, kVariant.token_box()>;
-  using B = WeightRows<T, kVariant.tile_n>;
-};
-template <class T, TileVariant kVariant>
-struct Operands<Layout::kNN, T, kVariant> {
-  using A = TokenRows<T, kVariant.token_box()>;
-  using B = WeightColumns<T, kVariant.tile_n>;
-};
-template <class T, TileVariant kVariant>
-struct Operands<Layout::kTN, T, kVariant> {
-  using A = TokenColumns<T>;
-  using B = TokenColumnsB<T, kVariant.tile_n>;
-};
 
 template <class K>
 KernelEntry entry_of() {

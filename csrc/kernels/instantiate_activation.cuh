@@ -11,10 +11,6 @@
 
 namespace fusible {
 
-// Weights whose rows, or columns, come from both halves.
-template <Layout kLayout, class T, int kTileN>
-using GateUp = std::conditional_t<kLayout == Layout::kNT, GateUpRows<T, kTileN>, GateUpColumns<T, kTileN>>;
-
 template <Layout kLayout, class T, bool kHalves, bool kScaleBias, TileVariant kVariant>
 KernelEntry activation_entry_of() {
   using Pair = Operands<kLayout, T, kVariant>;
@@ -46,7 +42,7 @@ template <Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {
   using Pair = Operands<kLayout, T, kVariant>;
   return entry_of<
-      GroupedGemmKernel<typename Pair::A, typename Pair::B, T, false, kVariant, ActivationBackwardEpilogue>>();
+      GroupedGemmKernel<typename Pair::A, typename Pair::B, T, false, kVariant, ActivationBackwardEpilogue<>>>();
 }
 template <Layout kLayout, class T, size_t... kIndices>
 KernelEntry activation_backward_entry_of(int variant, std::index_sequence<kIndices...>) {
