@@ -19,6 +19,7 @@
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
+#include "kernels/activation_params.h"
 #include "keyword_call.h"
 
 namespace py = pybind11;
@@ -136,6 +137,7 @@ PYBIND11_MODULE(_C, module) {
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
+  module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");
   def<fusible::ColumnSumsWorkspace>(module, "Bytes that column_sums needs.");
   def<fusible::ColumnSumsLaunch>(module, "Sums over the rows of each group, each row times its scale (0: one).");

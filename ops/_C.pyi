@@ -6,9 +6,10 @@ TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
 WIDE_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
+ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 
-Activation = tuple[int, bool, float, float, float, int]
-"""Curve, whether it is gated, alpha, limit, linear offset, block."""
+Activation = tuple[int, bool, float, float, float, int, int, int]
+"""Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a function that is not built in."""
 
 class Capture:
     """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from .programs.compose import is_linear_in_scale
+from .programs.program import Program
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 _SLOPED = ("silu",)
 
@@ -19,15 +22,17 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not.
+    """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not; or a function that a user has written.
 
     Attributes:
-        name: one of :data:`ACTIVATIONS`.
+        name: one of :data:`ACTIVATIONS`; of a user's function what it is called.
         gated: whether the input is a gate and an up half.
         limit: gate is clamped to at most this, up to within plus and minus this; None for no limit.
         alpha: the slope inside silu: ``g * sigmoid(alpha * g)``.
         linear_offset: added to up.
         block: columns of gate before as many of up; None for one block each ("concat").
+        program: the user's function of gate, up and the scale of the row (``r0``); None for a name of
+            :data:`ACTIVATIONS`, whose value is multiplied by the scale.
 
     Raises:
         ValueError: another name, a limit or a block that is not positive, a number that is not finite.
@@ -39,9 +44,10 @@ class ActivationSpec:
     alpha: float = 1.0
     linear_offset: float = 0.0
     block: int | None = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in ACTIVATIONS:
+        if self.program is None and self.name not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {self.name!r}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"limit must be positive or None; got {self.limit}")
@@ -53,6 +59,11 @@ class ActivationSpec:
     def out_features(self, in_features: int) -> int:
         """Columns of the output."""
         return in_features // 2 if self.gated else in_features
+
+    @property
+    def is_linear_in_scale(self) -> bool:
+        """Whether the value is the scale of the row times what does not depend on it."""
+        return self.program is None or is_linear_in_scale(self.program)
 
 
 def activation(name: str) -> ActivationSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from ..fuser import Gradient, Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
 from . import kernels
-from .activation_spec import Interleaved
+from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_floats, check_halves, check_rows
+from .programs.compose import scaled
 from .programs.halves import join, split
 from .programs.program import Program, part_of
 from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
@@ -76,6 +78,13 @@ class Pointwise(Op):
         except UnknownFunctionError as error:
             check_pointwise(function, self._program_inputs)
             self.refusal, self._function = str(error), function
+
+    @property
+    def spec(self) -> ActivationSpec | None:
+        """The function as an activation, with the scale of a row for its number; None where kernels have none such."""
+        if self.program is None or len(self.program.rows) > 1:
+            return None
+        return _spec(self.program, _block(self.halves))
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:
@@ -176,6 +185,13 @@ class Pointwise(Op):
         dtype = torch.promote_types(x.dtype, torch.float32) if numbers is None else numbers.dtype
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
         return [*halves, *(() if numbers is None else numbers[:, :, None, None])]
+
+
+@lru_cache(maxsize=1024)
+def _spec(program: Program, block: int | None) -> ActivationSpec:
+    with_scale = program if program.rows else scaled(program)
+    gated = len(program.arguments) == 2
+    return ActivationSpec(f"function {program.digest}", gated=gated, block=block, program=with_scale)
 
 
 def _checked(halves: Any) -> str | Interleaved | None:

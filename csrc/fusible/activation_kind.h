@@ -9,14 +9,16 @@ namespace fusible {
 
 enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kReluSquared = 4, kSigmoid = 5 };
 
-// act(gate) * (up + linear_offset), or act(x) where not gated.
+// act(gate) * (up + linear_offset), or act(x) where not gated. Of another function, `kernels` holds what was compiled
+// for it, and only `gated` and `block` count.
 struct Activation {
   Curve curve;
   bool gated;
   float alpha;  // the slope inside silu
   float limit;  // gate <= limit, |up| <= limit; infinity for none
   float linear_offset;
-  int64_t block;  // columns of gate before as many of up
+  int64_t block;       // columns of gate before as many of up
+  int64_t kernels[2];  // handles of the kernels for kActivationVariants or kBackwardVariants, in order; else zero
 };
 
 // A number for each row; null for ones.

@@ -63,6 +63,14 @@ KernelEntry backward_entry(const GemmProblem& p, int variant) {
   });
 }
 
+// The built-in kernel, or that of another function: its threads and its shared memory are the same.
+template <int kCount>
+KernelEntry entry_of_function(KernelEntry built_in, const Activation& a, const int (&variants)[kCount], int variant) {
+  const int64_t kernel = a.kernels[std::find(std::begin(variants), std::end(variants), variant) - std::begin(variants)];
+  if (kernel) built_in.function = reinterpret_cast<const void*>(kernel);
+  return built_in;
+}
+
 ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,
                                    const RowScale& scales, int64_t columns, cudaStream_t stream) {
   ActivationParams params{};
@@ -141,7 +149,9 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   }
   params.keep_preact = keep_preact;
   params.postact = call.hidden;
-  launch(params, forward_entry(p, halves, config.variant), config, p, device, stream);
+  const KernelEntry entry = forward_entry(p, halves, config.variant);
+  launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
+         stream);
 }
 
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream) {
@@ -166,7 +176,9 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dbias)
     params.dbias_partials =
         reinterpret_cast<float*>(workspace + dbias_partials_offset(p.groups, p.tokens, p.n, call.dscales));
-  launch(params, backward_entry(p, config.variant), config, p, device, stream);
+  const KernelEntry entry = backward_entry(p, config.variant);
+  launch(params, entry_of_function(entry, call.activation, kBackwardVariants, config.variant), config, p, device,
+         stream);
   if (call.dscales)
     sum_dscale_partials(params.dscale_partials, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes,
                         call.dscales, call.scales.type, stream);

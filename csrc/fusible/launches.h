@@ -44,6 +44,7 @@ template <class Visitor>
 void visit_activation(Visitor& visitor, Activation& a) {
   visitor.field("curve", a.curve), visitor.field("gated", a.gated), visitor.field("alpha", a.alpha);
   visitor.field("limit", a.limit), visitor.field("linear_offset", a.linear_offset), visitor.field("block", a.block);
+  visitor.field("kernel", a.kernels[0]), visitor.field("other_kernel", a.kernels[1]);
 }
 
 // Where an address points: so many bytes behind the start of a tensor that was given or, from -1 down, of an

@@ -9,15 +9,17 @@ from torch import Tensor
 from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
 from .. import kernels
 from ..glu import Activated
+from ..pointwise import Pointwise
 from ..scale import Scale
+from .activation_role import ACTIVATION, with_activation
 
 
-@register_fusion(Pattern.path(act=Activated, scale=Scale), priority=10)
+@register_fusion(with_activation(Pattern.path(act=ACTIVATION, scale=Scale)), priority=10)
 class GLUScale(FusedOp):
     """``act(x) * scales[:, None]``."""
 
     replayable = True
-    act: Activated
+    act: Activated | Pointwise
 
     class Saved(NamedTuple):
         preact: Tensor

@@ -1,4 +1,4 @@
-"""The first half of an expert alone: GroupedLinear -> GLU or Activation -> [Scale]."""
+"""The first half of an expert alone: GroupedLinear -> activation -> [Scale]."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, optional, regist
 from .. import kernels
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
+from .activation_role import ACTIVATION, keyword_of, with_activation
 from .fc1 import FC1, flat, names_of
 
 
 @register_fusion(
-    Pattern.path(fc1=GroupedLinear, act=Activated, scale=optional(Scale)).absent("output", "fc1"), priority=20
+    with_activation(Pattern.path(fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale))).absent("output", "fc1"),
+    priority=20,
 )
 class GroupedLinearGLU(FusedOp):
     """``act(x W^T + bias) * scales`` as one kernel; keeps x, the pre-activation, the scales and the weight."""
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated
+    act: Activated | Pointwise
     scale: Scale | None
 
     class Saved(NamedTuple):
         fc1: GroupedLinear.Saved
         preact: Tensor | None
         scales: Tensor | None
+
+    def takes(self, role: str, keyword: str) -> str | None:
+        return keyword_of(role, keyword) or super().takes(role, keyword)
 
     def fwd(
         self,

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer: GroupedLinear -> GLU or Activation -> [Scale] -> GroupedLinear -> [Scale].
+"""The experts of a mixture-of-experts layer: GroupedLinear -> activation -> [Scale] -> GroupedLinear -> [Scale].
 
 With s the scales before the second linear and o those after it (1 where there are none), per row:
 ``preact = W1 x + b1``, ``a = act(preact)``, ``y = o (W2 (s a) + b2)``. The backward keeps neither ``a`` nor ``y``: with
@@ -19,8 +19,10 @@ from .. import kernels
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
+from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
+from .activation_role import ACTIVATION, keyword_of, with_activation
 from .fc1 import FC1, Part, filed, flat, names_of
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
@@ -31,8 +33,13 @@ def _buffer_holds_y(match: Match) -> bool:
     return match.out_scale is None or not match.reads("fc2", "output")
 
 
+_PATH = Pattern.path(
+    fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
+)
+
+
 @register_fusion(
-    Pattern.path(fc1=GroupedLinear, act=Activated, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale))
+    with_activation(_PATH)
     .shares("split_sizes", "fc1", "fc2")
     .absent("output", "fc1")
     .absent("grad_input", "fc2")
@@ -45,7 +52,7 @@ class GroupedMLP(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated
+    act: Activated | Pointwise
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None
@@ -56,6 +63,9 @@ class GroupedMLP(FusedOp):
         preact: Tensor | None
         scales: Tensor | None
         out_scales: Tensor | None
+
+    def takes(self, role: str, keyword: str) -> str | None:
+        return keyword_of(role, keyword) or super().takes(role, keyword)
 
     def fwd(
         self,

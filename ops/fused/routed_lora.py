@@ -22,14 +22,16 @@ from ..glu import Activated
 from ..kernels import ActivationGrads
 from ..lora import GroupedLoRA, back, input_grad
 from ..moe import Combine, Dispatch
+from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
+from .activation_role import ACTIVATION, with_activation
 from .routed_pattern import routed, with_as_many_groups
 
 
 def _pattern() -> Pattern:
     path = Pattern.path(
-        dispatch=Dispatch, fc1=GroupedLoRA, act=Activated, fc2=GroupedLoRA, scale=Scale, combine=Combine
+        dispatch=Dispatch, fc1=GroupedLoRA, act=ACTIVATION, fc2=GroupedLoRA, scale=Scale, combine=Combine
     )
     return with_as_many_groups(routed(path, ("scale",)))
 
@@ -43,7 +45,7 @@ class RoutedLoRA(FusedOp):
 
     dispatch: Dispatch
     fc1: GroupedLoRA
-    act: Activated
+    act: Activated | Pointwise
     fc2: GroupedLoRA
     scale: Scale
     combine: Combine

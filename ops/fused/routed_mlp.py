@@ -24,8 +24,10 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, one_call, one_op
 from ..moe import Combine, Dispatch
+from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
+from .activation_role import ACTIVATION, with_activation
 from .grouped_mlp import GroupedMLP
 from .routed_pattern import routed, with_as_many_groups
 
@@ -38,13 +40,13 @@ def _pattern() -> Pattern:
     path = Pattern.path(
         dispatch=Dispatch,
         fc1=GroupedLinear,
-        act=Activated,
+        act=ACTIVATION,
         scale=optional(Scale),
         fc2=GroupedLinear,
         out_scale=optional(Scale),
         combine=Combine,
     )
-    return routed(path, _SCALES)
+    return with_activation(routed(path, _SCALES))
 
 
 @register_fusion(
@@ -62,7 +64,7 @@ class RoutedMLP(FusedOp):
 
     dispatch: Dispatch
     fc1: GroupedLinear
-    act: Activated
+    act: Activated | Pointwise
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None

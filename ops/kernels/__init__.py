@@ -187,8 +187,8 @@ def grouped_linear_activation_backward(
 def activate(preact: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """``act(preact) * scales[:, None]``, rounded once."""
     postact = outputs.new_postact(preact, activation)
-    if _activation_runs(preact, scales, postact):
-        activation_kernels(preact, scales, postact).forward(preact, activation, scales, postact)
+    if _activation_runs(activation, preact, scales, postact):
+        activation_kernels(activation, preact, scales, postact).forward(preact, activation, scales, postact)
     return postact
 
 
@@ -204,8 +204,8 @@ def activate_backward(
 ) -> ActivationGrads:
     """Gradients of ``preact`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
     out = outputs.new_grads(preact, activation, scales, want_scales, want_postact)
-    if _activation_runs(preact, scales, dpostact, *out):
-        kernels = activation_kernels(preact, scales, dpostact, out.preact, out.postact)
+    if _activation_runs(activation, preact, scales, dpostact, *out):
+        kernels = activation_kernels(activation, preact, scales, dpostact, out.preact, out.postact)
         kernels.backward(dpostact, preact, activation, scales, out)
     return out
 
@@ -297,10 +297,10 @@ def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _activation_runs(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
+def _activation_runs(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        recording.activation(preact, scales, *rows)
+        recording.activation(spec, preact, scales, *rows)
         return False
     return not preact.is_meta
 

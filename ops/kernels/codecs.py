@@ -66,6 +66,7 @@ CODECS: dict[Any, Codec] = {
     Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
     Program: Codec(("str {}",), lambda program: (program.text,), parse),
+    Program | None: Codec(("str? {}",), lambda program: (program and program.text,), lambda text: text and parse(text)),
     float | Tensor | None: Codec(("float? {}", "Tensor? {}s"), _factor, _unfactored),
 }
 OUT = Codec(("Tensor(a!)[] {}",), _listed, _unlisted)

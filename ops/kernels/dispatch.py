@@ -10,10 +10,13 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
+from ..activation_spec import ActivationSpec
+from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
 from .hopper import ragged as hopper_ragged
@@ -138,13 +141,21 @@ def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: s
     raise RefusedError(f"no backend for this {subject}: {'; '.join(refusals) or f'{only} has no kernel for it'}")
 
 
-def activation_kernels(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> ActivationKernels:
+def activation_kernels(
+    spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None
+) -> ActivationKernels:
     """For an activation of ``preact``, with ``rows`` that are read or written beside it."""
-    return activation_choice(preact, scales, *rows)[0]
+    return activation_choice(spec, preact, scales, *rows)[0]
 
 
-def activation_choice(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> tuple[ActivationKernels, str]:
+def activation_choice(
+    spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None
+) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
+    if spec.program is not None:
+        wide = scales if scales is not None and scales.dtype == torch.float64 else None
+        kernels, why = pointwise_choice(preact, wide)
+        return FunctionKernels(kernels, spec.program), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 

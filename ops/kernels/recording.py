@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fuser import tracing as trace
+from ..activation_spec import ActivationSpec
 from . import unfused
 from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue
@@ -27,9 +28,9 @@ def product(problem: GroupedGemm, choice: Choice) -> None:
     trace.record(_call_of(alone, choice._replace(reason=reason)))
     rows = first(alone.out)
     if isinstance(activated, ActivateBackward):
-        activation(activated.preact, activated.scales, rows, *activated.grads[:3])
+        activation(activated.spec, activated.preact, activated.scales, rows, *activated.grads[:3])
     elif activated is not None:
-        activation(rows, activated.scales, first(problem.out))
+        activation(activated.spec, rows, activated.scales, first(problem.out))
 
 
 def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
@@ -41,9 +42,9 @@ def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     return call._replace(kernel=name, configuration=hopper.configuration(problem))
 
 
-def activation(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
+def activation(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
     """An activation, or its backward, with ``rows`` that are read or written beside ``preact``."""
-    kernels, reason = activation_choice(preact, scales, *rows[:1])
+    kernels, reason = activation_choice(spec, preact, scales, *rows[:1])
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 

@@ -25,9 +25,11 @@ def run(backend: Backend, problem: GroupedGemm) -> None:
     rows = first(product.out)
     if isinstance(epilogue, Activate):
         out = first(problem.out)
-        dispatch.activation_kernels(rows, epilogue.scales, out).forward(rows, epilogue.spec, epilogue.scales, out)
+        kernels = dispatch.activation_kernels(epilogue.spec, rows, epilogue.scales, out)
+        kernels.forward(rows, epilogue.spec, epilogue.scales, out)
     elif epilogue is not None:
         preact, grads = epilogue.preact, epilogue.grads
-        dispatch.activation_kernels(preact, epilogue.scales, rows, grads.preact, grads.postact).backward(
-            rows, preact, epilogue.spec, epilogue.scales, grads
+        kernels = dispatch.activation_kernels(
+            epilogue.spec, preact, epilogue.scales, rows, grads.preact, grads.postact
         )
+        kernels.backward(rows, preact, epilogue.spec, epilogue.scales, grads)

@@ -12,8 +12,9 @@ from .program import OPERATIONS, Program, Value, part_of
 def function_type(program: Program, name: str = "Function", *, fast: bool = True) -> str:
     """The definition of a type that computes a program, for elements of a kernel.
 
-    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``forward(x, u, r)``, and
-    ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. Nothing of the text is the user's.
+    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kVectors`` (for epilogues:
+    how many vectors a lane differentiates at a time), ``forward(x, u, r)``, and ``backward(x, u, r, dy)``, which
+    returns ``Gradients{y, dx, du, dr}``. Nothing of the text is the user's.
 
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
@@ -28,6 +29,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
   using M = Math<{_bool(fast)}>;
   static constexpr bool kGated = {_bool("u" in program.inputs)};
   static constexpr int kRows = {len(rows)};
+  static constexpr int kVectors = {2 if "u" in program.inputs else 1};
   DEVICE static float forward(float x, float u, const float* r) {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from typing import NamedTuple
 
 import torch
@@ -148,6 +149,11 @@ class Program:
         return "\n".join(
             [" ".join(("in", *self.inputs)), *map(str, self.lines), *(f"{n} = {v}" for n, v in self.outputs)]
         )
+
+    @cached_property
+    def digest(self) -> str:
+        """Six letters of a digest of the text, by which messages tell functions apart."""
+        return sha256(self.text.encode()).hexdigest()[:6]
 
     def __str__(self) -> str:
         return self.text

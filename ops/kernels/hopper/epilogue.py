@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
+from ...programs.program import Program
+from ..architecture import assumed
+from ..jit import epilogue as functions
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import activation, scale_arguments
+from .rows import Activation, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -47,7 +50,8 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
     rows = (postact,) if preact is None else (postact, preact)
-    return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
 def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str | None:
@@ -59,7 +63,30 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
     rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
-    return _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    return why or _function_refusal(problem, epilogue.spec, problem.mnk[1])
+
+
+def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> str | None:
+    """Why the function of a user has no kernels. They are compiled here, unless the GPU is only assumed."""
+    if spec.program is None or assumed() is not None:
+        return None
+    return functions.refusal(_form(problem, spec.program, spec.block, columns))
+
+
+def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
+    backward = isinstance(problem.epilogue, ActivateBackward)
+    bias = problem.bias is not None
+    return functions.form(program, backward, problem.layout, problem.a.dtype, block, columns, bias)
+
+
+def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
+    """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
+    if spec.program is None:
+        return activation(spec, columns)
+    handles = functions.handles(_form(problem, spec.program, spec.block, columns))
+    assert isinstance(handles, tuple)
+    return activation(spec, columns)._replace(**dict(zip(("kernel", "other_kernel"), handles, strict=False)))
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -137,7 +164,7 @@ def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights
     """What both directions begin with: the activation, the stream, the product, its operands and groups."""
     device, sizes, (first_weight, pitch, distance) = p.a.get_device(), p.split_sizes, weights[0]
     return {
-        "activation": activation(spec, columns),
+        "activation": activation_of(p, spec, columns),
         "layout": int(p.layout is Layout.NN),
         "operand": TYPE_CODES[p.a.dtype],
         "device": device,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...activation_spec import ActivationSpec
 from ..problem import Activate, GroupedGemm, Layout
-from . import epilogue, rows
+from . import epilogue
 from . import gemm as hopper
 from .extension import TYPE_CODES, compiled, stream
 
@@ -46,7 +46,10 @@ def refusal(experts: Experts) -> str | None:
     dtypes = [bias.dtype for bias in (experts.up_bias, experts.down_bias) if bias is not None]
     if len(set(dtypes)) > 1:
         return f"takes biases of one dtype, got {' and '.join(map(str, dtypes))}"
-    return hopper.refusal(_up(experts)) or hopper.refusal(_down(experts))
+    why = hopper.refusal(_up(experts)) or hopper.refusal(_down(experts))
+    if why is None and experts.spec.program is not None:
+        return epilogue.refusal(_activated(experts))
+    return why
 
 
 class RoutedMlp:
@@ -54,8 +57,7 @@ class RoutedMlp:
 
     def __init__(self, experts: Experts) -> None:
         e, self.features = experts, experts.features
-        postact = e.up.new_empty((1, e.columns))
-        activated = replace(_up(e), out=postact, epilogue=Activate(e.spec, None, None))
+        activated = _activated(e)
         separate = epilogue.refusal(activated) is not None
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
@@ -68,7 +70,7 @@ class RoutedMlp:
         }
         self._sizes = {"gated": e.spec.gated, **shapes}
         self._experts = {
-            "activation": rows.activation(e.spec, e.columns),
+            "activation": epilogue.activation_of(activated, e.spec, e.columns),
             **shapes,
             "transposed": e.transposed,
             **_matrix("up", hopper.addressing(e.up)),
@@ -103,6 +105,12 @@ class RoutedMlp:
                 workspace=workspace.data_ptr(),
             )
         return out
+
+
+def _activated(experts: Experts) -> GroupedGemm:
+    """The first linear with its activation."""
+    postact = experts.up.new_empty((1, experts.columns))
+    return replace(_up(experts), out=postact, epilogue=Activate(experts.spec, None, None))
 
 
 def _up(e: Experts) -> GroupedGemm:

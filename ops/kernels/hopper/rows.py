@@ -138,11 +138,15 @@ class Activation(NamedTuple):
     limit: float
     linear_offset: float
     block: int
+    kernel: int = 0  # of a user's function, for the first tile variant of its direction
+    other_kernel: int = 0  # and for the second, if there is one
 
 
 @cache
 def activation(spec: ActivationSpec, columns: int) -> Activation:
-    """An activation with that many output columns."""
+    """An activation with that many output columns; of a user's function what does not depend on the kernel."""
+    if spec.program is not None:
+        return Activation(0, spec.gated, 1.0, math.inf, 0.0, spec.block or columns)
     alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
     limit = math.inf if spec.limit is None else spec.limit
     return Activation(_CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)

@@ -26,6 +26,11 @@ class LoadedKernel:
         _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0))
         _check(_driver().cuLibraryGetKernel(ctypes.byref(self._kernel), library, b"kernel"))
 
+    @property
+    def handle(self) -> int:
+        """Of the kernel (cudaKernel_t), for launches by others."""
+        return int(self._kernel.value or 0)
+
     def launch(self, blocks: int, parameters: bytes, device: torch.device) -> None:
         """Launches it on the current stream of a device, with one structure as its only parameter."""
         arguments = (ctypes.c_char_p * 1)(parameters)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import struct
 from functools import cache, lru_cache
-from hashlib import sha256
-from importlib.resources import files
 from typing import NamedTuple
 
 import torch
@@ -14,10 +12,9 @@ from torch import Tensor
 from ...programs.cpp import function_type
 from ...programs.program import Program
 from ..problem import PointwiseGrads, PointwiseRows
-from .cache import kernel_cache, key_of
+from .compilation import compiled
 from .driver import LoadedKernel
 from .nvrtc import CompileError, compiler
-from .shims import SHIMS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
 _THREADS = 256
@@ -25,18 +22,6 @@ _BLOCKS_PER_MULTIPROCESSOR = 8
 _VECTOR_BYTES = 16
 _OLDEST = (8, 0)  # whose instructions convert bfloat16
 _ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-_OPTIONS = (
-    "--std=c++20",
-    "-default-device",
-    "--no-cache",  # from which the log would be empty
-    "--ptxas-options=-v",
-    "-DINFINITY=__int_as_float(0x7f800000)",
-    "-DNAN=__int_as_float(0x7fffffff)",
-)
-_HEADERS = (
-    *("device/approx.cuh", "device/math.cuh", "device/pointwise.cuh", "device/pointwise_rows.cuh"),
-    *("device/ptx.cuh", "device/vector.cuh"),
-)
 
 
 def refusal(x: Tensor, numbers: Tensor | None) -> str | None:
@@ -69,17 +54,6 @@ extern "C" __global__ void __launch_bounds__({_THREADS}) kernel({parameters}) {{
   fusible::pointwise_{direction}<{_ELEMENTS[dtype]}, fusible::Function, {vector}>(p);
 }}
 """
-
-
-def compiled(text: str, architecture: str) -> bytes:
-    """The cubin of a source, from the cache or from NVRTC.
-
-    Raises:
-        CompileError: see :func:`nvrtc.compiler`, :meth:`nvrtc.Compiler.compile`.
-    """
-    options = (f"--gpu-architecture={architecture}", *_OPTIONS)
-    key = key_of(text, _headers_digest(), options, compiler().version)
-    return kernel_cache().find(key, lambda: compiler().compile(text, _headers(), options))
 
 
 class Addresses(NamedTuple):
@@ -138,15 +112,3 @@ def _refusal_of_device(device: torch.device) -> str | None:
     except CompileError as error:
         return str(error)
     return None
-
-
-@cache
-def _headers() -> dict[str, str]:
-    """Those of csrc that the kernels include, and what stands for the headers of others."""
-    folder = files("fusible") / "csrc"
-    return {**SHIMS, **{name: (folder / name).read_text() for name in _HEADERS}}
-
-
-@cache
-def _headers_digest() -> str:
-    return sha256(repr(sorted(_headers().items())).encode()).hexdigest()

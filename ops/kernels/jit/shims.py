@@ -62,9 +62,21 @@ inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
 }
 """
 
+_CONCEPTS = """#pragma once
+#include <type_traits>
+namespace std {
+template <class A, class B> concept same_as = is_same_v<A, B>;
+template <class A, class B> concept convertible_to = requires(A (&from)()) { static_cast<B>(from()); };
+template <class A, class B> concept derived_from = __is_base_of(B, A);
+}
+"""
+
 SHIMS = {
     "cstdint": "#pragma once\n" + "".join(f"typedef {kind} {name}_t;\n" for name, kind in _INTEGERS.items()),
     "type_traits": _TYPE_TRAITS,
+    "concepts": _CONCEPTS,
+    "iosfwd": "#pragma once\nnamespace std { class ostream; }\n",
+    "cuda.h": "#pragma once\nstruct alignas(64) CUtensorMap { unsigned long opaque[16]; };\n",
     "initializer_list": "#pragma once\n",  # NVRTC defines it
     "cuda_fp16.h": _HALF,
     "cuda_bf16.h": _BFLOAT16,

@@ -8,8 +8,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ...activation_spec import ActivationSpec
+from ..function import FunctionKernels
+from ..interface import ActivationKernels
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, Matrices
-from . import activation
+from . import activation, pointwise
 
 NAME = "loop"
 _SPAN = 512
@@ -57,7 +60,7 @@ def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
     for sizes, first_group, rows in _spans(problem):
         part = out.new_empty((rows.stop - rows.start, problem.mnk[1])) if preact is None else preact[rows]
         _multiply_groups(problem, sizes, _split(part, sizes), first_group, rows.start)
-        activation.forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
+        _kernels(epilogue.spec).forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
 
 
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
@@ -66,7 +69,12 @@ def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None
     for sizes, first_group, rows in _spans(problem):
         dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
         _multiply_groups(problem, sizes, _split(dpostact, sizes), first_group, rows.start)
-        activation.backward(dpostact, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
+        scales = _rows(epilogue.scales, rows)
+        _kernels(epilogue.spec).backward(dpostact, preact[rows], epilogue.spec, scales, grads.rows(rows))
+
+
+def _kernels(spec: ActivationSpec) -> ActivationKernels:
+    return activation if spec.program is None else FunctionKernels(pointwise, spec.program)
 
 
 def multiply(

@@ -1,0 +1,49 @@
+"""The role ``act`` of a pattern: a built-in activation, or a function that a user has written."""
+
+from __future__ import annotations
+
+from ...fuser import Match, Pattern
+from ..glu import Activated
+from ..pointwise import Pointwise
+
+ACTIVATION = (Activated, Pointwise)
+
+
+def with_activation(pattern: Pattern) -> Pattern:
+    """A pattern with the role ``act``, and maybe ``scale`` and ``out_scale``, where kernels have such an activation.
+
+    A function may read one number of the row, which then is the scale before the second linear. A scale after that
+    linear joins it, if the function is linear in it.
+    """
+    return (
+        pattern.where("act has operations that kernels do not know", _is_known)
+        .where("act reads more than one number of a row", _reads_one_number)
+        .where("act reads a number of the row, and so does the scale after it", _scales_once)
+        .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
+    )
+
+
+def keyword_of(role: str, keyword: str) -> str | None:
+    """What a fused op calls the number of the row that its activation reads; None for other roles."""
+    return "scales" if role == "act" else None
+
+
+def _is_known(match: Match) -> bool:
+    return not isinstance(match.act, Pointwise) or match.act.program is not None
+
+
+def _reads_one_number(match: Match) -> bool:
+    return not isinstance(match.act, Pointwise) or match.act.spec is not None
+
+
+def _scales_once(match: Match) -> bool:
+    return not (match.act.keywords and _has(match, "scale"))
+
+
+def _is_linear(match: Match) -> bool:
+    spec = match.act.spec
+    return not _has(match, "out_scale") or (spec is not None and bool(spec.is_linear_in_scale))
+
+
+def _has(match: Match, role: str) -> bool:
+    return role in match.nodes

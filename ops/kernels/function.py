@@ -1,0 +1,53 @@
+"""Activations that users have written, over rows: on the kernels of pointwise programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation_spec import ActivationSpec
+from ..programs.program import Program
+from .interface import PointwiseKernels
+from .problem import ActivationGrads, PointwiseGrads, PointwiseRows
+
+
+class FunctionKernels(NamedTuple):
+    """Computes an activation by its program, whose ``r0`` is the scale of the row."""
+
+    kernels: PointwiseKernels
+    program: Program
+
+    @property
+    def NAME(self) -> str:
+        return self.kernels.NAME
+
+    def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+        """``out`` [..., F] = function of ``preact`` [..., C] and ``scales`` [...], rounded once."""
+        self.kernels.forward(self.program, _rows(preact, spec, scales), _flat(out))
+
+    def backward(
+        self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+    ) -> None:
+        """From ``dpostact`` [..., F] what ``out`` has tensors for."""
+        rows = _rows(preact, spec, scales)
+        dscales = None if out.scales is None else torch.empty_like(rows.numbers)  # type: ignore[arg-type]
+        grads = PointwiseGrads(_flat(out.preact), dscales)
+        self.kernels.backward(self.program, rows, _flat(dpostact).contiguous(), grads)
+        if out.scales is not None and dscales is not None:
+            out.scales.copy_(dscales.view(out.scales.shape))
+        if out.postact is not None:
+            self.kernels.forward(self.program, rows, _flat(out.postact))
+
+
+def _rows(preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> PointwiseRows:
+    flat = _flat(preact).contiguous()
+    dtype = torch.promote_types(preact.dtype, torch.float32)
+    if scales is None:
+        return PointwiseRows(flat, spec.block, preact.new_ones((1, flat.shape[0]), dtype=dtype))
+    return PointwiseRows(flat, spec.block, scales.reshape(1, -1).to(torch.promote_types(dtype, scales.dtype)).contiguous())
+
+
+def _flat(rows: Tensor) -> Tensor:
+    return rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])

@@ -1,0 +1,130 @@
+"""Pointwise programs as epilogues of the grouped GEMM: a kernel for each tile that a launch may choose."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...programs.cpp import function_type
+from ...programs.program import Program
+from ..hopper.extension import library
+from ..problem import Layout
+from .compilation import compiled
+from .driver import LoadedKernel
+from .nvrtc import CompileError
+
+_ARCHITECTURE = "sm_90a"
+_ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+_NARROW = 8  # columns of a vector
+_log = logging.getLogger("fusible")
+
+
+class EpilogueForm(NamedTuple):
+    """What the kernels of a program are compiled for.
+
+    Attributes:
+        backward: of two epilogues.
+        concat: gate and up stand half a row apart, so that a tile of the forward has columns of both.
+        narrow: gate and up alternate in blocks narrower than a vector.
+        scale_bias: the product has a bias.
+    """
+
+    program: Program
+    backward: bool
+    layout: Layout
+    dtype: torch.dtype
+    concat: bool
+    narrow: bool
+    scale_bias: bool
+
+
+def form(
+    program: Program, backward: bool, layout: Layout, dtype: torch.dtype, block: int | None, columns: int, bias: bool
+) -> EpilogueForm:
+    """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
+    gated, width = len(program.arguments) == 2, block or columns
+    concat, narrow = gated and not backward and width == columns, gated and width < _NARROW
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
+
+
+def refusal(kernels: EpilogueForm) -> str | None:
+    """Why there are no kernels; None: there are, and they are compiled and loaded."""
+    result = handles(kernels)
+    return None if isinstance(result, tuple) else f"has no kernel of {_name(kernels.program)}: {result}"
+
+
+@lru_cache(maxsize=4096)
+def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
+    """The handles of the kernels, one for each tile variant of the direction; or why they cannot be compiled.
+
+    The first call compiles them, which takes seconds, unless they are kept on disk.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
+    variants = library().BACKWARD_VARIANTS if kernels.backward else library().ACTIVATION_VARIANTS
+    start = time.perf_counter()
+    try:
+        loaded = tuple(_in_threads(lambda variant: load(source(kernels, variant)), variants))
+    except CompileError as error:
+        return str(error).partition("\n")[0]
+    direction = "backward" if kernels.backward else "forward"
+    _log.info("%s of %s is ready after %.1f s", direction, _name(kernels.program), time.perf_counter() - start)
+    return loaded
+
+
+def source(kernels: EpilogueForm, variant: int) -> str:
+    """The CUDA source of the kernel of a tile variant."""
+    direction = "_backward" if kernels.backward else ""
+    return f"""#include "device/epilogue_activation{direction}.cuh"
+#include "kernels/operand_types.cuh"
+namespace fusible {{
+{function_type(kernels.program)}
+using T = {_ELEMENTS[kernels.dtype]};
+inline constexpr TileVariant kVariant = kTileVariants[{variant}];
+using Pair = Operands<Layout::k{kernels.layout.value}, T, kVariant>;
+using Epilogue = {_epilogue(kernels)};
+using Kernel = GroupedGemmKernel<Pair::A, {_weights(kernels)}, T, {_bool(kernels.scale_bias)}, kVariant, Epilogue>;
+static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers that the host was built with");
+}}  // namespace fusible
+extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
+    kernel(const __grid_constant__ fusible::Kernel::Params p) {{
+  extern __shared__ __align__(1024) uint8_t shared[];
+  fusible::Kernel::run(shared, p);
+}}
+"""
+
+
+def load(text: str) -> int:
+    """The handle of the kernel of a source."""
+    return LoadedKernel(compiled(text, _ARCHITECTURE), 0).handle
+
+
+def _epilogue(kernels: EpilogueForm) -> str:
+    functions = f"OneFunction<Function, {_bool(kernels.narrow)}>"
+    if kernels.backward:
+        return f"ActivationBackwardEpilogue<{functions}>"
+    return f"ActivationEpilogue<{_bool(kernels.concat)}, {functions}>"
+
+
+def _weights(kernels: EpilogueForm) -> str:
+    return f"GateUp<Layout::k{kernels.layout.value}, T, kVariant.tile_n>" if kernels.concat else "Pair::B"
+
+
+def _in_threads(load_variant: Callable[[int], int], variants: Iterable[int]) -> list[int]:
+    """NVRTC compiles several at once."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(load_variant, variants))
+
+
+def _name(program: Program) -> str:
+    return f"function {program.digest}"
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
