@@ -6,6 +6,7 @@
 
 #include "device/activation.cuh"
 #include "device/vector.cuh"
+#include "fusible/activation.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
 

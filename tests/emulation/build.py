@@ -25,7 +25,6 @@ EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
 FLAGS = [
     "-std=c++20",
     "-fPIC",
-    "-fvisibility=hidden",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-fmax-errors=3",
