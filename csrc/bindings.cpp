@@ -25,7 +25,6 @@
 namespace py = pybind11;
 using namespace py::literals;
 using fusible::Address;
-using Stream = int64_t;  // the address of a cudaStream_t; no memory of a launch
 
 namespace {
 
@@ -34,11 +33,6 @@ py::dict device_properties(int device) {
   return py::dict("name"_a = properties.name, "capability"_a = py::make_tuple(properties.major, properties.minor),
                   "multiprocessors"_a = properties.multiprocessors,
                   "shared_memory_per_block"_a = properties.shared_memory_per_block, "l2_bytes"_a = properties.l2_bytes);
-}
-
-template <class T>
-const T* pointer(Address address) {
-  return reinterpret_cast<const T*>(address);
 }
 
 std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens,
@@ -93,7 +87,7 @@ void def_capture(py::module_& module) {
       .def("scratch_bytes", &Launches::scratch_bytes, "rows"_a, "What a run needs behind the addresses of tensors.")
       .def("run", &Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
   py::class_<Capture>(module, "Capture", "Notes the launches of this thread while it is entered.")
-      .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "given"_a, "rows"_a)
+      .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "spans"_a, "rows"_a)
       .def("__enter__", [](Capture& capture) { Capture::active() = &capture; })
       .def("__exit__", [](Capture&, const py::args&) { Capture::active() = nullptr; })
       .def_property_readonly("refusal", &Capture::refusal)
@@ -124,9 +118,9 @@ PYBIND11_MODULE(_C, module) {
              "What a launch needs for itself, aligned to 16 bytes.");
   def<fusible::ActivateLaunch>(module, "An activation times row scales. Curves: see fusible/activation.h.");
   def<fusible::ActivateBackwardLaunch>(module, "The backward of `activate`; 0 for what is not wanted.");
-  def<fusible::LinearActivationLaunch>(
-      module,
-      "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; `pre` 0: the product is not kept.");
+  def<fusible::LinearActivationLaunch>(module,
+                                       "A grouped GEMM (NT or NN) whose epilogue is an activation times row scales; "
+                                       "`preact` 0: the product is not kept.");
   def<fusible::LinearActivationBackwardLaunch>(
       module, "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a,
@@ -145,12 +139,12 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RouteWorkspace>(module, "Bytes that route needs.");
   def<fusible::RouteLaunch>(
       module, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");
-  def<fusible::SpreadRowsLaunch>(module, "Copies each token's row to its rows of the experts.");
-  def<fusible::SumRowsLaunch>(module, "Each token's row is the sum of its rows of the experts.");
-  def<fusible::NumbersOfSlotsLaunch>(module, "Of each slot the number of its row, 0 for those of no expert.");
+  def<fusible::PermuteLaunch>(module, "Copies each token's row to its rows of the experts.");
+  def<fusible::UnpermuteLaunch>(module, "Each token's row is the sum of its rows of the experts.");
+  def<fusible::GatherSlotsLaunch>(module, "The value of the row of each slot, 0 for the slots of no expert.");
   def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
   def<fusible::RoutedMlpLaunch>(
       module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");
   module.attr("TILE_VARIANTS") = tile_variants(false);
-  module.attr("WIDE_TILE_VARIANTS") = tile_variants(true);
+  module.attr("FP32_OUTPUT_TILE_VARIANTS") = tile_variants(true);
 }

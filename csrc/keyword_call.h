@@ -26,10 +26,10 @@ class Signature {
   template <class Call>
   static const Signature& of() {
     static const Signature* signature = [] {  // never freed: its names are Python's
-      auto* made = new Signature();
-      Call().fields(*made);
-      made->required_ = std::min(made->required_, made->names_.size());
-      return made;
+      auto* filled = new Signature();
+      Call().fields(*filled);
+      filled->required_ = std::min(filled->required_, filled->names_.size());
+      return filled;
     }();
     return *signature;
   }
@@ -143,15 +143,15 @@ template <class Call>
 PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t positional, PyObject* keywords) {
   try {
     if (positional) throw py::type_error(std::string(Call::kName) + ": takes keywords alone");
-    Call made;
+    Call launch;
     const auto sorted = Signature::of<Call>().sorted(Call::kName, values, keywords);
     FieldReader reader(Call::kName, sorted.data());
-    made.fields(reader);
-    if constexpr (requires { made.bytes(); }) {
-      if (Capture* capture = Capture::active()) capture->asked(made);
-      return PyLong_FromLongLong(made.bytes());
+    launch.fields(reader);
+    if constexpr (requires { launch.bytes(); }) {
+      if (Capture* capture = Capture::active()) capture->asked(launch);
+      return PyLong_FromLongLong(launch.bytes());
     } else {
-      launch_now(made);
+      launch_now(launch);
       Py_RETURN_NONE;
     }
   } catch (py::error_already_set& error) {

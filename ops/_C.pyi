@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
-WIDE_TILE_VARIANTS: list[list[int]]  # for results of 32
+FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
@@ -15,7 +15,7 @@ class Capture:
     """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""
 
     refusal: str | None
-    def __init__(self, given: list[tuple[int, int]], rows: int) -> None: ...
+    def __init__(self, spans: list[tuple[int, int]], rows: int) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
     def allocated(self, address: int, bytes: int, per_row: bool) -> bool: ...
@@ -134,8 +134,8 @@ def activate(
     type: int,
     rows: int,
     columns: int,
-    pre: int,
-    hidden: int,
+    preact: int,
+    postact: int,
     scales: int = ...,
     scales_type: int = ...,
 ) -> None: ...
@@ -147,13 +147,13 @@ def activate_backward(
     type: int,
     rows: int,
     columns: int,
-    dhidden: int,
-    pre: int,
+    dpostact: int,
+    preact: int,
     scales: int = ...,
     scales_type: int = ...,
-    dpre: int = ...,
+    dpreact: int = ...,
     dscales: int = ...,
-    hidden: int = ...,
+    postact: int = ...,
 ) -> None: ...
 def linear_activation(
     *,
@@ -174,8 +174,8 @@ def linear_activation(
     b_addresses: list[int],
     sizes: int,
     int64_sizes: bool,
-    pre: int,
-    hidden: int,
+    preact: int,
+    postact: int,
     bias: int = ...,
     bias_type: int = ...,
     bias_pitch: int = ...,
@@ -205,12 +205,12 @@ def linear_activation_backward(
     b_addresses: list[int],
     sizes: int,
     int64_sizes: bool,
-    pre: int,
-    dpre: int,
+    preact: int,
+    dpreact: int,
     scales: int = ...,
     scales_type: int = ...,
     dscales: int = ...,
-    hidden: int = ...,
+    postact: int = ...,
     dbias: int = ...,
     dbias_type: int = ...,
     workspace: int = ...,
@@ -300,52 +300,52 @@ def route(
     int64_ids: bool,
     slots: int,
     groups: int,
-    sizes: int,
-    order: int,
-    place: int,
-    counts: int,
+    tokens_per_expert: int,
+    slot_of_row: int,
+    row_of_slot: int,
+    workspace: int,
     weights: int = ...,
     weights_type: int = ...,
     scales: int = ...,
 ) -> None: ...
-def spread_rows(
+def permute(
     *,
     device: int,
     stream: int,
     type: int,
     tokens: int,
     columns: int,
-    slots: int,
-    place: int,
-    all: int,
+    top_k: int,
+    row_of_slot: int,
+    num_rows: int,
     source: int,
     source_pitch: int,
     out: int,
     out_pitch: int,
     fill: bool,
 ) -> None: ...
-def sum_rows(
+def unpermute(
     *,
     device: int,
     stream: int,
     type: int,
     tokens: int,
     columns: int,
-    slots: int,
-    place: int,
-    all: int,
+    top_k: int,
+    row_of_slot: int,
+    num_rows: int,
     source: int,
     source_pitch: int,
     out: int,
     out_pitch: int,
 ) -> None: ...
-def numbers_of_slots(
+def gather_slots(
     *,
     device: int,
     stream: int,
-    rows: int,
-    place: int,
-    all: int,
+    values: int,
+    row_of_slot: int,
+    num_rows: int,
     slots: int,
     out: int,
     type: int,
@@ -358,7 +358,7 @@ def routed_mlp(
     features: int,
     columns: int,
     transposed: bool,
-    separate: bool,
+    unfused: bool,
     up: int,
     up_pitch: int,
     up_group: int,
@@ -373,7 +373,7 @@ def routed_mlp(
     device: int,
     stream: int,
     tokens: int,
-    slots: int,
+    top_k: int,
     x: int,
     pitch: int,
     ids: int,
@@ -384,5 +384,5 @@ def routed_mlp(
     workspace: int,
 ) -> None: ...
 def routed_workspace_bytes(
-    *, gated: bool, type: int, groups: int, features: int, columns: int, separate: bool, slots: int
+    *, gated: bool, type: int, groups: int, features: int, columns: int, unfused: bool, slots: int
 ) -> int: ...

@@ -8,11 +8,11 @@ from functools import partial
 import models
 import pytest
 import torch
+from checks.device import needs_hopper
 from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
 from fusible import ArgumentError, GroupedLinear, RefusedError, Sequential, config, grouped_gemm
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
@@ -22,8 +22,7 @@ pytestmark = [
     ),
 ]
 
-NOT_BUILT = not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None
-HOPPER = pytest.param("hopper", marks=pytest.mark.skipif(NOT_BUILT, reason="needs a Hopper GPU and the extension"))
+HOPPER = pytest.param("hopper", marks=needs_hopper)
 
 E, K, F, N, T = 5, 64, 128, 72, 256
 SIZES = [100, 0, 90, 1, 50]

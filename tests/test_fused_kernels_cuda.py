@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checks.device import skip_module_without_hopper
 from checks.fused import (
     SOME,
     SPECS,
@@ -39,8 +40,7 @@ from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGr
 from fusible.ops.kernels.pytorch import activation as pointwise
 
 pytestmark = pytest.mark.cuda
-if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
-    pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
+skip_module_without_hopper()
 
 from fusible.ops import _C  # noqa: E402
 

@@ -6,20 +6,17 @@ from functools import partial
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from graph_nodes import captured, kernels, kinds
 from models import mlp
 from reference import assert_same, unit
 from torch import Tensor, nn
 
 from fusible import Sequential
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the extension",
-    ),
+    needs_hopper,
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node", "ignore:The CUDA Graph is empty"),
 ]
 

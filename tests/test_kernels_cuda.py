@@ -12,14 +12,14 @@ from itertools import product
 
 import pytest
 import torch
+from checks.device import skip_module_without_hopper
 from checks.gemm import Case, Problem, check, check_halved, check_sizes_that_lie_stay_inside, variants
 
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import GroupedGemm, Layout
 
 pytestmark = pytest.mark.cuda
-if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
-    pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
+skip_module_without_hopper()
 
 TILES = [(layout, variant) for layout in Layout for variant in variants(layout)]
 RAGGED = (131, 0, 77, 304, 1, 512)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from checks.device import needs_hopper
 from checks.lora import check_trains
-
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
 ]
 
 

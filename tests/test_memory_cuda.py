@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from models import mlp
 from reference import unit
 from torch import Tensor
 
-from fusible.ops.kernels.hopper import gemm as hopper
-
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the extension",
-    ),
+    needs_hopper,
 ]
 
 E, K, F, T = 4, 512, 1024, 8192

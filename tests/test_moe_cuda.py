@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from checks.layers import check_function_gives_the_bits_of_the_layer, check_layer_trains
 from checks.routed import CASES
 
 from fusible import MoE
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
 ]
 
 

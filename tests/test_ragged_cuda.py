@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 import torch
+from checks.device import skip_module_without_hopper
 from checks.ragged import (
     ALIGNED,
     MIXED,
@@ -30,13 +31,11 @@ from checks.ragged import (
 )
 
 from fusible import config, grouped_gemm
-from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
 from fusible.ops.kernels.problem import Layout
 
 pytestmark = pytest.mark.cuda
-if not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None:
-    pytest.skip("needs a Hopper GPU and the built extension", allow_module_level=True)
+skip_module_without_hopper()
 
 LAYOUTS = list(Layout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from checks.moe import (
     Layer,
     check_fusion_changes_nothing,
@@ -14,14 +15,10 @@ from checks.moe import (
 from checks.routed import CASES
 
 from fusible import config
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
 ]
 
 

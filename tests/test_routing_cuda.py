@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from checks.routing import (
     SHAPES,
     check_ids_that_lie_stay_inside,
@@ -19,14 +20,10 @@ from checks.routing import (
 from torch import Tensor
 
 from fusible.ops import routing
-from fusible.ops.kernels.hopper import gemm as hopper
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
 ]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from checks.rows import (
     CHUNKED,
     SPECS,
@@ -17,15 +18,11 @@ from checks.rows import (
     tensors,
 )
 
-from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper import rows
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
 ]
 
 

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from checks.device import needs_hopper
 from reference import grouped_linear
 from torch import Tensor
 
 from fusible import GroupedLinear, config
-from fusible.ops.kernels.hopper import gemm as hopper
-
-NOT_BUILT = not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None
 
 E, K, N, T, STEPS = 8, 264, 200, 1024, 20
 TINY = torch.finfo(torch.bfloat16).eps / 32
@@ -117,7 +115,7 @@ def test_a_grouped_linear_trains_as_plain_torch_does() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(NOT_BUILT, reason="needs a Hopper GPU and the extension")
+@needs_hopper
 def test_a_grouped_linear_trains_as_through_the_fallback() -> None:
     data, parameters = batches(), start()
     ours, fallback = (train(parameters, data, layer(name, "cuda"), "cuda") for name in ("hopper", "grouped_mm"))

@@ -4,6 +4,7 @@
 #pragma once
 #include <type_traits>
 
+#include "device/approx.cuh"
 #include "device/element.cuh"
 #include "fusible/activation_kind.h"
 

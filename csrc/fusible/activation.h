@@ -12,22 +12,22 @@ namespace fusible {
 
 struct ActivationForward {
   Activation activation;
-  DType type;             // of pre and hidden, both contiguous
-  int64_t rows, columns;  // of hidden
-  const void* pre;        // [rows, columns], or [rows, 2 * columns] if gated
+  DType type;             // of preact and postact, both contiguous
+  int64_t rows, columns;  // of postact
+  const void* preact;     // [rows, columns], or [rows, 2 * columns] if gated
   RowScale scales;
-  void* hidden;
+  void* postact;
 };
 
-// With a = activation(pre): dpre, dscales[t] = sum of dhidden * a over the row, hidden = a * scales; null for what is
-// not wanted.
+// With a = activation(preact): dpreact, dscales[t] = sum of dpostact * a over the row, postact = a * scales; null for
+// what is not wanted.
 struct ActivationBackward {
   Activation activation;
   DType type;
   int64_t rows, columns;
-  const void *dhidden, *pre;
+  const void *dpostact, *preact;
   RowScale scales;
-  void *dpre, *dscales, *hidden;  // dscales in the type of the scales
+  void *dpreact, *dscales, *postact;  // dscales in the type of the scales
 };
 
 // Both throw fusible::Error if the launch fails.

@@ -37,10 +37,10 @@ int cuda_version() { return CUDART_VERSION; }
 
 const DeviceProperties& device_properties(int device) {
   static std::mutex mutex;
-  static std::map<int, DeviceProperties> known;  // a map: references stay valid as it grows
+  static std::map<int, DeviceProperties> cache;  // a map: references stay valid as it grows
   const std::lock_guard lock(mutex);
-  const auto found = known.find(device);
-  return found != known.end() ? found->second : known.emplace(device, query(device)).first->second;
+  const auto found = cache.find(device);
+  return found != cache.end() ? found->second : cache.emplace(device, query(device)).first->second;
 }
 
 int current_device() {

@@ -84,11 +84,11 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 }
 
 // The gradient of the bias, if it is wanted, from the sums of blocks.
-void add_up(const LinearActivationBackward& call, const float* sums, cudaStream_t stream) {
+void sum_dbias(const LinearActivationBackward& call, const float* dbias_partials, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
   const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
   if (!call.dbias) return;
-  sum_dbias_partials({.dbias_partials = sums,
+  sum_dbias_partials({.dbias_partials = dbias_partials,
                       .sizes = call.gemm.sizes,
                       .tokens = static_cast<int>(p.tokens),
                       .columns = static_cast<int>(columns),
@@ -132,7 +132,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   const int64_t columns = call.activation.gated ? p.n / 2 : p.n;
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand,
                 "an activation needs a forward product into the operands' type. ", p);
-  if (!keep_preact) gemm.out = {call.hidden, p.operand, columns, 0};  // a map of it is made, and not used
+  if (!keep_preact) gemm.out = {call.postact, p.operand, columns, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, columns);
   if (p.tokens == 0) return;
@@ -148,7 +148,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
     params.epilogue.half = static_cast<int>(columns);
   }
   params.keep_preact = keep_preact;
-  params.postact = call.hidden;
+  params.postact = call.postact;
   const KernelEntry entry = forward_entry(p, halves, config.variant);
   launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
          stream);
@@ -161,16 +161,16 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
                 "the backward of an activation needs the plain gradient of its rows. ", p);
   FUSIBLE_CHECK(!(call.dscales || call.dbias) || gemm.workspace, "the gradients of scales and bias need a workspace. ",
                 p);
-  gemm.out = {call.dpre, p.operand, p.n, 0};  // a map of it is made, and not used
+  gemm.out = {call.dpreact, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, p.n);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return add_up(call, nullptr, stream);
+  if (p.tokens == 0) return sum_dbias(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
-  params.preact = call.pre;
-  params.dpreact = call.dpre;
-  params.postact = call.hidden;
+  params.preact = call.preact;
+  params.dpreact = call.dpreact;
+  params.postact = call.postact;
   char* workspace = static_cast<char*>(gemm.workspace);
   if (call.dscales) params.dscale_partials = reinterpret_cast<float*>(workspace + dscale_partials_offset(p.groups));
   if (call.dbias)
@@ -182,7 +182,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dscales)
     sum_dscale_partials(params.dscale_partials, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes,
                         call.dscales, call.scales.type, stream);
-  add_up(call, params.dbias_partials, stream);
+  sum_dbias(call, params.dbias_partials, stream);
 }
 
 }  // namespace fusible

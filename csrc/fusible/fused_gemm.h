@@ -9,24 +9,24 @@ namespace fusible {
 // Positions in kTileVariants of the tiles that these kernels are built for.
 inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
 
-// hidden = activation(pre) * scales with pre = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that is null.
-// Rows of pre and hidden are dense; n counts the columns of pre.
+// postact = activation(preact) * scales with preact = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that
+// is null. Rows of preact and postact are dense; n counts the columns of preact.
 struct LinearActivation {
   GroupedGemm gemm;
   Activation activation;
   RowScale scales;
-  void* hidden;
+  void* postact;
 };
 
-// With dhidden = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
-// hidden; rows are dense.
+// With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
+// postact; rows are dense.
 struct LinearActivationBackward {
   GroupedGemm gemm;
   Activation activation;
   RowScale scales;
-  const void* pre;
-  void *dpre, *dscales, *hidden;  // dscales in the type of the scales
-  void* dbias;  // [groups, columns of pre]: the sums of dpre over the rows of each group; zero for an empty one
+  const void* preact;
+  void *dpreact, *dscales, *postact;  // dscales in the type of the scales
+  void* dbias;  // [groups, columns of preact]: the sums of dpreact over the rows of each group; zero for an empty one
   DType dbias_type;
 };
 

@@ -90,45 +90,46 @@ struct GroupedGemmLaunch : GemmLaunch {
   void run() const { grouped_gemm(gemm, device, stream); }
 };
 
-// With `pre` 0, the product is not kept.
+// With `preact` 0, the product is not kept.
 struct LinearActivationLaunch : GemmLaunch {
   static constexpr const char* kName = "linear_activation";
   Activation activation{};
   RowScale scales{};
-  const void* pre = nullptr;
-  void* hidden = nullptr;
+  const void* preact = nullptr;
+  void* postact = nullptr;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_product(v);
-    v.field("pre", pre), v.field("hidden", hidden);
+    v.field("preact", preact), v.field("postact", postact);
     v.optional();
     visit_bias(v), visit_scales(v, scales), visit_schedule(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
-    gemm.out = {pre, gemm.problem.operand, gemm.problem.n, 0};
+    gemm.out = {preact, gemm.problem.operand, gemm.problem.n, 0};
     GemmLaunch::complete();
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
-  void run() const { linear_activation({gemm, activation, scales, hidden}, device, stream); }
+  void run() const { linear_activation({gemm, activation, scales, postact}, device, stream); }
 };
 
 struct LinearActivationBackwardLaunch : GemmLaunch {
   static constexpr const char* kName = "linear_activation_backward";
   Activation activation{};
   RowScale scales{};
-  const void* pre = nullptr;
-  void *dpre = nullptr, *dscales = nullptr, *hidden = nullptr, *dbias = nullptr;
+  const void* preact = nullptr;
+  void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_product(v);
-    v.field("pre", pre), v.field("dpre", dpre);
+    v.field("preact", preact), v.field("dpreact", dpreact);
     v.optional();
     visit_scales(v, scales);
-    v.field("dscales", dscales), v.field("hidden", hidden), v.field("dbias", dbias), v.field("dbias_type", dbias_type);
+    v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
+        v.field("dbias_type", dbias_type);
     visit_schedule(v);
   }
   void complete() {
@@ -137,7 +138,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    linear_activation_backward({gemm, activation, scales, pre, dpre, dscales, hidden, dbias, dbias_type}, device,
+    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type}, device,
                                stream);
   }
 };
@@ -203,8 +204,8 @@ struct ActivateLaunch : OnStream {
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
-    v.rows("rows", call.rows), v.field("columns", call.columns), v.field("pre", call.pre);
-    v.field("hidden", call.hidden);
+    v.rows("rows", call.rows), v.field("columns", call.columns), v.field("preact", call.preact);
+    v.field("postact", call.postact);
     v.optional();
     visit_scales(v, call.scales);
   }
@@ -220,10 +221,10 @@ struct ActivateBackwardLaunch : OnStream {
   void fields(Visitor& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
     v.rows("rows", call.rows), v.field("columns", call.columns);
-    v.field("dhidden", call.dhidden), v.field("pre", call.pre);
+    v.field("dpostact", call.dpostact), v.field("preact", call.preact);
     v.optional();
     visit_scales(v, call.scales);
-    v.field("dpre", call.dpre), v.field("dscales", call.dscales), v.field("hidden", call.hidden);
+    v.field("dpreact", call.dpreact), v.field("dscales", call.dscales), v.field("postact", call.postact);
   }
   void complete() {}
   void run() const { activate_backward(call, device, stream); }
@@ -296,8 +297,9 @@ struct RouteLaunch : OnStream {
   template <class Visitor>
   void fields(Visitor& v) {
     visit_stream(v, *this), v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
-    v.rows("slots", call.slots), v.field("groups", call.groups), v.field("sizes", call.sizes);
-    v.field("order", call.order), v.field("place", call.place), v.field("counts", call.counts);
+    v.rows("slots", call.slots), v.field("groups", call.groups), v.field("tokens_per_expert", call.tokens_per_expert);
+    v.field("slot_of_row", call.slot_of_row), v.field("row_of_slot", call.row_of_slot);
+    v.field("workspace", call.workspace);
     v.optional();
     v.field("weights", call.weights.data), v.field("weights_type", call.weights.type), v.field("scales", call.scales);
   }
@@ -320,13 +322,13 @@ struct RouteWorkspace {
 template <class Visitor>
 void visit_routed(Visitor& v, RoutedRows& call) {
   v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
-  v.field("slots", call.slots), v.field("place", call.place), v.field("all", call.all);
-  v.field("source", call.from), v.field("source_pitch", call.from_pitch);
-  v.field("out", call.to), v.field("out_pitch", call.to_pitch);
+  v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("num_rows", call.num_rows);
+  v.field("source", call.source), v.field("source_pitch", call.source_pitch);
+  v.field("out", call.out), v.field("out_pitch", call.out_pitch);
 }
 
-struct SpreadRowsLaunch : OnStream {
-  static constexpr const char* kName = "spread_rows";
+struct PermuteLaunch : OnStream {
+  static constexpr const char* kName = "permute";
   RoutedRows call{};
   bool fill = false;
 
@@ -335,11 +337,11 @@ struct SpreadRowsLaunch : OnStream {
     visit_stream(v, *this), visit_routed(v, call), v.field("fill", fill);
   }
   void complete() {}
-  void run() const { spread_rows(call, fill, device, stream); }
+  void run() const { permute(call, fill, device, stream); }
 };
 
-struct SumRowsLaunch : OnStream {
-  static constexpr const char* kName = "sum_rows";
+struct UnpermuteLaunch : OnStream {
+  static constexpr const char* kName = "unpermute";
   RoutedRows call{};
 
   template <class Visitor>
@@ -347,24 +349,25 @@ struct SumRowsLaunch : OnStream {
     visit_stream(v, *this), visit_routed(v, call);
   }
   void complete() {}
-  void run() const { sum_rows(call, device, stream); }
+  void run() const { unpermute(call, device, stream); }
 };
 
-struct NumbersOfSlotsLaunch : OnStream {
-  static constexpr const char* kName = "numbers_of_slots";
-  const float* rows = nullptr;
-  const int32_t *place = nullptr, *all = nullptr;
+struct GatherSlotsLaunch : OnStream {
+  static constexpr const char* kName = "gather_slots";
+  const float* values = nullptr;
+  const int32_t *row_of_slot = nullptr, *num_rows = nullptr;
   int64_t slots = 0;
   void* out = nullptr;
   DType type = DType::kFloat32;
 
   template <class Visitor>
   void fields(Visitor& v) {
-    visit_stream(v, *this), v.field("rows", rows), v.field("place", place), v.field("all", all);
+    visit_stream(v, *this), v.field("values", values), v.field("row_of_slot", row_of_slot);
+    v.field("num_rows", num_rows);
     v.rows("slots", slots), v.field("out", out), v.field("type", type);
   }
   void complete() {}
-  void run() const { numbers_of_slots(rows, place, all, slots, out, type, device, stream); }
+  void run() const { gather_slots(values, row_of_slot, num_rows, slots, out, type, device, stream); }
 };
 
 struct RoutedMlpLaunch : OnStream {
@@ -376,13 +379,13 @@ struct RoutedMlpLaunch : OnStream {
   void fields(Visitor& v) {
     v.field("activation", mlp.activation), v.field("type", mlp.type), v.field("groups", mlp.groups);
     v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("transposed", mlp.transposed);
-    v.field("separate", mlp.separate);
+    v.field("unfused", mlp.unfused);
     v.field("up", mlp.up.data), v.field("up_pitch", mlp.up.pitch), v.field("up_group", mlp.up.group_stride);
     v.field("down", mlp.down.data), v.field("down_pitch", mlp.down.pitch), v.field("down_group", mlp.down.group_stride);
     v.field("up_bias", mlp.up_bias.data), v.field("up_bias_pitch", mlp.up_bias.pitch);
     v.field("down_bias", mlp.down_bias.data), v.field("down_bias_pitch", mlp.down_bias.pitch);
     v.field("bias_type", mlp.up_bias.type), visit_stream(v, *this);
-    v.rows("tokens", call.tokens), v.field("slots", call.slots), v.field("x", call.x), v.field("pitch", call.pitch);
+    v.rows("tokens", call.tokens), v.field("top_k", call.top_k), v.field("x", call.x), v.field("pitch", call.pitch);
     v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
     v.field("weights", call.weights.data), v.field("weights_type", call.weights.type);
     v.field("out", call.out), v.field("workspace", call.workspace);
@@ -402,7 +405,7 @@ struct RoutedMlpWorkspace {
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("gated", mlp.activation.gated), v.field("type", mlp.type), v.field("groups", mlp.groups);
-    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("separate", mlp.separate);
+    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("unfused", mlp.unfused);
     v.rows("slots", slots);
   }
   int64_t bytes() const { return routed_workspace_bytes(mlp, slots); }

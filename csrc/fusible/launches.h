@@ -18,7 +18,6 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -103,7 +102,7 @@ struct CapturedAllocation {
 class Capture {
  public:
   // The first addresses and the sizes in bytes of all tensors that are given.
-  Capture(std::vector<std::array<Address, 2>> given, int64_t rows) : rows_(rows), given_(std::move(given)) {}
+  Capture(std::vector<std::array<Address, 2>> spans, int64_t rows) : rows_(rows), spans_(std::move(spans)) {}
 
   static Capture*& active() {
     static thread_local Capture* capture = nullptr;
@@ -134,8 +133,8 @@ class Capture {
     for (int64_t i = std::ssize(allocations_) - 1; i >= 0; --i)
       if (address - allocations_[i].first < static_cast<Address>(allocations_[i].bytes))
         return {~i, static_cast<int64_t>(address - allocations_[i].first)};
-    for (int64_t i = 0; i < std::ssize(given_); ++i)
-      if (address - given_[i][0] < given_[i][1]) return {i, static_cast<int64_t>(address - given_[i][0])};
+    for (int64_t i = 0; i < std::ssize(spans_); ++i)
+      if (address - spans_[i][0] < spans_[i][1]) return {i, static_cast<int64_t>(address - spans_[i][0])};
     refuse("a launch reads or writes memory that was neither given nor allocated");
     return {Source::kNull, 0};
   }
@@ -143,7 +142,7 @@ class Capture {
  private:
   friend class Launches;
   int64_t rows_;
-  std::vector<std::array<Address, 2>> given_;
+  std::vector<std::array<Address, 2>> spans_;
   std::vector<CapturedAllocation> allocations_;
   std::vector<std::shared_ptr<CapturedLaunch>> launches_;
   std::shared_ptr<CapturedWorkspace> asked_;
@@ -178,8 +177,8 @@ class FieldCollector {
   void optional() {}
 
  private:
-  void add(void* where, Address address) {
-    fields_.addresses.push_back(where);
+  void add(void* target, Address address) {
+    fields_.addresses.push_back(target);
     fields_.sources.push_back(capture_.find(address));
   }
 
@@ -191,7 +190,7 @@ template <class Launch>
 void Capture::launched(const Launch& launch) {
   struct Captured final : CapturedLaunch {
     Launch launch;
-    explicit Captured(const Launch& made) : launch(made) {}
+    explicit Captured(const Launch& value) : launch(value) {}
     const OnStream& prepare(Zeroing& zeroing) override {
       launch.complete();
       if constexpr (requires { launch.zero_before(zeroing); }) launch.zero_before(zeroing);
@@ -210,7 +209,7 @@ template <class Workspace>
 void Capture::asked(const Workspace& workspace) {
   struct Captured final : CapturedWorkspace {
     Workspace workspace;
-    explicit Captured(const Workspace& wanted) : workspace(wanted) {}
+    explicit Captured(const Workspace& value) : workspace(value) {}
     int64_t bytes() override { return workspace.bytes(); }
   };
   const auto captured = std::make_shared<Captured>(workspace);
@@ -238,8 +237,8 @@ class Launches {
                                       const std::vector<int64_t>& positions) {
     auto launches = std::make_shared<Launches>();
     const int64_t apart = std::ranges::count_if(positions, [](int64_t position) { return position >= 0; });
-    launches->scratch_ = std::ssize(first.given_) + apart;
-    const bool fits = first.given_.size() == second.given_.size() &&
+    launches->scratch_ = std::ssize(first.spans_) + apart;
+    const bool fits = first.spans_.size() == second.spans_.size() &&
                       first.allocations_.size() == second.allocations_.size() &&
                       first.allocations_.size() == positions.size() && launches->add_pieces(first, second, positions) &&
                       launches->add_launches(first, second, positions);
@@ -340,9 +339,9 @@ class Launches {
       for (size_t j = 0; j < a.sources.size(); ++j) {
         const auto [tensor, offset] = a.sources[j];
         if (tensor == Source::kNull) continue;
-        const bool given = tensor >= 0;
+        const bool is_span = tensor >= 0;
         addresses_.push_back(
-            {a.addresses[j], given ? -1 : piece_of_[~tensor], given ? tensor : positions[~tensor], offset});
+            {a.addresses[j], is_span ? -1 : piece_of_[~tensor], is_span ? tensor : positions[~tensor], offset});
       }
     }
     return true;

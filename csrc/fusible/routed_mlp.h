@@ -17,18 +17,18 @@ struct RoutedMlp {
   int64_t columns;   // of the hidden rows
   Activation activation;
   bool transposed;
-  bool separate;  // the activation is a kernel of its own
+  bool unfused;  // the activation is a kernel of its own
   MatrixView up, down, up_bias, down_bias;
 };
 
 struct RoutedTokens {
   int64_t tokens;
-  int slots;      // k, of one token
+  int top_k;      // slots of one token
   const void* x;  // [tokens, features], `pitch` elements apart
   int64_t pitch;
-  const void* ids;  // [tokens, slots], int32 or int64
+  const void* ids;  // [tokens, top_k], int32 or int64
   bool int64_ids;
-  RowScale weights;  // [tokens, slots]
+  RowScale weights;  // [tokens, top_k]
   void* out;         // [tokens, features], dense
   void* workspace;   // routed_workspace_bytes(...), aligned to 256 bytes
 };

@@ -18,38 +18,38 @@ struct Route {
   bool int64_ids;
   int64_t slots;  // T k
   int groups;
-  RowScale weights;  // [slots], of no concern here but for `scales`
-  int32_t* sizes;    // [groups + 1]: the rows of each expert; last, those of all experts together
-  int32_t* order;    // [slots]: the slot of each row; null if not wanted
-  int32_t* place;    // [slots]: the row of each slot
-  float* scales;     // [slots]: the weight of each row; null if not wanted
-  int32_t* counts;   // route_workspace_bytes(slots, groups)
+  RowScale weights;            // [slots], of no concern here but for `scales`
+  int32_t* tokens_per_expert;  // [groups + 1]: the rows of each expert; last, those of all experts together
+  int32_t* slot_of_row;        // [slots]: the slot of each row; null if not wanted
+  int32_t* row_of_slot;        // [slots]: the row of each slot
+  float* scales;               // [slots]: the weight of each row; null if not wanted
+  int32_t* workspace;          // route_workspace_bytes(slots, groups)
 };
 
 // The rows of the tokens, and those of the experts, `pitch` elements apart.
 struct RoutedRows {
   DType type;
   int64_t tokens, columns;
-  int slots;             // k, of one token
-  const int32_t* place;  // [tokens, slots]
-  const int32_t* all;    // how many rows the experts have; the others are of no expert
-  const void* from;
-  int64_t from_pitch;
-  void* to;
-  int64_t to_pitch;
+  int top_k;                   // slots of one token
+  const int32_t* row_of_slot;  // [tokens, top_k]
+  const int32_t* num_rows;     // how many rows the experts have; the others are of no expert
+  const void* source;
+  int64_t source_pitch;
+  void* out;
+  int64_t out_pitch;
 };
 
 int64_t route_workspace_bytes(int64_t slots, int groups);
 
 // All throw fusible::Error if a launch fails.
 void route(const Route& call, int device, cudaStream_t stream);
-// Copies each token's row, `from`, to its rows of the experts. Rows of no expert become zero with `fill`, else they
+// Copies each token's row, `source`, to its rows of the experts. Rows of no expert become zero with `fill`, else they
 // stay as they are.
-void spread_rows(const RoutedRows& call, bool fill, int device, cudaStream_t stream);
-// Each token's row is the sum of its rows of the experts, `from`, in fp32, in the order of the slots, rounded once.
-void sum_rows(const RoutedRows& call, int device, cudaStream_t stream);
-// Of each slot the number of its row, rounded to the type of `to`; 0 for those of no expert.
-void numbers_of_slots(const float* rows, const int32_t* place, const int32_t* all, int64_t slots, void* to, DType type,
-                      int device, cudaStream_t stream);
+void permute(const RoutedRows& call, bool fill, int device, cudaStream_t stream);
+// Each token's row is the sum of its rows of the experts, `source`, in fp32, in the order of the slots, rounded once.
+void unpermute(const RoutedRows& call, int device, cudaStream_t stream);
+// out[slot] = values[row_of_slot[slot]], rounded to the type of `out`; 0 for the slots of no expert.
+void gather_slots(const float* values, const int32_t* row_of_slot, const int32_t* num_rows, int64_t slots, void* out,
+                  DType type, int device, cudaStream_t stream);
 
 }  // namespace fusible

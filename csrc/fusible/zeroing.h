@@ -28,6 +28,6 @@ struct Zeroing {
 };
 
 // Throws fusible::Error if a launch fails. Of nothing, nothing is launched.
-void zero(const Zeroing& what, int device, cudaStream_t stream);
+void zero(const Zeroing& zeroing, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
-      const T* preact = static_cast<const T*>(c.pre) + row * columns * (gated ? 2 : 1);
-      T* postact = static_cast<T*>(c.hidden) + row * columns;
+      const T* preact = static_cast<const T*>(c.preact) + row * columns * (gated ? 2 : 1);
+      T* postact = static_cast<T*>(c.postact) + row * columns;
 #pragma unroll 2
       for (unsigned column = first; column < columns; column += 32 * kVector) {
         float gate[kVector], up[kVector], out[kVector];
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
       const int64_t wide = row * columns * (gated ? 2 : 1), narrow = row * columns;
-      const T *preact = static_cast<const T*>(c.pre) + wide, *dpostact = static_cast<const T*>(c.dhidden) + narrow;
-      T *dpreact = static_cast<T*>(c.dpre) + wide, *postact = static_cast<T*>(c.hidden) + narrow;
+      const T *preact = static_cast<const T*>(c.preact) + wide, *dpostact = static_cast<const T*>(c.dpostact) + narrow;
+      T *dpreact = static_cast<T*>(c.dpreact) + wide, *postact = static_cast<T*>(c.postact) + narrow;
       float sum = 0.f;
       for (unsigned column = lane * kVector; column < columns; column += 32 * kVector) {
         float gate[kVector], up[kVector], grad[kVector];
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         }
         store(dpreact + at, gate);
         if constexpr (gated) store(dpreact + at + block, up);
-        if (c.hidden) store(postact + column, grad);
+        if (c.postact) store(postact + column, grad);
       }
       if (c.dscales) {
         for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
@@ -128,15 +128,15 @@ void launch(void (*kernel)(Call), const Call& c, int device, cudaStream_t stream
 void activate(const ActivationForward& c, int device, cudaStream_t stream) {
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    launch(fits(c, {c.pre, c.hidden}) ? forward<T, 16 / sizeof(T)> : forward<T, 1>, c, device, stream);
+    launch(fits(c, {c.preact, c.postact}) ? forward<T, 16 / sizeof(T)> : forward<T, 1>, c, device, stream);
   });
 }
 
 void activate_backward(const ActivationBackward& c, int device, cudaStream_t stream) {
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    launch(fits(c, {c.pre, c.dhidden, c.dpre, c.hidden}) ? backward<T, 16 / sizeof(T)> : backward<T, 1>, c, device,
-           stream);
+    launch(fits(c, {c.preact, c.dpostact, c.dpreact, c.postact}) ? backward<T, 16 / sizeof(T)> : backward<T, 1>, c,
+           device, stream);
   });
 }
 

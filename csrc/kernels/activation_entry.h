@@ -12,7 +12,8 @@ KernelEntry activation_entry(bool halves, bool scale_bias, int variant);
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
 
-// out[t] = the sum of shares[0 .. count)[t], in that order, as a number of the type; zero for the rows of no group.
+// out[t] = the sum of dscale_partials[0 .. count)[t], in that order, as a number of the type; zero for the rows of no
+// group.
 void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens, const SplitSizes& sizes, void* out,
                          DType type, cudaStream_t stream);
 

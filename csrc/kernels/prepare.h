@@ -20,8 +20,8 @@ struct Workspace {
 Workspace lay_out(void* memory, int64_t groups);
 int64_t bytes_of_workspace(int64_t groups);
 
-// Fills the tables from `places` and `biases`, which the kernel takes along as arguments: nothing of the host's is read
-// after the call, and a captured graph keeps them.
+// Fills the tables from `coordinates` and `biases`, which the kernel takes along as arguments: nothing of the host's is
+// read after the call, and a captured graph keeps them.
 cudaError_t prepare(const Workspace& workspace, std::span<const GroupCoordinate> coordinates,
                     std::span<const uintptr_t> biases, cudaStream_t stream);
 

@@ -34,7 +34,7 @@ __device__ int bucket_of(const Route& c, int64_t slot) {
   return id < 0 || id >= c.groups ? c.groups : static_cast<int>(id);
 }
 
-// counts[block, bucket]
+// workspace[block, bucket]
 __global__ void __launch_bounds__(kThreads) count_slots(const __grid_constant__ Route c, int64_t stretch) {
   __shared__ int counts[kMostBuckets];
   for (int b = threadIdx.x; b <= c.groups; b += kThreads) counts[b] = 0;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) count_slots(const __grid_constant__ 
     atomicAdd(&counts[bucket_of(c, slot)], 1);  // integers: any order
   __syncthreads();
   for (int b = threadIdx.x; b <= c.groups; b += kThreads)
-    c.counts[static_cast<int64_t>(blockIdx.x) * (c.groups + 1) + b] = counts[b];
+    c.workspace[static_cast<int64_t>(blockIdx.x) * (c.groups + 1) + b] = counts[b];
 }
 
 // visit(slot, bucket, peers) for the slots of a warp, in order; peers: the lanes with the same bucket. Lanes without a
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ 
     } else {
 #pragma unroll 8
       for (int other = 0; other < blocks; ++other) {
-        const int count = c.counts[static_cast<int64_t>(other) * buckets + b];
+        const int count = c.workspace[static_cast<int64_t>(other) * buckets + b];
         before += other < block ? count : 0;
         total += count;
       }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ 
       next[w][b] = row;
       row += count;
     }
-    if (block == 0) c.sizes[b] = b < c.groups ? totals[b] : starts[b];
+    if (block == 0) c.tokens_per_expert[b] = b < c.groups ? totals[b] : starts[b];
   }
   __syncthreads();
   each_slot(c, begin, end, lane, [&](int64_t slot, int bucket, unsigned peers) {
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ 
     __syncwarp();
     if (bucket < 0) return;
     if (lane == __ffs(peers) - 1) next[warp][bucket] += __popc(peers);
-    c.place[slot] = row;
-    if (c.order) c.order[row] = static_cast<int32_t>(slot);
+    c.row_of_slot[slot] = row;
+    if (c.slot_of_row) c.slot_of_row[row] = static_cast<int32_t>(slot);
     if (c.scales) c.scales[row] = read_number(c.weights.data, c.weights.type, slot);
   });
 }

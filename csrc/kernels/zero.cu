@@ -47,21 +47,21 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
   }
 }
 
-template <class T, class Room>
-int take(const std::vector<T>& all, size_t first, Room& room) {
-  const size_t count = std::min(all.size() - std::min(first, all.size()), std::size(room));
-  std::copy_n(all.begin() + std::min(first, all.size()), count, room);
+template <class T, class Array>
+int take(const std::vector<T>& all, size_t first, Array& taken) {
+  const size_t count = std::min(all.size() - std::min(first, all.size()), std::size(taken));
+  std::copy_n(all.begin() + std::min(first, all.size()), count, taken);
   return static_cast<int>(count);
 }
 
 }  // namespace
 
-void zero(const Zeroing& what, int device, cudaStream_t stream) {
+void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
-  for (size_t i = 0; i * Piece::kCounters < what.counters.size() || i * Piece::kTails < what.tails.size(); ++i) {
+  for (size_t i = 0; i * Piece::kCounters < zeroing.counters.size() || i * Piece::kTails < zeroing.tails.size(); ++i) {
     Piece piece;
-    piece.counter_count = take(what.counters, i * Piece::kCounters, piece.counters);
-    piece.tail_count = take(what.tails, i * Piece::kTails, piece.tails);
+    piece.counter_count = take(zeroing.counters, i * Piece::kCounters, piece.counters);
+    piece.tail_count = take(zeroing.tails, i * Piece::kTails, piece.tails);
     int64_t most = 1;
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);

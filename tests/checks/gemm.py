@@ -25,7 +25,7 @@ HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.
 def variants(layout: Layout, wide: bool = False) -> list[int]:
     """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
     built = extension.library()
-    return [-1, *(built.WIDE_TILE_VARIANTS if wide else built.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
+    return [-1, *(built.FP32_OUTPUT_TILE_VARIANTS if wide else built.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class Emulation:
         value = getattr(self._module, name)
         return self._call(value) if callable(value) else value
 
-    def Capture(self, given: list[tuple[int, int]], rows: int) -> Any:
-        return _Capture(self._module.Capture(given, rows), self)
+    def Capture(self, spans: list[tuple[int, int]], rows: int) -> Any:
+        return _Capture(self._module.Capture(spans, rows), self)
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

@@ -32,9 +32,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* found) {
-  const bool known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
-  *entry = known ? reinterpret_cast<void*>(&emulation::encode_tiled) : nullptr;
-  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  const bool is_encoder = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *entry = is_encoder ? reinterpret_cast<void*>(&emulation::encode_tiled) : nullptr;
+  *found = is_encoder ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -144,9 +144,9 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
     each_row(m, coordinates, [&](uint64_t address, uint64_t offset, uint64_t from, uint64_t end) {
       if (from < end) check_memory(address + from, end - from, "a bulk load");
       for (uint64_t at = 0; at < 128; at += 2) {
-        uint8_t* place = shared_pointer(*cluster[rank], swizzled(shared + offset + at), 2);
-        if (at >= from && at < end) std::memcpy(place, reinterpret_cast<const void*>(address + at), 2);
-        else std::memset(place, 0, 2);
+        uint8_t* target = shared_pointer(*cluster[rank], swizzled(shared + offset + at), 2);
+        if (at >= from && at < end) std::memcpy(target, reinterpret_cast<const void*>(address + at), 2);
+        else std::memset(target, 0, 2);
       }
       total += 128;
     });
@@ -162,8 +162,8 @@ void store_box(const CUtensorMap* map, const void* from, bool add, std::initiali
     each_row(m, at, [&](uint64_t address, uint64_t offset, uint64_t first, uint64_t end) {
       if (first >= end) return;
       check_memory(address + first, end - first, "a bulk store");
-      each_piece(shared, offset + first, offset + end, [&](const uint8_t* piece, uint64_t place, uint64_t bytes) {
-        write(m, reinterpret_cast<uint8_t*>(address + (place - offset)), piece, bytes, add);
+      each_piece(shared, offset + first, offset + end, [&](const uint8_t* piece, uint64_t position, uint64_t bytes) {
+        write(m, reinterpret_cast<uint8_t*>(address + (position - offset)), piece, bytes, add);
       });
     });
   });

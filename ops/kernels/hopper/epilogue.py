@@ -122,8 +122,8 @@ def forward(
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().linear_activation(
         **_product(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
-        pre=address(epilogue.preact),
-        hidden=postact.data_ptr(),
+        preact=address(epilogue.preact),
+        postact=postact.data_ptr(),
         bias=bias_address,
         bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
         bias_pitch=pitch,
@@ -147,12 +147,12 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
         **_product(p, epilogue.spec, columns, columns, weights),
-        pre=epilogue.preact.data_ptr(),
-        dpre=grads.preact.data_ptr(),
+        preact=epilogue.preact.data_ptr(),
+        dpreact=grads.preact.data_ptr(),
         scales=scales,
         scales_type=scales_type,
         dscales=address(grads.scales),
-        hidden=address(grads.postact),
+        postact=address(grads.postact),
         dbias=address(grads.bias),
         dbias_type=bias_type,
         workspace=workspace.data_ptr(),

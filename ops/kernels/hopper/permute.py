@@ -29,10 +29,15 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
 
 
 def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of ids [T, k]: sizes and their sum [E + 1], order [S], row of each slot [T, k], weights by row, fp32 [S]."""
+    """Of ids [T, k]: tokens per expert and their sum [E + 1], slot of each row [S] and row of each slot [T, k].
+
+    Last, the weight of each row in fp32 [S], where weights are given.
+    """
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
     shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
-    counts, order, row_of_slot, workspace = (ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    tokens_per_expert, slot_of_row, row_of_slot, workspace = (
+        ids.new_empty(shape, dtype=torch.int32) for shape in shapes
+    )
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
     weight, weights_type = scale_arguments(weights)
     compiled().route(
@@ -42,36 +47,36 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
         int64_ids=ids.dtype == torch.int64,
         slots=slots,
         groups=num_experts,
-        sizes=counts.data_ptr(),
-        order=order.data_ptr(),
-        place=row_of_slot.data_ptr(),
-        counts=workspace.data_ptr(),
+        tokens_per_expert=tokens_per_expert.data_ptr(),
+        slot_of_row=slot_of_row.data_ptr(),
+        row_of_slot=row_of_slot.data_ptr(),
+        workspace=workspace.data_ptr(),
         weights=weight,
         weights_type=weights_type,
         scales=address(scales),
     )
-    return counts, order, row_of_slot, scales
+    return tokens_per_expert, slot_of_row, row_of_slot, scales
 
 
-def permute(x: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor, fill: bool) -> None:
-    """``out[row_of_slot[t, j]] = x[t]``; rows from the last of ``counts`` on become zero with ``fill``."""
-    compiled().spread_rows(**_rows(x, out, row_of_slot, counts), fill=fill)
+def permute(x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor, fill: bool) -> None:
+    """``out[row_of_slot[t, j]] = x[t]``; rows from the last of ``tokens_per_expert`` on become zero with ``fill``."""
+    compiled().permute(**_rows(x, out, row_of_slot, tokens_per_expert), fill=fill)
 
 
-def unpermute(rows: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
-    """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those before the last of ``counts``."""
-    compiled().sum_rows(**_rows(rows, out, row_of_slot, counts))
+def unpermute(rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor) -> None:
+    """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those before the last of ``tokens_per_expert``."""
+    compiled().unpermute(**_rows(rows, out, row_of_slot, tokens_per_expert))
 
 
-def of_slots(numbers: Tensor, row_of_slot: Tensor, counts: Tensor, out: Tensor) -> None:
-    """``out[t, j] = numbers[row_of_slot[t, j]]`` in float32, 0 for those from the last of ``counts`` on."""
+def of_slots(numbers: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor) -> None:
+    """``out[t, j] = numbers[row_of_slot[t, j]]`` in float32, 0 for those from the last of ``tokens_per_expert`` on."""
     device = row_of_slot.get_device()
-    compiled().numbers_of_slots(
+    compiled().gather_slots(
         device=device,
         stream=stream(device),
-        rows=numbers.data_ptr(),
-        place=row_of_slot.data_ptr(),
-        all=_last(counts),
+        values=numbers.data_ptr(),
+        row_of_slot=row_of_slot.data_ptr(),
+        num_rows=_last(tokens_per_expert),
         slots=row_of_slot.numel(),
         out=out.data_ptr(),
         type=TYPE_CODES[out.dtype],
@@ -83,22 +88,22 @@ def _workspace(slots: int, num_experts: int) -> int:
     return int(compiled().route_workspace_bytes(slots=slots, groups=num_experts)) // 4
 
 
-def _last(counts: Tensor) -> int:
+def _last(tokens_per_expert: Tensor) -> int:
     """The address of the last of 32-bit numbers."""
-    return counts.data_ptr() + 4 * (counts.shape[0] - 1)
+    return tokens_per_expert.data_ptr() + 4 * (tokens_per_expert.shape[0] - 1)
 
 
-def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, counts: Tensor) -> dict[str, int]:
-    device, (tokens, slots) = source.get_device(), row_of_slot.shape
+def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor) -> dict[str, int]:
+    device, (tokens, top_k) = source.get_device(), row_of_slot.shape
     return {
         "device": device,
         "stream": stream(device),
         "type": TYPE_CODES[source.dtype],
         "tokens": tokens,
         "columns": source.shape[1],
-        "slots": slots,
-        "place": row_of_slot.data_ptr(),
-        "all": _last(counts),
+        "top_k": top_k,
+        "row_of_slot": row_of_slot.data_ptr(),
+        "num_rows": _last(tokens_per_expert),
         "source": source.data_ptr(),
         "source_pitch": source.stride(0),
         "out": out.data_ptr(),

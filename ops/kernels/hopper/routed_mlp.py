@@ -58,7 +58,7 @@ class RoutedMlp:
     def __init__(self, experts: Experts) -> None:
         e, self.features = experts, experts.features
         activated = _activated(e)
-        separate = epilogue.refusal(activated) is not None
+        unfused = epilogue.refusal(activated) is not None
         bias = e.down_bias if e.up_bias is None else e.up_bias
         bias_type = 0 if bias is None else TYPE_CODES[bias.dtype]
         shapes = {
@@ -66,7 +66,7 @@ class RoutedMlp:
             "groups": e.up.shape[0],
             "features": self.features,
             "columns": e.columns,
-            "separate": separate,
+            "unfused": unfused,
         }
         self._sizes = {"gated": e.spec.gated, **shapes}
         self._experts = {
@@ -82,11 +82,11 @@ class RoutedMlp:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Of rows [T, H], ids of 32 or 64 bits and weights [T, k]: the weighted sums [T, H]."""
-        tokens, slots = ids.shape
+        tokens, top_k = ids.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids = ids.contiguous()
         weights = weights.contiguous() if weights.dtype in TYPE_CODES else weights.float().contiguous()
-        device, size = x.get_device(), compiled().routed_workspace_bytes(**self._sizes, slots=tokens * slots)
+        device, size = x.get_device(), compiled().routed_workspace_bytes(**self._sizes, slots=tokens * top_k)
         out, workspace = x.new_empty((tokens, self.features)), x.new_empty(size, dtype=torch.uint8)
         if tokens:
             compiled().routed_mlp(
@@ -94,7 +94,7 @@ class RoutedMlp:
                 device=device,
                 stream=stream(device),
                 tokens=tokens,
-                slots=slots,
+                top_k=top_k,
                 x=x.data_ptr(),
                 pitch=x.stride(0),
                 ids=ids.data_ptr(),

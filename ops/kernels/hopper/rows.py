@@ -58,8 +58,8 @@ def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Te
     scale, scales_type = scale_arguments(scales)
     compiled().activate(
         **_rows(preact, spec, out.shape[-1]),
-        pre=preact.data_ptr(),
-        hidden=out.data_ptr(),
+        preact=preact.data_ptr(),
+        postact=out.data_ptr(),
         scales=scale,
         scales_type=scales_type,
     )
@@ -72,13 +72,13 @@ def backward(
     scale, scales_type = scale_arguments(scales)
     compiled().activate_backward(
         **_rows(preact, spec, dpostact.shape[-1]),
-        dhidden=dpostact.data_ptr(),
-        pre=preact.data_ptr(),
+        dpostact=dpostact.data_ptr(),
+        preact=preact.data_ptr(),
         scales=scale,
         scales_type=scales_type,
-        dpre=address(out.preact),
+        dpreact=address(out.preact),
         dscales=address(out.scales),
-        hidden=address(out.postact),
+        postact=address(out.postact),
     )
 
 

@@ -6,6 +6,8 @@
 
 namespace fusible::ptx {
 
+DEVICE float exp2_approx(float x) { return exp2f(x); }
+DEVICE float reciprocal_approx(float x) { return 1.f / x; }
 DEVICE float log2_approx(float x) { return log2f(x); }
 DEVICE float rsqrt_approx(float x) { return 1.f / sqrtf(x); }
 DEVICE float sqrt_approx(float x) { return sqrtf(x); }

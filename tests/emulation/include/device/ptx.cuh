@@ -91,7 +91,4 @@ DEVICE float2 load_shared(uint32_t address) {
   return {pair[0], pair[1]};
 }
 
-DEVICE float exp2_approx(float x) { return exp2f(x); }
-DEVICE float reciprocal_approx(float x) { return 1.f / x; }
-
 }  // namespace fusible::ptx
