@@ -272,7 +272,10 @@ class ListKernels(Command):
 setup(
     package_dir={"": str(PACKAGES)},
     packages=find_packages(str(PACKAGES), include=["fusible", "fusible.*"]),
-    package_data={"fusible": ["py.typed", "csrc/device/*.cuh", "csrc/kernels/*.cuh", "csrc/kernels/*.h", "csrc/fusible/*.h"], "fusible.ops": ["*.pyi"]},
+    package_data={
+        "fusible": ["py.typed", "csrc/device/*.cuh", "csrc/kernels/*.cuh", "csrc/kernels/*.h", "csrc/fusible/*.h"],
+        "fusible.ops": ["*.pyi"],
+    },
     ext_modules=[Extension("fusible.ops._C", sources=[])] if left_out() is None else [],
     cmdclass={"build_py": BuildPackage, "build_ext": BuildKernels, "kernels": ListKernels},
 )

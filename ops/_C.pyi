@@ -9,7 +9,7 @@ BACKWARD_VARIANTS: list[int]
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
-"""Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a function that is not built in."""
+"""Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
 
 class Capture:
     """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""

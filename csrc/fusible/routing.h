@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "fusible/activation.h"
+#include "fusible/activation_kind.h"
 #include "fusible/groups.h"
 
 namespace fusible {

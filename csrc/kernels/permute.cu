@@ -5,10 +5,11 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "device/activation.cuh"
+#include "device/element.cuh"
 #include "device/vector.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/gemm_config.h"
 #include "fusible/routing.h"
 
 namespace fusible {

@@ -6,10 +6,11 @@
 
 #include <algorithm>
 
-#include "device/activation.cuh"
+#include "device/element.cuh"
 #include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/gemm_config.h"
 #include "fusible/routing.h"
 
 namespace fusible {

@@ -33,7 +33,7 @@ def _pattern() -> Pattern:
     path = Pattern.path(
         dispatch=Dispatch, fc1=GroupedLoRA, act=ACTIVATION, fc2=GroupedLoRA, scale=Scale, combine=Combine
     )
-    return with_as_many_groups(routed(path, ("scale",)))
+    return with_as_many_groups(with_activation(routed(path, ("scale",))))
 
 
 @register_fusion(_pattern(), priority=40)

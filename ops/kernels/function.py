@@ -46,7 +46,9 @@ def _rows(preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> Pointw
     dtype = torch.promote_types(preact.dtype, torch.float32)
     if scales is None:
         return PointwiseRows(flat, spec.block, preact.new_ones((1, flat.shape[0]), dtype=dtype))
-    return PointwiseRows(flat, spec.block, scales.reshape(1, -1).to(torch.promote_types(dtype, scales.dtype)).contiguous())
+    return PointwiseRows(
+        flat, spec.block, scales.reshape(1, -1).to(torch.promote_types(dtype, scales.dtype)).contiguous()
+    )
 
 
 def _flat(rows: Tensor) -> Tensor:

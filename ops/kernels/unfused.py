@@ -29,7 +29,5 @@ def run(backend: Backend, problem: GroupedGemm) -> None:
         kernels.forward(rows, epilogue.spec, epilogue.scales, out)
     elif epilogue is not None:
         preact, grads = epilogue.preact, epilogue.grads
-        kernels = dispatch.activation_kernels(
-            epilogue.spec, preact, epilogue.scales, rows, grads.preact, grads.postact
-        )
+        kernels = dispatch.activation_kernels(epilogue.spec, preact, epilogue.scales, rows, grads.preact, grads.postact)
         kernels.backward(rows, preact, epilogue.spec, epilogue.scales, grads)

@@ -90,7 +90,7 @@ inline constexpr TileVariant kVariant = kTileVariants[{variant}];
 using Pair = Operands<Layout::k{kernels.layout.value}, T, kVariant>;
 using Epilogue = {_epilogue(kernels)};
 using Kernel = GroupedGemmKernel<Pair::A, {_weights(kernels)}, T, {_bool(kernels.scale_bias)}, kVariant, Epilogue>;
-static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers that the host was built with");
+static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
 }}  // namespace fusible
 extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
     kernel(const __grid_constant__ fusible::Kernel::Params p) {{
