@@ -7,18 +7,22 @@ group, and the rows before and after each output.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.interface import ActivationKernels
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.programs.halves import join, split
 
 NAMES = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 SPECS = {
@@ -50,10 +54,52 @@ class Case:
     index: torch.dtype = torch.int64
     transposed: bool = False  # both weights, as the kernels read them
     variant: int = -1
+    function: Callable[..., Tensor] | None = None  # of gate, up and maybe the scale, where the spec is a user's
 
     @property
     def width(self) -> int:
         return self.columns * (2 if self.spec.gated else 1)
+
+    @property
+    def exact(self) -> ActivationKernels:
+        """What gives the truth in float64."""
+        return pointwise if self.function is None else ByAutograd(self.function)
+
+
+def case_of(op: Pointwise, function: Callable[..., Tensor], **asked: Any) -> Case:
+    """A case whose activation is a user's function, times the scale unless the function reads it."""
+    assert op.spec is not None
+    truth = function if op.keywords else lambda *inputs: function(*inputs[:-1]) * inputs[-1]
+    return Case(op.spec, function=truth, **asked)
+
+
+class ByAutograd(NamedTuple):
+    """The function itself, and its gradients by autograd."""
+
+    function: Callable[..., Tensor]
+    NAME: str = "autograd"
+
+    def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
+        """As of any activation."""
+        with torch.no_grad():
+            out.copy_(self.function(*self._leaves(preact, spec, scales)).reshape(out.shape))
+
+    def backward(
+        self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+    ) -> None:
+        """As of any activation."""
+        leaves = [leaf.clone().requires_grad_() for leaf in self._leaves(preact, spec, scales)]
+        y = self.function(*[leaf * 1 for leaf in leaves])
+        *dx, dscales = torch.autograd.grad(y, leaves, dpostact.reshape(y.shape), materialize_grads=True)
+        join(tuple(dx), out.preact)
+        if out.postact is not None:
+            out.postact.copy_(y.detach().reshape(out.postact.shape))
+        if out.scales is not None:
+            out.scales.copy_(dscales.flatten())
+
+    def _leaves(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> list[Tensor]:
+        scales = preact.new_ones(preact.shape[0]) if scales is None else scales
+        return [*split(preact, 2 if spec.gated else 1, spec.block), scales.view(-1, 1, 1)]
 
 
 class Tensors:
@@ -168,7 +214,7 @@ def check_forward(device: str, case: Case) -> None:
     n, spec = t.valid, case.spec
     assert_near(preact[:n], t.exact_preact(), absolute=2e-4)
     expected = postact[:n].double().clone()
-    pointwise.forward(preact[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
+    case.exact.forward(preact[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
     assert_near(postact[:n], expected, absolute=1e-5)
     _, alone = forward(t, keep=False)
     assert torch.equal(alone, postact), "without the pre-activation the hidden rows differ"
@@ -198,7 +244,7 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
     if out.bias is not None:
         assert_sums_of_groups(t, out.preact, out.bias)
     truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out[:3]))
-    pointwise.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
+    case.exact.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
     assert_near(out.preact[:n], truth.preact, absolute=4e-5)
     if out.postact is not None:
         assert_near(out.postact[:n], truth.postact, absolute=1e-5)

@@ -124,10 +124,33 @@ def build(csrc: Path = ROOT / "csrc", workers: int = 2, show: Callable[[str], No
         return _build(csrc, workers, show)
 
 
+def _copy(csrc: Path) -> Path:
+    return BUILD / ("csrc_" + digest(sorted(csrc.rglob("*.*"))))
+
+
+def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
+    """Path of a library with the kernel of a source that the extension would compile when the program runs.
+
+    Args:
+        module: the emulated extension, whose memory and threads the kernel shares.
+    """
+    target = BUILD / f"function_{digest([module], text)}.so"
+    if target.exists():
+        return target
+    source = target.with_suffix(".cpp")
+    source.write_text(rewrite(text))
+    includes = [f"-I{HERE / 'include'}", f"-I{_copy(csrc)}", f"-I{HERE}", f"-isystem{find_cuda()}"]
+    unfinished = target.with_suffix(".new")
+    line = ["g++", *FLAGS, "-O1", "-shared", *includes, "-include", HEADERS.name, str(source), str(module)]
+    subprocess.run([*line, f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
+    unfinished.rename(target)
+    return target
+
+
 def _build(csrc: Path, workers: int, show: Callable[[str], None]) -> Path:
     import pybind11
 
-    copy = BUILD / ("csrc_" + digest(sorted(csrc.rglob("*.*"))))
+    copy = _copy(csrc)
     sources = copy_sources(csrc, copy) + sorted(HERE.glob("*.cpp"))
     headers = [p for folder in (HERE, copy) for p in sorted(folder.rglob("*.*h"))]
     python = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]

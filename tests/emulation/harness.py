@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from emulation import build
 from fusible.benchmarks import stub_extension
+from fusible.ops.kernels.jit import epilogue
 
 
 class Emulation:
@@ -26,6 +29,7 @@ class Emulation:
         spec = importlib.util.spec_from_file_location("_C", module)
         assert spec is not None
         assert spec.loader is not None
+        self._path = module
         self._module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
@@ -39,6 +43,10 @@ class Emulation:
 
     def Capture(self, spans: list[tuple[int, int]], rows: int) -> Any:
         return _Capture(self._module.Capture(spans, rows), self)
+
+    def load_function(self, text: str) -> int:
+        """The handle of the kernel of a source: in place of NVRTC and the driver."""
+        return ctypes.cast(ctypes.CDLL(str(build.build_function(text, self._path))).kernel, ctypes.c_void_p).value or 0
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
@@ -104,6 +112,8 @@ class _Capture:
 def installed(emulation: object) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
     gc.freeze()  # what is older than the tests is not asked for its storage at every call
-    with stub_extension.installed(emulation):
+    with stub_extension.installed(emulation), patch.object(epilogue, "load", getattr(emulation, "load_function", None)):
+        epilogue.handles.cache_clear()
         yield
+        epilogue.handles.cache_clear()
     gc.unfreeze()
