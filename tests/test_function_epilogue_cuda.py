@@ -1,0 +1,112 @@
+"""Functions of users inside the grouped GEMM on a GPU, both directions; what test_emulation.py checks on a CPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import fused
+from checks.device import skip_module_without_hopper
+from test_pointwise import FUNCTIONS
+
+import fusible
+from fusible import Pointwise, interleaved
+from fusible.ops.kernels.jit.cache import kernel_cache
+
+pytestmark = pytest.mark.cuda
+skip_module_without_hopper()
+
+from fusible.ops import _C  # noqa: E402
+
+IN_EPILOGUES = [name for name in FUNCTIONS if name not in ("not linear in two rows", "rounding trick")]
+
+
+def op_of(name, halves="concat"):
+    function, gated = FUNCTIONS[name]
+    return Pointwise(function, halves=halves if gated == 2 else None), function
+
+
+@pytest.mark.parametrize("name", IN_EPILOGUES)
+def test_every_function(name):
+    case = fused.case_of(*op_of(name))
+    for variant in (-1, *_C.ACTIVATION_VARIANTS):
+        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_backward("cuda", case)
+    fused.check_backward("cuda", replace(case, columns=320))
+
+
+@pytest.mark.parametrize("dtype", fused.STEP, ids=str)
+@pytest.mark.parametrize("block", [None, 1, 2, 4, 8, 32, 64])
+def test_every_layout_of_gate_and_up(block, dtype):
+    case = fused.case_of(*op_of("gpt-oss", "concat" if block is None else interleaved(block)), dtype=dtype)
+    for variant in _C.ACTIVATION_VARIANTS:
+        fused.check_forward("cuda", replace(case, variant=variant, bias=torch.float32, bias_scale=True))
+        fused.check_forward("cuda", replace(case, variant=variant, transposed=True, columns=320))
+    fused.check_backward("cuda", case)
+    fused.check_backward("cuda", replace(case, transposed=True, columns=320, scales=torch.bfloat16))
+
+
+def test_groups_of_every_size():
+    for size in (1, 2, 17, 64, 129, 257, 1000):
+        case = fused.case_of(*op_of("relu2 glu"), sizes=(size,), tail=size % 5, features=72, columns=136)
+        for variant in _C.ACTIVATION_VARIANTS:
+            fused.check_forward("cuda", replace(case, variant=variant))
+        fused.check_backward("cuda", case)
+    fused.check_forward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
+    fused.check_backward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
+
+
+def test_the_same_function_as_a_built_in_one_gives_nearly_its_numbers():
+    built_in, own = (
+        layer(act) for act in (fusible.SwiGLU(), Pointwise(lambda gate, up: F.silu(gate) * up, halves="concat"))
+    )
+    own.load_state_dict(built_in.state_dict())
+    results = [step(model) for model in (built_in, own)]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-7, atol=1e-3)
+
+
+def test_a_layer_is_one_fusion_and_captures_into_a_graph():
+    model = layer(Pointwise(lambda gate, up, s: torch.tanh(gate * s) * up, halves="concat"))
+    x, sizes, s = inputs()
+    expected = model(x, split_sizes=sizes, s=s)
+    assert "hopper" in str(model.explain())
+    assert len(model.explain().steps) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = model(x, split_sizes=sizes, s=s)
+    graph.replay()
+    torch.testing.assert_close(y, expected.detach())
+
+
+def test_what_has_not_been_compiled_is_refused_inside_a_capture(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
+    kernel_cache.cache_clear()
+    model = layer(Pointwise(lambda gate, up: torch.sin(gate) * up * 1.25, halves="concat"))
+    x, sizes, _ = inputs()
+    with pytest.raises(RuntimeError, match="call it once before the capture"), torch.no_grad():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(x, split_sizes=sizes)
+    kernel_cache.cache_clear()
+
+
+def layer(act):
+    torch.manual_seed(0)
+    return fusible.Sequential(
+        fusible.GroupedLinear(4, 128, 512, bias=False, device="cuda", dtype=torch.bfloat16),
+        act,
+        fusible.GroupedLinear(4, 256, 128, bias=False, device="cuda", dtype=torch.bfloat16),
+    )
+
+
+def inputs():
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(300, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+    return x, torch.tensor([100, 0, 150, 50], device="cuda"), torch.rand(300, device="cuda", generator=generator)
+
+
+def step(model):
+    x, sizes, _ = inputs()
+    x.requires_grad_()
+    y = model(x, split_sizes=sizes)
+    return [y, *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
