@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...fuser import Match, Pattern
+from ..activation_spec import ActivationSpec
 from ..glu import Activated
 from ..pointwise import Pointwise
 
@@ -21,6 +22,13 @@ def with_activation(pattern: Pattern) -> Pattern:
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
     )
+
+
+def spec_of(act: Activated | Pointwise) -> ActivationSpec:
+    """What the activation of a match is."""
+    spec = act.spec
+    assert spec is not None
+    return spec
 
 
 def keyword_of(role: str, keyword: str) -> str | None:

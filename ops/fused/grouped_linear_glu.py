@@ -14,7 +14,7 @@ from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
-from .activation_role import ACTIVATION, keyword_of, with_activation
+from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
 from .fc1 import FC1, flat, names_of
 
 
@@ -50,7 +50,7 @@ class GroupedLinearGLU(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        needs, spec = names_of(FC1, needs_grad), self.act.spec
+        needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
         half = first_linear.forward(
             *(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype),
             keep_preact=bool(needs_grad),
@@ -64,7 +64,7 @@ class GroupedLinearGLU(FusedOp):
             return {}
         want_scales = "scales" in needs_grad
         activated = kernels.activate_backward(
-            as_rows(dy), saved.preact, self.act.spec, flat(saved.scales), want_scales=want_scales
+            as_rows(dy), saved.preact, spec_of(self.act), flat(saved.scales), want_scales=want_scales
         )
         fc1 = first_linear.backward(self.fc1, saved.fc1, activated.preact, names_of(FC1, needs_grad))
         grads: dict[str, Gradient] = first_linear.filed(FC1, fc1)

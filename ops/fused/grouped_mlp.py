@@ -22,7 +22,7 @@ from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
-from .activation_role import ACTIVATION, keyword_of, with_activation
+from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
 from .fc1 import FC1, Part, filed, flat, names_of
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
@@ -83,7 +83,7 @@ class GroupedMLP(FusedOp):
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         half = first_linear.forward(
-            *(self.fc1, self.act.spec, x, split_sizes, scales, grad_input, fc1_bias_scale),
+            *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(names_of(FC1, needs_grad), autocast_dtype),
             keep_preact=_through(needs_grad) or _trains(needs_grad),
             tail_unspecified=True,
@@ -119,7 +119,7 @@ class GroupedMLP(FusedOp):
     def through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
         total = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype)
-        weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, self.act.spec
+        weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
         if weight is None or not _through(needs_grad):

@@ -25,7 +25,7 @@ from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
-from .activation_role import ACTIVATION, with_activation
+from .activation_role import ACTIVATION, spec_of, with_activation
 from .routed_pattern import routed, with_as_many_groups
 
 
@@ -97,7 +97,7 @@ class RoutedLoRA(FusedOp):
         low = self.fc1.project(rows, sizes)
         preact = self.fc1.product(rows, sizes)
         self.fc1.add_low_rank(preact, low, sizes)
-        return low, preact, kernels.activate(preact, self.act.spec)
+        return low, preact, kernels.activate(preact, spec_of(self.act))
 
     def _kept_bias(self, needs_grad: frozenset[str]) -> Tensor | None:
         wanted = self.fc2.has_bias and "top_k_weights" in needs_grad
@@ -122,7 +122,7 @@ class RoutedLoRA(FusedOp):
 
     def _through_activation(self, saved: Saved, rows: Tensor, dlow: Tensor | None, needs: _Needs) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s a``: those that are wanted."""
-        preact, spec = saved.preact, self.act.spec
+        preact, spec = saved.preact, spec_of(self.act)
         if preact is None:
             return ActivationGrads(rows, None, None)
         if saved.fc2.weight is None:

@@ -27,7 +27,7 @@ from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
-from .activation_role import ACTIVATION, with_activation
+from .activation_role import ACTIVATION, spec_of, with_activation
 from .grouped_mlp import GroupedMLP
 from .routed_pattern import routed, with_as_many_groups
 
@@ -145,7 +145,7 @@ class RoutedMLP(FusedOp):
         if weights[0].dtype != dtype or weights[1].dtype != dtype:
             return None
         up_bias, down_bias = (fc.one_parameter("bias") if fc.has_bias else None for fc in (fc1, fc2))
-        return Experts(*weights, up_bias, down_bias, self.act.spec, fc1.transposed_weight)
+        return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""

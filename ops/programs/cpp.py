@@ -9,7 +9,7 @@ import torch
 from .program import OPERATIONS, Program, Value, part_of
 
 
-def function_type(program: Program, name: str = "Function", *, fast: bool = True) -> str:
+def function_type(program: Program, name: str = "Function", *, fast: bool = True, vectors: int = 1) -> str:
     """The definition of a type that computes a program, for elements of a kernel.
 
     Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kVectors`` (for epilogues:
@@ -18,6 +18,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
 
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
+        vectors: see ``kVectors``.
     """
     rows = program.rows
     outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{row}" for row in rows))
@@ -29,7 +30,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
   using M = Math<{_bool(fast)}>;
   static constexpr bool kGated = {_bool("u" in program.inputs)};
   static constexpr int kRows = {len(rows)};
-  static constexpr int kVectors = {2 if "u" in program.inputs else 1};
+  static constexpr int kVectors = {vectors};
   DEVICE static float forward(float x, float u, const float* r) {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}

@@ -13,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-
 from emulation import build
+
 from fusible.benchmarks import stub_extension
 from fusible.ops.kernels.jit import epilogue
 

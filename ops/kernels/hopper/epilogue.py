@@ -86,7 +86,7 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
         return activation(spec, columns)
     handles = functions.handles(_form(problem, spec.program, spec.block, columns))
     assert isinstance(handles, tuple)
-    return activation(spec, columns)._replace(**dict(zip(("kernel", "other_kernel"), handles, strict=False)))
+    return Activation(*activation(spec, columns)[:6], *handles)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from ..hopper.extension import library
 from ..problem import Layout
 from .compilation import compiled
 from .driver import LoadedKernel
-from .nvrtc import CompileError
+from .nvrtc import CompileError, SpillError
 
 _ARCHITECTURE = "sm_90a"
 _ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -70,7 +71,7 @@ def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
     variants = library().BACKWARD_VARIANTS if kernels.backward else library().ACTIVATION_VARIANTS
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: load(source(kernels, variant)), variants))
+        loaded = tuple(_in_threads(lambda variant: _load(kernels, variant), variants))
     except CompileError as error:
         return str(error).partition("\n")[0]
     direction = "backward" if kernels.backward else "forward"
@@ -78,13 +79,13 @@ def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
     return loaded
 
 
-def source(kernels: EpilogueForm, variant: int) -> str:
-    """The CUDA source of the kernel of a tile variant."""
+def source(kernels: EpilogueForm, variant: int, vectors: int) -> str:
+    """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if kernels.backward else ""
     return f"""#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
-{function_type(kernels.program)}
+{function_type(kernels.program, vectors=vectors)}
 using T = {_ELEMENTS[kernels.dtype]};
 inline constexpr TileVariant kVariant = kTileVariants[{variant}];
 using Pair = Operands<Layout::k{kernels.layout.value}, T, kVariant>;
@@ -98,6 +99,14 @@ extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
   fusible::Kernel::run(shared, p);
 }}
 """
+
+
+def _load(kernels: EpilogueForm, variant: int) -> int:
+    """Two vectors of gate and up hide each other's latencies. A long function has registers for one of them only."""
+    if kernels.backward and len(kernels.program.arguments) == 2 and not kernels.narrow:
+        with suppress(SpillError):
+            return load(source(kernels, variant, vectors=2))
+    return load(source(kernels, variant, vectors=1))
 
 
 def load(text: str) -> int:

@@ -19,6 +19,10 @@ class CompileError(RuntimeError):
     """A source does not compile, or ptxas would make it slow; or there is no compiler."""
 
 
+class SpillError(CompileError):
+    """The code needs more registers than there are."""
+
+
 class Compiler:
     """NVRTC of one folder.
 
@@ -47,7 +51,8 @@ class Compiler:
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode()
             forbidden = _FORBIDDEN.search(log)
             if failed or forbidden:
-                raise CompileError(f"ptxas: {forbidden[0]}" if forbidden else log)
+                error = SpillError if forbidden and "spill" in forbidden[0] else CompileError
+                raise error(f"ptxas: {forbidden[0]}" if forbidden else log)
             return self._read(program, "CUBIN")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
