@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import reduce
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,11 @@ from . import kernels
 from .activation_spec import Interleaved
 from .checks import check_floats, check_halves, check_rows
 from .programs.halves import join, split
+from .programs.parameters import Function, InOrder, Parameters
 from .programs.program import Program, part_of
 from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
 
-Function = Callable[..., Tensor]
+_RESERVED = RESERVED | {"x", "y"}
 
 
 class Pointwise(Op):
@@ -27,6 +29,7 @@ class Pointwise(Op):
         Pointwise(lambda x: torch.relu(x).square())
         Pointwise(lambda gate, up: F.silu(gate.clamp(max=7)) * up, halves="concat")
         Pointwise(lambda x, s: x * s)  # s is a keyword of a call: a number for each row
+        Pointwise(lambda x, limit: x.clamp(max=limit), constants={"limit": 7.0})
 
     The function is read here, once, with the gradients that autograd gives it. From then on :attr:`program` is the op,
     on every device: what the function reads besides its arguments is constant. The function may be any callable, a
@@ -37,9 +40,12 @@ class Pointwise(Op):
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
-            for each further parameter that has no default. Returns a tensor of the shape of the first.
+            for each further parameter that is no constant and has no default. Returns a tensor of the shape of the
+            first.
         halves: None if all columns of x are one argument; ``"concat"`` if gate is their first half and up the second;
             :func:`interleaved` if gate and up alternate in blocks.
+        constants: numbers for parameters of the function, by name. They are parameters of the kernels and not part of
+            their code: assigning others to :attr:`constants` compiles nothing.
 
     Keywords of a call:
         the names of the function's further parameters: floating-point of shape ``x.shape[:-1]``, differentiable.
@@ -47,35 +53,62 @@ class Pointwise(Op):
     Attributes:
         program: what the op computes, gradients included; None for a function that kernels do not know.
         refusal: why there is no program; else None.
+        constants: the numbers by name, which can be read; to change one, assign all.
 
     Raises:
         ValueError: an element of the result depends on other elements, on the shape or on chance; a tensor is read
-            that is no argument; a parameter has a reserved name; another ``halves``.
+            that is no argument; a parameter has a reserved name; a constant is no number, or no parameter of the
+            function; another ``halves``.
         ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
     """
 
     checks_values = False
+    replayable = True
 
     class Saved(NamedTuple):
         x: Tensor | None
         rows: dict[str, Tensor]
         row_dtypes: dict[str, torch.dtype]
 
-    def __init__(self, function: Function, *, halves: str | Interleaved | None = None) -> None:
+    def __init__(
+        self,
+        function: Function,
+        *,
+        halves: str | Interleaved | None = None,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         self.name, self.halves = name_of(function), _checked(halves)
-        names = _row_names(function, 1 if halves is None else 2)
-        self.keywords = {name: Keyword(required=True, tensor=True) for name in names}
-        self._row_inputs = {name: f"r{i}" for i, name in enumerate(names)}
         self._x_inputs = ("x",) if halves is None else ("x", "u")
+        parameters = Parameters.of(function, len(self._x_inputs), constants, _RESERVED)
+        self.keywords = {name: Keyword(required=True, tensor=True) for name in parameters.rows}
+        self._row_inputs = {name: f"r{i}" for i, name in enumerate(parameters.rows)}
+        self._constant_names = parameters.constants
+        self.constants = constants
         self.program: Program | None = None
         self.refusal: str | None = None
         self._function: Function | None = None
+        if parameters.constants:
+            function = InOrder(function, len(self._x_inputs), parameters.rows + parameters.constants)
         try:
-            self.program = trace(function, self._program_inputs)
+            self.program = trace(function, self._program_inputs, self._constants)
         except UnknownFunctionError as error:
-            check_pointwise(function, self._program_inputs)
+            check_pointwise(function, self._program_inputs, self._constants)
             self.refusal, self._function = str(error), function
+
+    @property
+    def constants(self) -> Mapping[str, float]:
+        """The numbers by name. A copy: assign all of them to change one."""
+        return dict(zip(self._constant_names, self._constants, strict=True))
+
+    @constants.setter
+    def constants(self, constants: Mapping[str, float]) -> None:
+        if constants.keys() != set(self._constant_names):
+            raise ValueError(f"{self.name}: the constants are {list(self._constant_names)}, got {list(constants)}")
+        for name, number in constants.items():
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"{self.name}: the constant {name} must be a number, got {number!r}")
+        self._constants = tuple([float(constants[name]) for name in self._constant_names])
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:
@@ -95,7 +128,8 @@ class Pointwise(Op):
         if self.program is None:
             y = self._value(flat, rows)
         else:
-            y = kernels.pointwise(flat, self.program, _block(self.halves), self._numbers(x, rows))
+            numbers = self._numbers(x, rows)
+            y = kernels.pointwise(flat, self.program, _block(self.halves), numbers, self._constants)
         kept, kept_rows = self._residuals(x, rows, needs_grad)
         return y.reshape(*x.shape[:-1], y.shape[-1]), self.Saved(kept, kept_rows, {n: t.dtype for n, t in rows.items()})
 
@@ -106,9 +140,16 @@ class Pointwise(Op):
             assert x is not None
             computed = self._gradients(x, saved.rows, flat)
         else:
-            wants = {"want_x": "x" in needs_grad, "want_numbers": bool(wanted)}
-            numbers = self._numbers(dy, saved.rows)
-            computed = kernels.pointwise_backward(flat, x, self.program, _block(self.halves), numbers, **wants)
+            computed = kernels.pointwise_backward(
+                flat,
+                x,
+                self.program,
+                _block(self.halves),
+                self._numbers(dy, saved.rows),
+                want_x="x" in needs_grad,
+                want_numbers=bool(wanted),
+                constants=self._constants,
+            )
         dx, by_row = computed
         grads: dict[str, Gradient] = {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])} if dx is not None else {}
         for i, name in enumerate(self.keywords):
@@ -117,14 +158,12 @@ class Pointwise(Op):
         return grads
 
     def _numbers(self, columns: Tensor, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """[R, rows]: the numbers of the rows, in the dtype that the program computes in; zeros for what is not read."""
-        if not self.keywords:
+        """[R, rows]: the numbers of the rows. None if none is read; zeros for one that is not read beside others."""
+        if not rows:
             return None
-        dtype = torch.promote_types(columns.dtype, torch.float32)
-        for numbers in rows.values():
-            dtype = torch.promote_types(dtype, numbers.dtype)
-        if len(rows) == len(self.keywords) == 1:
-            return next(iter(rows.values())).to(dtype).reshape(1, -1).contiguous()
+        if len(self.keywords) == 1:
+            return next(iter(rows.values())).reshape(1, -1).contiguous()
+        dtype = _compute_dtype(columns, *rows.values())
         zeros = columns.new_zeros(columns.shape[:-1], dtype=dtype)
         return torch.stack([rows.get(name, zeros).to(dtype).reshape(-1) for name in self.keywords])
 
@@ -133,7 +172,8 @@ class Pointwise(Op):
 
     def extra_repr(self) -> str:
         halves = () if self.halves is None else (f"halves={self.halves!r}",)
-        return ", ".join([self.name, *self.keywords, *halves])
+        constants = [f"{name}={number}" for name, number in self.constants.items()]
+        return ", ".join([self.name, *self.keywords, *constants, *halves])
 
     def _outputs(self, needs_grad: frozenset[str]) -> tuple[str, ...]:
         """The program's names for the gradients that are wanted."""
@@ -155,7 +195,7 @@ class Pointwise(Op):
         """Of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
         assert self._function is not None
         with torch.no_grad():
-            y = self._function(*[t.clone() for t in self._arguments(x, rows)])
+            y = self._function(*[t.clone() for t in self._arguments(x, rows)], *self._constants)
         return join((y,), x.new_empty((x.shape[0], x.shape[1] // len(self._x_inputs))))
 
     def _gradients(self, x: Tensor, rows: Mapping[str, Tensor], dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -163,7 +203,7 @@ class Pointwise(Op):
         assert self._function is not None
         leaves = [t.clone().requires_grad_() for t in self._arguments(x, rows)]
         with torch.enable_grad():
-            y = self._function(*[leaf * 1.0 for leaf in leaves])
+            y = self._function(*[leaf * 1.0 for leaf in leaves], *self._constants)
         above = split(dy.to(y.dtype), 1, _block(self.halves))[0]
         grads = torch.autograd.grad(y, leaves, above, materialize_grads=True)
         count = len(self._x_inputs)
@@ -173,9 +213,9 @@ class Pointwise(Op):
     def _arguments(self, x: Tensor, rows: Mapping[str, Tensor]) -> list[Tensor]:
         """What the function takes: columns [rows, blocks, block] and numbers [rows, 1, 1], in float32 at least."""
         numbers = self._numbers(x, rows)
-        dtype = torch.promote_types(x.dtype, torch.float32) if numbers is None else numbers.dtype
+        dtype = _compute_dtype(x, *rows.values())
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
-        return [*halves, *(() if numbers is None else numbers[:, :, None, None])]
+        return [*halves, *(() if numbers is None else numbers.to(dtype)[:, :, None, None])]
 
 
 def _checked(halves: Any) -> str | Interleaved | None:
@@ -193,15 +233,6 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
-def _row_names(function: Function, skipped: int) -> list[str]:
-    """The parameters of a function, behind the first ones, that a call must give."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin without a signature takes what it is a function of
-        return []
-    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [p.name for p in parameters if p.default is p.empty and p.kind in positional][skipped:]
-    for name in names:
-        if name in RESERVED or name in ("x", "y"):
-            raise ValueError(f"Pointwise: a parameter of {name_of(function)} is called {name!r}, which is reserved")
-    return names
+def _compute_dtype(*operands: Tensor) -> torch.dtype:
+    """float32, or wider where an operand is."""
+    return reduce(torch.promote_types, [operand.dtype for operand in operands], torch.float32)

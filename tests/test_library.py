@@ -61,6 +61,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pointwise": (OPS.pointwise, (WIDE, GATED, 4, SCALES[None])),
     "pointwise backward": (OPS.pointwise_backward, (X, WIDE, GATED, 4, SCALES[None], True, True)),
     "pointwise backward alone": (OPS.pointwise_backward, (X, None, "in x dy\ny = x\ndx = dy", None, None, True, False)),
+    "pointwise with a constant": (OPS.pointwise, (WIDE, "in x c0 dy\nt0 = minimum x c0\ny = t0", None, None, [0.5])),
     "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
     "route": (OPS.route, (IDS, 3)),
     "spread rows": (OPS.spread_rows, (X[:6], PLACE, COUNTS)),

@@ -211,13 +211,19 @@ def activate_backward(
 
 
 @kernel(outputs.new_value, obeys_switches=False)
-def pointwise(x: Tensor, program: Program, block: int | None = None, numbers: Tensor | None = None) -> Tensor:
+def pointwise(
+    x: Tensor,
+    program: Program,
+    block: int | None = None,
+    numbers: Tensor | None = None,
+    constants: tuple[float, ...] = (),
+) -> Tensor:
     """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
-    y = outputs.new_value(x, program)
+    y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants)
     if trace.active():
-        recording.pointwise(x, numbers, y)
+        recording.pointwise(x, rows, y)
     elif not x.is_meta:
-        pointwise_choice(x, numbers)[0].forward(program, PointwiseRows(x, block, numbers), y)
+        pointwise_choice(x, rows)[0].forward(program, rows, y)
     return y
 
 
@@ -231,13 +237,15 @@ def pointwise_backward(
     *,
     want_x: bool,
     want_numbers: bool,
+    constants: tuple[float, ...] = (),
 ) -> PointwiseGrads:
     """The gradients of x and of the numbers, if wanted, from ``dy`` [rows, C]. Those of the numbers are sums by row."""
     out = outputs.new_pointwise_grads(dy, program, numbers, want_x, want_numbers)
+    rows = PointwiseRows(x, block, numbers, constants)
     if trace.active():
-        recording.pointwise(dy, numbers, x, *out)
+        recording.pointwise(dy, rows, x, *out)
     elif not dy.is_meta:
-        pointwise_choice(dy, numbers)[0].backward(program, PointwiseRows(x, block, numbers), dy, out)
+        pointwise_choice(dy, rows)[0].backward(program, rows, dy, out)
     return out
 
 

@@ -20,7 +20,7 @@ from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
 from .interface import ActivationKernels, Backend, PointwiseKernels, RowKernels
 from .jit import pointwise as jit_pointwise
-from .problem import GroupedGemm
+from .problem import GroupedGemm, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
@@ -149,9 +149,9 @@ def activation_choice(preact: Tensor, scales: Tensor | None, *rows: Tensor | Non
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 
 
-def pointwise_choice(columns: Tensor, numbers: Tensor | None) -> tuple[PointwiseKernels, str]:
-    """For a pointwise program over such columns, with such numbers of the rows; and why not our own."""
-    refusal = partial(jit_pointwise.refusal, columns, numbers)
+def pointwise_choice(columns: Tensor, rows: PointwiseRows) -> tuple[PointwiseKernels, str]:
+    """For a pointwise program over such columns, with what else it reads; and why not our own."""
+    refusal = partial(jit_pointwise.refusal, columns, rows)
     return _ours_or(pytorch_pointwise, jit_pointwise, refusal, "pointwise function", columns)
 
 

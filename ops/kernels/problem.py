@@ -215,11 +215,13 @@ class PointwiseRows(NamedTuple):
         x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
         block: columns of gate before as many of up; None: one block of each.
         numbers: [R, rows], contiguous: the numbers of each row.
+        constants: one number for all elements, for each constant of the program.
     """
 
     x: Tensor | None
     block: int | None
     numbers: Tensor | None
+    constants: tuple[float, ...] = ()
 
 
 class PointwiseGrads(NamedTuple):

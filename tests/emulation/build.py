@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -145,6 +146,24 @@ def _build(csrc: Path, workers: int, show: Callable[[str], None]) -> Path:
     if not module.exists():
         subprocess.run(["g++", "-shared", *map(str, objects.values()), "-o", str(module)], check=True)
     return module
+
+
+def build_kernel(source: str, csrc: Path = ROOT / "csrc") -> Path:
+    """Path of a library with the function ``kernel``, of a source that is compiled while the program runs.
+
+    It finds the emulation where that is loaded for all.
+    """
+    headers = sorted([*HERE.rglob("*.*h"), *csrc.rglob("*.*h")])
+    target = BUILD / f"kernel_{digest(headers, source)}.so"
+    if not target.exists():
+        text, unfinished = target.with_suffix(".cpp"), target.with_suffix(f".{os.getpid()}")
+        text.write_text(rewrite(source))
+        includes = [f"-I{HERE / 'include'}", f"-I{csrc}", f"-I{HERE}", f"-isystem{find_cuda()}"]
+        flags = [flag for flag in FLAGS if flag != "-fvisibility=hidden"]
+        before = ["-include", HEADERS.name]
+        subprocess.run(["g++", *flags, "-O1", "-shared", *includes, *before, str(text), "-o", unfinished], check=True)
+        unfinished.rename(target)
+    return target
 
 
 def main() -> None:

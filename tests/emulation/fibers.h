@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#pragma GCC visibility push(default)  // kernels that are compiled by themselves find it
+
 extern dim3 gridDim, blockDim;  // of the running kernel
 
 namespace emulation {
@@ -166,3 +168,5 @@ void check_memory(uint64_t address, uint64_t bytes, const char* what);
 constexpr int kMultiprocessors = 4, kSharedLimit = 232448;
 
 }  // namespace emulation
+
+#pragma GCC visibility pop

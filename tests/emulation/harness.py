@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from fusible.benchmarks import stub_extension
+from fusible.ops.kernels.jit.pointwise import KernelForm
+
+from . import build
 
 
 class Emulation:
@@ -28,7 +31,8 @@ class Emulation:
         assert spec.loader is not None
         self._module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._module)
-        self._library = ctypes.CDLL(str(module))
+        self._library = ctypes.CDLL(str(module), ctypes.RTLD_GLOBAL)
+        self._kernels: dict[KernelForm, ctypes.CDLL] = {}
         self._hidden = 0
         self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
@@ -39,6 +43,14 @@ class Emulation:
 
     def Capture(self, given: list[tuple[int, int]], rows: int) -> Any:
         return _Capture(self._module.Capture(given, rows), self)
+
+    def kernel_function(self, form: KernelForm, device: int) -> int:
+        """The handle of a kernel that is compiled while the program runs: its address."""
+        if form not in self._kernels:
+            self._kernels[form] = ctypes.CDLL(str(build.build_kernel(form.source())))
+        address = ctypes.cast(self._kernels[form].kernel, ctypes.c_void_p).value
+        assert address is not None
+        return address
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
