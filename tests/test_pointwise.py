@@ -1,6 +1,7 @@
 """Functions of users as ops: read with their gradients, run as programs, or refused with the line that is at fault."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -382,3 +383,106 @@ def test_every_operation_says_itself_in_both_languages():
         assert operation.run(*tensors).shape == (1,)
         if operation.with_constant is not None:
             assert torch.equal(operation.with_constant(tensors[0], 0.25), operation.run(*tensors))
+
+
+def limited(gate, limit, up, s, *, slope):
+    return torch.where(gate > limit, slope * gate, gate.clamp(-limit, limit)) * up.clamp(max=limit) * s
+
+
+def limited_op(limit=1.5, slope=0.25):
+    return Pointwise(
+        lambda gate, up, limit, s, *, slope: limited(gate, limit, up, s, slope=slope),
+        halves="concat",
+        constants={"limit": limit, "slope": slope},
+    )
+
+
+def test_constants_are_parameters_of_one_program():
+    x, s = (3 * torch.randn(6, 16)).requires_grad_(), torch.rand(6, requires_grad=True)
+    op, texts = limited_op(), set()
+    for limit, slope in ((1.5, 0.25), (0.5, -2.0), (7, 0.3)):
+        op.constants = {"slope": slope, "limit": limit}
+        for each in (op, limited_op(limit, slope), copy.deepcopy(op)):
+            y = each(x, s=s)
+            gate, up = x.chunk(2, -1)
+            expected = limited(gate, limit, up, s.unsqueeze(-1), slope=slope)
+            torch.testing.assert_close(y, expected)
+            dy = torch.randn_like(y)
+            grads = (torch.autograd.grad(t, [x, s], dy) for t in (y, expected))
+            for computed, right in zip(*grads, strict=True):
+                torch.testing.assert_close(computed, right)
+            texts.add(each.program.text)
+    (text,) = texts
+    assert parse(text) == op.program
+    assert op.program.constants == ("c0", "c1")
+    assert op.constants == {"limit": 7.0, "slope": 0.3}
+    assert list(op.keywords) == ["s"]
+    assert not op.state_dict()
+
+
+def test_constants_are_exact_in_double_precision():
+    op = Pointwise(lambda x, c: x * c, constants={"c": 0.1})
+    assert op(torch.ones(1, dtype=torch.float64)) == 0.1
+
+
+def test_constants_are_printed_and_pickled():
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.702})
+    other = pickle.loads(pickle.dumps(op))
+    assert "alpha=1.702" in repr(other)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(other(x), gpt_like(*x.chunk(2, -1), alpha=1.702))
+
+
+def gpt_like(x, u, alpha):
+    return x * torch.sigmoid(alpha * x) * (u + 1)
+
+
+def test_another_constant_is_seen_by_compiled_code():
+    model = fusible.Sequential(Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0}))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 8, requires_grad=True)
+    for alpha in (1.0, 2.5, 1.0):
+        model[0].constants = {"alpha": alpha}
+        y, expected = compiled(x), gpt_like(*x.chunk(2, -1), alpha=alpha)
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(t.sum(), x)[0] for t in (y, expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_constants_cannot_be_changed_in_place():
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0})
+    op.constants["alpha"] = 3.0
+    assert op.constants == {"alpha": 1.0}
+
+
+def test_wrong_constants_are_named():
+    with pytest.raises(ValueError, match=r"gpt_like has no parameter 'beta', .*test_pointwise.py:\d+"):
+        Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0, "beta": 2.0})
+    with pytest.raises(ValueError, match="has no parameter 'x'"):
+        Pointwise(gpt_like, halves="concat", constants={"x": 1.0})
+    for wrong in ("7", None, True, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="the constant alpha must be a number"):
+            Pointwise(gpt_like, halves="concat", constants={"alpha": wrong})
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0})
+    with pytest.raises(ValueError, match=r"the constants are \['alpha'\], got \[\]"):
+        op.constants = {}
+    assert op.constants == {"alpha": 1.0}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, c: x * math.exp(c),
+        lambda x, c: x * c if c > 2 else x,
+        lambda x, c: F.softplus(x, beta=c),
+    ],
+)
+def test_a_constant_that_python_reads_is_no_part_of_a_program(function):
+    op = Pointwise(function, constants={"c": 1.5})
+    assert op.program is None
+    assert "kernels do not know numbers that Python reads from a tensor or a constant" in op.refusal
+    assert "test_pointwise.py" in op.refusal
+    x = torch.randn(3, 4)
+    for c in (1.5, 2.5):
+        op.constants = {"c": c}
+        torch.testing.assert_close(op(x), function(x, c))

@@ -27,6 +27,7 @@ _SHAPE = (5, 7)
 _TRIAL = (8, 48)
 _OF_WHOLE_NUMBERS = frozenset({"where", "full", "full_like", "zeros_like", "ones_like"})
 """What may have an integer dtype: a choice among constants, which becomes float32 where it meets x."""
+_NUMBERS_OF_PYTHON = {"_local_scalar_dense": "numbers that Python reads from a tensor or a constant"}
 _READ_BY_NAME = frozenset({"alpha", "rounding_mode", "approximate", "min", "max", "dtype"})
 
 
@@ -200,7 +201,7 @@ class _Tracer(TorchDispatchMode):
         with self:
             result = decomposition(*args, **kwargs)
         if result is NotImplemented:
-            raise self._unknown(name)
+            raise self._unknown(_NUMBERS_OF_PYTHON.get(name, name))
         return result
 
     def _check_result(self, name: str, result: Tensor) -> None:
