@@ -11,28 +11,29 @@ from .program import OPERATIONS, Program, Value, part_of
 def function_type(program: Program, name: str = "Function", *, fast: bool = True) -> str:
     """The definition of a type that computes a program, for elements of a kernel.
 
-    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kConstants``,
-    ``forward(x, u, r)``, and ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. In ``r`` the
-    constants follow the numbers of the row. Nothing of the text is the user's.
+    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kColumns`` (of a column),
+    ``kConstants``, ``forward(x, u, r)``, and ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. In
+    ``r`` stand the numbers of the row, those of the column and the constants. Nothing of the text is the user's.
 
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
     """
-    rows = program.rows
-    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{row}" for row in rows))
-    operands = {name: f"r[{i}]" for i, name in enumerate((*rows, *program.constants))}
+    numbers = program.rows + program.columns
+    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
+    operands = {name: f"r[{i}]" for i, name in enumerate(numbers + program.constants)}
     names = {**operands, "x": "x", "u": "u", "dy": "dy"}
     forward, backward = part_of(program, ("y",)), part_of(program, outputs)
     results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
-    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{row}"], names) for row in rows)
+    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{name}"], names) for name in numbers)
     return f"""struct {name} {{
   using M = Math<{_bool(fast)}>;
   static constexpr bool kGated = {_bool("u" in program.inputs)};
-  static constexpr int kRows = {len(rows)}, kConstants = {len(program.constants)};
+  static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
+  static constexpr int kConstants = {len(program.constants)};
   DEVICE static float forward(float x, float u, const float* r) {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}
-  DEVICE static Gradients<kRows> backward(float x, float u, const float* r, float dy) {{
+  DEVICE static Gradients<kRows + kColumns> backward(float x, float u, const float* r, float dy) {{
     {_statements(backward, names)}return {{{", ".join(results)}, {{{row_results}}}}};
   }}
 }};

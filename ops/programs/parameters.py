@@ -16,33 +16,43 @@ _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 class Parameters(NamedTuple):
-    """The names of a function's parameters behind its first ones: numbers of a row, and constants."""
+    """The names of a function's parameters behind its first ones: numbers of a row, of a column, and constants."""
 
     rows: tuple[str, ...]
+    columns: tuple[str, ...]
     constants: tuple[str, ...]
 
     @classmethod
-    def of(cls, function: Function, skipped: int, constants: Collection[str], reserved: Collection[str]) -> Parameters:
-        """Those of a function. What is no constant and has no default is a number of a row.
+    def of(
+        cls,
+        function: Function,
+        skipped: int,
+        columns: Collection[str],
+        constants: Collection[str],
+        reserved: Collection[str],
+    ) -> Parameters:
+        """Those of a function. What is none of a column, no constant and has no default is a number of a row.
 
         Args:
             skipped: how many come first: x, or gate and up.
             reserved: names that none may have.
 
         Raises:
-            ValueError: a constant is no parameter of the function, or a name is reserved.
+            ValueError: a column or a constant is no parameter of the function, or both; or a name is reserved.
         """
         further = _parameters(function)[skipped:]
         named = {p.name for p in further if p.kind in _NAMED}
-        for name in constants:
+        for name in (*columns, *constants):
+            if name in columns and name in constants:
+                raise ValueError(f"Pointwise: {name!r} is of a column and a constant{definition_of(function)}")
             if name not in named:
                 raise ValueError(f"Pointwise: {name_of(function)} has no parameter {name!r}{definition_of(function)}")
         required = [p.name for p in further if p.default is p.empty and p.kind in _POSITIONAL]
-        rows = tuple([name for name in required if name not in constants])
-        for name in (*rows, *constants):
+        rows = tuple([name for name in required if name not in constants and name not in columns])
+        for name in (*rows, *columns, *constants):
             if name in reserved:
                 raise ValueError(f"Pointwise: a parameter of {name_of(function)} is called {name!r}, which is reserved")
-        return cls(rows, tuple(constants))
+        return cls(rows, tuple(columns), tuple(constants))
 
 
 class InOrder:

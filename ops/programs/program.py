@@ -85,9 +85,9 @@ class Program:
 
     Attributes:
         inputs: the names of what it reads: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, …
-            (numbers of a row), ``c0``, ``c1``, … (constants), ``dy`` (the gradient of ``y``).
+            (numbers of a row), ``b0``, … (numbers of a column), ``c0``, … (constants), ``dy`` (the gradient of ``y``).
         lines: in an order in which they can be computed.
-        outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, by name.
+        outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, ``db0``, …, by name.
     """
 
     inputs: tuple[str, ...]
@@ -103,6 +103,11 @@ class Program:
     def rows(self) -> tuple[str, ...]:
         """The inputs that are numbers of a row."""
         return tuple([name for name in self.inputs if name[0] == "r"])
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The inputs that are numbers of a column."""
+        return tuple([name for name in self.inputs if name[0] == "b"])
 
     @cached_property
     def constants(self) -> tuple[str, ...]:

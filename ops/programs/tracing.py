@@ -40,14 +40,15 @@ class NotPointwiseError(ValueError):
 
 
 def trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> Program:
-    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ….
+    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ``db0``, ….
 
     Runs in a thread of its own, so under no mode of the caller: inference, another trace, a default device. The state
     of the user's random numbers does not change.
 
     Args:
         function: takes a tensor for each input, all of the same shape, then the constants.
-        inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row.
+        inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row and
+            ``b0``, … for those of a column.
         constants: ``c0``, … of the program. Other numbers may take their place later.
 
     Raises:
@@ -89,7 +90,7 @@ def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[floa
 
 
 def _try_out(function: Function, program: Program, inputs: tuple[str, ...], constants: tuple[float, ...]) -> None:
-    """Compares the program with the function on other numbers of another shape, where a row has one number."""
+    """Compares the program with the function on other numbers of another shape, where a row or column has one."""
     leaves = _trial_inputs(inputs)
     y = _call(function, leaves, constants)
     dy = _random(_TRIAL, torch.Generator().manual_seed(2), requires_grad=False)
@@ -113,7 +114,7 @@ def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Seque
     y, again = _call(function, leaves, constants), _call(function, leaves, constants)
     if y.shape != _TRIAL or not y.dtype.is_floating_point:
         raise NotPointwiseError(_expected_result(function, y))
-    rows = _call(function, [leaf[2:5] for leaf in leaves], constants)
+    rows = _call(function, [leaf if leaf.shape[0] == 1 else leaf[2:5] for leaf in leaves], constants)
     columns = _call(function, [leaf if leaf.shape[1] == 1 else leaf[:, 7:20] for leaf in leaves], constants)
     elements = [leaf.expand(_TRIAL)[:, :6].reshape(-1, 1, 1) for leaf in leaves]  # of both signs, each by itself
     alone = torch.stack([_call(function, element, constants) for element in zip(*elements, strict=True)])
@@ -137,8 +138,8 @@ def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tens
 
 def _trial_inputs(inputs: tuple[str, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = [(_TRIAL[0], 1) if name[0] == "r" else _TRIAL for name in inputs]
-    return [_random(shape, generator, True, 3.0) for shape in shapes]
+    shapes = {"r": (_TRIAL[0], 1), "b": (1, _TRIAL[1])}
+    return [_random(shapes.get(name[0], _TRIAL), generator, True, 3.0) for name in inputs]
 
 
 def _random(shape: tuple[int, int], generator: torch.Generator, requires_grad: bool, scale: float = 1.0) -> Tensor:

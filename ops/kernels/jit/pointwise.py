@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_cons
 """
 
 
-def refusal(columns: Tensor, rows: PointwiseRows) -> str | None:
+def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | None:
     """Why these kernels do not take such rows, None: they do."""
     if columns.dtype not in _ELEMENTS:
         return f"computes no {_name(columns.dtype)}"
@@ -69,12 +69,14 @@ def refusal(columns: Tensor, rows: PointwiseRows) -> str | None:
         return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
     if len(rows.constants) > MOST_CONSTANTS:
         return f"takes at most {MOST_CONSTANTS} constants, got {len(rows.constants)}"
+    if rows.vectors is not None or program.columns:
+        return "reads a number for each column"
     return device_refusal(columns.get_device())
 
 
 def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
     """Fills ``out`` [rows, C]."""
-    _launch("forward", program, rows, None, out, PointwiseGrads(None, None))
+    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None))
 
 
 def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
