@@ -57,7 +57,13 @@ def _imported_as(name: str, module: Any) -> Iterator[None]:
 @contextmanager
 def installed(extension: object) -> Iterator[None]:
     """The kernels take tensors of the CPU for those of a GPU, and find this extension."""
-    answers = {"library": lambda: extension, "stream": lambda device: 0, "device_refusal": lambda device: None}
+    answers = {
+        "library": lambda: extension,
+        "is_built": lambda: True,
+        "stream": lambda device: 0,
+        "device_refusal": lambda device: None,
+        "kernel_function": lambda *form: extension.kernel_function(*form),  # type: ignore[attr-defined]
+    }
     with ExitStack() as patches:
         patches.enter_context(_imported_as("fusible.ops._C", extension))
         patches.enter_context(patch.object(fusible.ops, "_C", extension, create=True))

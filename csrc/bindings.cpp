@@ -132,6 +132,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
+  def<fusible::PointwiseLaunch>(module,
+                                "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");
   def<fusible::ColumnSumsWorkspace>(module, "Bytes that column_sums needs.");
   def<fusible::ColumnSumsLaunch>(module, "Sums over the rows of each group, each row times its scale (0: one).");

@@ -126,6 +126,11 @@ class FieldReader {
     member = static_cast<float>(PyFloat_AsDouble(value));
     check(name, value, true);
   }
+  void read(const char* name, PyObject* value, Constants& member) const {
+    check(name, value, PyTuple_Check(value));
+    member.resize(PyTuple_GET_SIZE(value));
+    for (size_t i = 0; i < member.size(); ++i) read(name, PyTuple_GET_ITEM(value, i), member[i]);
+  }
   void read(const char* name, PyObject* value, bool& member) const { member = integer(name, value); }
   template <class T>
     requires std::is_integral_v<T> || std::is_enum_v<T>

@@ -155,6 +155,22 @@ def activate_backward(
     dscales: int = ...,
     postact: int = ...,
 ) -> None: ...
+def pointwise(
+    *,
+    function: int,
+    device: int,
+    stream: int,
+    rows: int,
+    columns: int,
+    block: int,
+    x: int,
+    dy: int,
+    y: int,
+    dx: int,
+    numbers: int,
+    dnumbers: int,
+    constants: tuple[float, ...],
+) -> None: ...
 def linear_activation(
     *,
     activation: Activation,

@@ -27,6 +27,7 @@ from fusible.benchmarks import (
     hf,
     host_overhead,
     loss_curves,
+    pointwise,
     roofline,
     routing,
     timing,
@@ -477,6 +478,22 @@ def test_bench_of_routing_prints_and_writes(capsys: pytest.CaptureFixture[str], 
     assert printed.strip() == (tmp_path / "routing.md").read_text().strip()
     assert printed.count("(ours)") == 2 * 5
     assert printed.count("| combine: embedding_bag ") == 2
+
+
+def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    pointwise.main(["--rows", "4", "--columns", "8", "--rounds", "1"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("| 4 rows of 2 x 8")
+    assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
+
+
+def test_pointwise_contestants_agree() -> None:
+    x, s = torch.randn(5, 16, dtype=torch.bfloat16), torch.rand(5)
+    first, *others = [call(x, s) for call in pointwise.contestants("cpu").values()]
+
+    for other in others:
+        torch.testing.assert_close(first, other)
 
 
 def test_wrong_way_of_routing_is_not_timed() -> None:

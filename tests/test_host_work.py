@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusible import GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import GroupedLinear, Pointwise, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
 from fusible.benchmarks.stub_extension import launching_nothing
@@ -123,6 +123,20 @@ def test_calls_of_a_replay_without_gradients(gpu):
         ]
 
     assert counts[-1] <= 90
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (8, 12)], ids=["the same rows", "other rows"])
+def test_calls_of_a_replayed_pointwise_function(gpu, rows):
+    op = Pointwise(lambda gate, up, s, limit: torch.relu(gate) * up * s, halves="concat", constants={"limit": 7.0})
+    counts = list[tuple[int, int]]()
+    for count in rows * 4:
+        x, s = torch.randn(count, 16).bfloat16().requires_grad_(), torch.rand(count, requires_grad=True)
+        dy, outputs = torch.randn(count, 8).bfloat16(), list[torch.Tensor]()
+        forward = calls_of(lambda: outputs.append(op(x, s=s)))  # noqa: B023
+        counts.append((forward, calls_of(lambda: outputs[0].backward(dy))))  # noqa: B023
+
+    assert counts[-1][0] <= 100, counts
+    assert counts[-1][1] <= 100, counts
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -36,6 +36,7 @@ TOKENS = (X[:6], IDS % 3, torch.rand(6, 2))
 GATED = Pointwise(lambda gate, up, s: gate.tanh() * up * s, halves=interleaved(4)).program.text
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
+SHIFTED = "in x b0 dy\nt0 = add x b0\ny = t0\ndx = dy\ndb0 = dy"
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "NT": (OPS.grouped_gemm, ("NT", X, [WEIGHT], SIZES, None, 2.0, None, [BIAS], SCALES, SCALES, "auto")),
     "NT of lists": (OPS.grouped_gemm, ("NT", X, [*WEIGHT], SIZES, torch.float64, None, None, [*BIAS], *PLAIN[3:])),
@@ -58,9 +59,18 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "activate backward": (OPS.activate_backward, (X, WIDE, *SPEC, SCALES, True, True)),
     "activate backward alone": (OPS.activate_backward, (X, WIDE, *SPEC, None, False, False)),
     "column sums": (OPS.column_sums, (WIDE, SIZES, torch.float32, SCALES)),
-    "pointwise": (OPS.pointwise, (WIDE, GATED, 4, SCALES[None])),
-    "pointwise backward": (OPS.pointwise_backward, (X, WIDE, GATED, 4, SCALES[None], True, True)),
-    "pointwise backward alone": (OPS.pointwise_backward, (X, None, "in x dy\ny = x\ndx = dy", None, None, True, False)),
+    "pointwise": (OPS.pointwise, (WIDE, GATED, 4, SCALES[None], None, None)),
+    "pointwise backward": (OPS.pointwise_backward, (X, WIDE, GATED, 4, SCALES[None], None, None, True, True, False)),
+    "pointwise backward alone": (
+        OPS.pointwise_backward,
+        (X, None, "in x dy\ny = x\ndx = dy", *[None] * 4, True, False, False),
+    ),
+    "pointwise with columns": (OPS.pointwise, (X, SHIFTED, None, None, torch.rand(1, 3, 8), SIZES)),
+    "pointwise backward with columns": (
+        OPS.pointwise_backward,
+        (X, None, SHIFTED, None, None, None, SIZES, False, False, True),
+    ),
+    "pointwise with a constant": (OPS.pointwise, (WIDE, "in x c0 dy\nt0 = minimum x c0\ny = t0", *[None] * 4, [0.5])),
     "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
     "route": (OPS.route, (IDS, 3)),
     "spread rows": (OPS.spread_rows, (X[:6], PLACE, COUNTS)),

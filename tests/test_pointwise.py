@@ -1,6 +1,7 @@
 """Functions of users as ops: read with their gradients, run as programs, or refused with the line that is at fault."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -382,3 +383,205 @@ def test_every_operation_says_itself_in_both_languages():
         assert operation.run(*tensors).shape == (1,)
         if operation.with_constant is not None:
             assert torch.equal(operation.with_constant(tensors[0], 0.25), operation.run(*tensors))
+
+
+def limited(gate, limit, up, s, *, slope):
+    return torch.where(gate > limit, slope * gate, gate.clamp(-limit, limit)) * up.clamp(max=limit) * s
+
+
+def limited_op(limit=1.5, slope=0.25):
+    return Pointwise(
+        lambda gate, up, limit, s, *, slope: limited(gate, limit, up, s, slope=slope),
+        halves="concat",
+        constants={"limit": limit, "slope": slope},
+    )
+
+
+def test_constants_are_parameters_of_one_program():
+    x, s = (3 * torch.randn(6, 16)).requires_grad_(), torch.rand(6, requires_grad=True)
+    op, texts = limited_op(), set()
+    for limit, slope in ((1.5, 0.25), (0.5, -2.0), (7, 0.3)):
+        op.constants = {"slope": slope, "limit": limit}
+        for each in (op, limited_op(limit, slope), copy.deepcopy(op)):
+            y = each(x, s=s)
+            gate, up = x.chunk(2, -1)
+            expected = limited(gate, limit, up, s.unsqueeze(-1), slope=slope)
+            torch.testing.assert_close(y, expected)
+            dy = torch.randn_like(y)
+            grads = (torch.autograd.grad(t, [x, s], dy) for t in (y, expected))
+            for computed, right in zip(*grads, strict=True):
+                torch.testing.assert_close(computed, right)
+            texts.add(each.program.text)
+    (text,) = texts
+    assert parse(text) == op.program
+    assert op.program.constants == ("c0", "c1")
+    assert op.constants == {"limit": 7.0, "slope": 0.3}
+    assert list(op.keywords) == ["s"]
+    assert not op.state_dict()
+
+
+def test_constants_are_exact_in_double_precision():
+    op = Pointwise(lambda x, c: x * c, constants={"c": 0.1})
+    assert op(torch.ones(1, dtype=torch.float64)) == 0.1
+
+
+def test_constants_are_printed_and_pickled():
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.702})
+    other = pickle.loads(pickle.dumps(op))
+    assert "alpha=1.702" in repr(other)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(other(x), gpt_like(*x.chunk(2, -1), alpha=1.702))
+
+
+def gpt_like(x, u, alpha):
+    return x * torch.sigmoid(alpha * x) * (u + 1)
+
+
+def test_another_constant_is_seen_by_compiled_code():
+    model = fusible.Sequential(Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0}))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 8, requires_grad=True)
+    for alpha in (1.0, 2.5, 1.0):
+        model[0].constants = {"alpha": alpha}
+        y, expected = compiled(x), gpt_like(*x.chunk(2, -1), alpha=alpha)
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(t.sum(), x)[0] for t in (y, expected)]
+        torch.testing.assert_close(*grads)
+
+
+def test_constants_cannot_be_changed_in_place():
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0})
+    op.constants["alpha"] = 3.0
+    assert op.constants == {"alpha": 1.0}
+
+
+def test_wrong_constants_are_named():
+    with pytest.raises(ValueError, match=r"gpt_like has no parameter 'beta', .*test_pointwise.py:\d+"):
+        Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0, "beta": 2.0})
+    with pytest.raises(ValueError, match="has no parameter 'x'"):
+        Pointwise(gpt_like, halves="concat", constants={"x": 1.0})
+    for wrong in ("7", None, True, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="the constant alpha must be a number"):
+            Pointwise(gpt_like, halves="concat", constants={"alpha": wrong})
+    op = Pointwise(gpt_like, halves="concat", constants={"alpha": 1.0})
+    with pytest.raises(ValueError, match=r"the constants are \['alpha'\], got \[\]"):
+        op.constants = {}
+    assert op.constants == {"alpha": 1.0}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, c: x * math.exp(c),
+        lambda x, c: x * c if c > 2 else x,
+        lambda x, c: F.softplus(x, beta=c),
+    ],
+)
+def test_a_constant_that_python_reads_is_no_part_of_a_program(function):
+    op = Pointwise(function, constants={"c": 1.5})
+    assert op.program is None
+    assert "kernels do not know numbers that Python reads from a tensor or a constant" in op.refusal
+    assert "test_pointwise.py" in op.refusal
+    x = torch.randn(3, 4)
+    for c in (1.5, 2.5):
+        op.constants = {"c": c}
+        torch.testing.assert_close(op(x), function(x, c))
+
+
+def swish(x, beta):
+    return x * torch.sigmoid(beta * x)
+
+
+def gated_swish(gate, up, s, beta, alpha, limit):
+    return swish(gate.clamp(max=limit), beta) * (up + alpha) * s
+
+
+SIZES = torch.tensor([3, 0, 4])
+
+
+def by_groups(tensor, rows):
+    """What each row reads of [E, C] or [C]; zeros past the last group."""
+    if tensor.dim() == 1:
+        return tensor.expand(rows, -1)
+    spread = tensor.repeat_interleave(SIZES, 0)
+    return torch.cat([spread, tensor.new_zeros(rows - len(spread), tensor.shape[1])])
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (8,)], ids=str)
+@pytest.mark.parametrize("halves", ["concat", interleaved(2)], ids=str)
+@pytest.mark.parametrize("in_program", [True, False])
+def test_columns_have_numbers_of_their_own(shape, halves, in_program):
+    function = (
+        gated_swish
+        if in_program
+        else lambda gate, up, s, beta, alpha, limit: torch.special.i0(gated_swish(gate, up, s, beta, alpha, limit))
+    )
+    start = {name: torch.randn(shape) for name in ("beta", "alpha")}
+    op = Pointwise(function, halves=halves, columns=start, constants={"limit": 1.5})
+    assert (op.program is not None) == in_program
+    x, s = torch.randn(9, 16, requires_grad=True), torch.rand(9, requires_grad=True)
+    sizes = {"split_sizes": SIZES} if len(shape) == 2 else {}
+    y = op(x, s=s, **sizes)
+    width = 8 if halves == "concat" else 2
+    gate, up = (part.flatten(-2) for part in x.view(9, -1, 2, width).unbind(-2))
+    rows = {name: by_groups(parameter, 9) for name, parameter in op.named_parameters()}
+    expected = function(gate, up, s.unsqueeze(-1), rows["beta"], rows["alpha"], 1.5)
+    torch.testing.assert_close(y, expected)
+    dy, leaves = torch.randn_like(y), [x, s, op.beta, op.alpha]
+    for computed, right in zip(*(torch.autograd.grad(t, leaves, dy) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(computed, right)
+
+
+def test_columns_are_parameters():
+    op = Pointwise(swish, columns={"beta": (2, 4)})
+    assert {name: p.shape for name, p in op.named_parameters()} == {"beta": (2, 4)}
+    assert op.beta.eq(0).all()
+    op.load_state_dict({"beta": torch.arange(8.0).view(2, 4)})
+    x, sizes = torch.randn(5, 4), torch.tensor([2, 3])
+    expected = swish(x, op.beta.repeat_interleave(sizes, 0))
+    for other in (op, copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        torch.testing.assert_close(other(x, split_sizes=sizes), expected)
+        torch.testing.assert_close(other(x, split_sizes=[2, 3]), expected)
+    assert "beta=[2, 4]" in repr(op)
+
+
+def test_wanted_gradients_of_columns_alone():
+    op = Pointwise(lambda x, shift: x + shift, columns={"shift": torch.ones(4)})
+    op(torch.randn(3, 4)).sum().backward()
+    assert op.shift.grad.eq(3).all()
+    op.shift.requires_grad_(False)
+    x = torch.randn(3, 4, requires_grad=True)
+    op(x).sum().backward()
+    assert x.grad.eq(1).all()
+
+
+def test_columns_in_a_container_and_in_compiled_code():
+    torch.manual_seed(0)
+    act = Pointwise(swish, columns={"beta": torch.rand(3, 8)})
+    model = fusible.Sequential(fusible.GroupedLinear(3, 4, 8), act, fusible.GroupedLinear(3, 8, 4))
+    x, results = torch.randn(7, 4, requires_grad=True), []
+    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        y = run(x, split_sizes=SIZES)
+        results.append((y, *torch.autograd.grad(y.sum(), [x, act.beta])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    hidden = model[0](x, split_sizes=SIZES)
+    torch.testing.assert_close(results[0][0], model[2](swish(hidden, by_groups(act.beta, 7)), split_sizes=SIZES))
+    assert "Pointwise" in str(model.explain(x, split_sizes=SIZES))
+
+
+def test_wrong_columns_are_named():
+    with pytest.raises(ValueError, match=r"swish has no parameter 'gamma', .*test_pointwise.py:\d+"):
+        Pointwise(swish, columns={"gamma": (4,)})
+    with pytest.raises(ValueError, match="'beta' is of a column and a constant"):
+        Pointwise(swish, columns={"beta": (4,)}, constants={"beta": 1.0})
+    with pytest.raises(ValueError, match=r"columns have one shape, got \[\(4,\), \(5,\)\]"):
+        Pointwise(lambda x, a, b: x * a + b, columns={"a": (4,), "b": (5,)})
+    with pytest.raises(ValueError, match=r"beta must be numbers \[C\] or \[E, C\]"):
+        Pointwise(swish, columns={"beta": torch.ones(4, dtype=torch.int64)})
+    op = Pointwise(swish, columns={"beta": (2, 4)})
+    with pytest.raises(fusible.ArgumentError, match="split_sizes"):
+        op(torch.randn(3, 4))
+    with pytest.raises(fusible.ArgumentError, match="expected 2 sizes, one a group"):
+        op(torch.randn(3, 4), split_sizes=[1, 1, 1])
+    with pytest.raises(fusible.ArgumentError, match="expected 4 features"):
+        op(torch.randn(3, 5), split_sizes=[1, 2])

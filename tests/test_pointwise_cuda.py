@@ -1,5 +1,6 @@
 """Pointwise functions on a GPU: one kernel forward and one backward, compiled when they are first called."""
 
+import copy
 import logging
 
 import pytest
@@ -8,11 +9,14 @@ import torch.nn.functional as F
 
 import fusible
 from fusible import Pointwise, interleaved
+from fusible.fuser import replay
+from fusible.ops.kernels.hopper.extension import is_built
 from fusible.ops.kernels.jit import pointwise as jit
 from fusible.ops.kernels.jit.cache import kernel_cache
 from tests.test_pointwise import FUNCTIONS, by_autograd
 
 pytestmark = pytest.mark.cuda
+needs_extension = pytest.mark.skipif(not is_built(), reason="needs the extension")
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -142,3 +146,78 @@ def test_eager_and_reference_agree_on_special_values():
     y = op(x, r=torch.ones(2, device="cuda"))
     expected, _ = by_autograd(FUNCTIONS["gpt-oss"][0], 2, x, {"r": torch.ones(2, device="cuda")})
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def clamped(gate, up, limit, s):
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * s
+
+
+def step(op, rows=64, numbers=torch.float32, dtype=torch.bfloat16):
+    """Output and gradients for inputs of a seed."""
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 96, generator=generator).to("cuda", dtype).requires_grad_()
+    s = torch.rand(rows, generator=generator).to("cuda", numbers).requires_grad_()
+    y = op(x, s=s)
+    return [y.detach(), *torch.autograd.grad(y, [x, s], torch.ones_like(y))]
+
+
+@needs_extension
+@pytest.mark.parametrize("numbers", [torch.float32, torch.bfloat16], ids=str)
+def test_a_function_alone_is_replayed(numbers):
+    op = Pointwise(clamped, halves="concat", constants={"limit": 0.75})
+    expected = {
+        rows: step(Pointwise(clamped, halves="concat", constants={"limit": 0.75}), rows, numbers) for rows in (64, 33)
+    }
+    for _ in range(4):
+        for rows in (64, 33):
+            step(op, rows, numbers)
+    before = replay.stats().replayed
+    for rows in (64, 33):
+        results = step(op, rows, numbers)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected[rows], strict=True))
+    assert replay.stats().replayed == before + 4
+
+
+def test_another_constant_compiles_nothing():
+    op, counts = Pointwise(clamped, halves="concat", constants={"limit": 0.75}), []
+    for limit in (0.75, 1.5, 0.25):
+        op.constants = {"limit": limit}
+        for _ in range(4):
+            results = step(op)
+        counts.append(len(kernel_cache().sizes()))
+        right = step(Pointwise(lambda g, u, s: clamped(g, u, limit, s), halves="concat"))  # noqa: B023
+        for computed, expected in zip(results, right, strict=True):
+            torch.testing.assert_close(computed, expected, rtol=2.0**-8, atol=1e-5)
+    assert counts == [counts[0], counts[0] + 2, counts[0] + 4]  # those of functions whose limit is in their code
+
+
+@needs_extension
+def test_the_driver_launches_what_the_extension_does(monkeypatch):
+    op = Pointwise(clamped, halves=interleaved(8), constants={"limit": 0.75})
+    with_extension = [step(op, rows, numbers) for rows in (1, 70000) for numbers in STEP]
+    monkeypatch.setattr(jit, "is_built", lambda: False)
+    other = copy.deepcopy(op)
+    alone = [step(other, rows, numbers) for rows in (1, 70000) for numbers in STEP]
+    for first, second in zip(with_extension, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_rows_that_are_not_aligned():
+    op = Pointwise(clamped, halves="concat", constants={"limit": 0.75})
+    memory, s = torch.randn(9 * 96 + 1, device="cuda").bfloat16(), torch.rand(9, device="cuda")
+    x = memory[1:].view(9, 96)
+    assert torch.equal(op(x, s=s), op(x.clone(), s=s))
+
+
+@needs_extension
+def test_graphs_of_replayed_calls():
+    op = Pointwise(clamped, halves="concat", constants={"limit": 0.75})
+    x, s = torch.randn(64, 96, device="cuda").bfloat16(), torch.rand(64, device="cuda")
+    for _ in range(4):
+        op(x, s=s)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = op(x, s=s)
+    x.copy_(torch.randn(64, 96))
+    graph.replay()
+    assert torch.equal(y, op(x, s=s))

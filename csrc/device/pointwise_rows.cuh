@@ -4,27 +4,22 @@
 #pragma once
 #include "device/pointwise.cuh"
 #include "device/vector.cuh"
+#include "fusible/pointwise_params.h"
 
 namespace fusible {
 
-// Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate.
-struct PointwiseParams {
-  int64_t rows;
-  unsigned columns, block;  // of y; columns of gate before as many of up
-  const void *x, *dy;
-  void *y, *dx;
-  const float* numbers;  // [kRows, rows]
-  float* dnumbers;
-};
-
-template <class F>
+// Number: the type of the numbers of rows.
+template <class F, class Number>
 struct PointwiseRow {
-  static constexpr int kCount = F::kRows ? F::kRows : 1;
+  static constexpr int kOperands = F::kRows + F::kConstants, kCount = kOperands ? kOperands : 1;
 
   DEVICE PointwiseRow(const PointwiseParams& p, int64_t row)
       : first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
+    const Number* numbers = static_cast<const Number*>(p.numbers);
 #pragma unroll
-    for (int i = 0; i < F::kRows; ++i) r[i] = p.numbers ? p.numbers[i * p.rows + row] : 0.f;
+    for (int i = 0; i < F::kRows; ++i) r[i] = numbers ? static_cast<float>(numbers[i * p.rows + row]) : 0.f;
+#pragma unroll
+    for (int i = 0; i < F::kConstants; ++i) r[F::kRows + i] = p.constants[i];
   }
   // Where the gate of a column stands in the row; its up stands `block` columns further.
   DEVICE static unsigned gate_column(unsigned column, unsigned block) {
@@ -41,10 +36,17 @@ DEVICE void each_row_of_warp(int64_t rows, Body body) {
   for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < rows; row += gridDim.x * warps) body(row);
 }
 
-template <class T, class F, int kVector>
-DEVICE void pointwise_forward(const PointwiseParams& p) {
+// Whether vectors of 16 bytes are all aligned, and each is within one block.
+template <class T>
+DEVICE bool rows_have_vectors(const PointwiseParams& p) {
+  const auto bits = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
+  return (bits(p.x) | bits(p.dy) | bits(p.y) | bits(p.dx)) % 16 == 0 && (p.columns | p.block) % (16 / sizeof(T)) == 0;
+}
+
+template <class T, class F, class Number, int kVector>
+DEVICE void forward_rows(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
-    const PointwiseRow<F> row(p, number);
+    const PointwiseRow<F, Number> row(p, number);
     const T* from = static_cast<const T*>(p.x) + row.first_of_x;
     T* to = static_cast<T*>(p.y) + row.first;
 #pragma unroll 2
@@ -61,13 +63,13 @@ DEVICE void pointwise_forward(const PointwiseParams& p) {
 }
 
 // `x` may be null where no gradient reads it.
-template <class T, class F, int kVector>
-DEVICE void pointwise_backward(const PointwiseParams& p) {
+template <class T, class F, class Number, int kVector>
+DEVICE void backward_rows(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
-    const PointwiseRow<F> row(p, number);
+    const PointwiseRow<F, Number> row(p, number);
     const T *from = static_cast<const T*>(p.x) + row.first_of_x, *above = static_cast<const T*>(p.dy) + row.first;
     T* to = static_cast<T*>(p.dx) + row.first_of_x;
-    float sums[PointwiseRow<F>::kCount] = {};
+    float sums[F::kRows ? F::kRows : 1] = {};
     for (unsigned column = threadIdx.x % 32 * kVector; column < p.columns; column += 32 * kVector) {
       float x[kVector] = {}, u[kVector] = {}, dy[kVector];
       const unsigned at = row.gate_column(column, p.block);
@@ -90,9 +92,22 @@ DEVICE void pointwise_backward(const PointwiseParams& p) {
 #pragma unroll
     for (int j = 0; j < F::kRows; ++j) {
       for (int offset = 16; offset; offset /= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], offset);
-      if (p.dnumbers && threadIdx.x % 32 == 0) p.dnumbers[j * p.rows + number] = sums[j];
+      if (p.dnumbers && threadIdx.x % 32 == 0)
+        static_cast<Number*>(p.dnumbers)[j * p.rows + number] = static_cast<Number>(sums[j]);
     }
   });
+}
+
+template <class T, class F, class Number>
+DEVICE void pointwise_forward(const PointwiseParams& p) {
+  if (rows_have_vectors<T>(p)) forward_rows<T, F, Number, 16 / sizeof(T)>(p);
+  else forward_rows<T, F, Number, 1>(p);
+}
+
+template <class T, class F, class Number>
+DEVICE void pointwise_backward(const PointwiseParams& p) {
+  if (rows_have_vectors<T>(p)) backward_rows<T, F, Number, 16 / sizeof(T)>(p);
+  else backward_rows<T, F, Number, 1>(p);
 }
 
 }  // namespace fusible

@@ -8,6 +8,7 @@
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
+#include "fusible/pointwise.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
@@ -228,6 +229,21 @@ struct ActivateBackwardLaunch : OnStream {
   }
   void complete() {}
   void run() const { activate_backward(call, device, stream); }
+};
+
+struct PointwiseLaunch : OnStream {
+  static constexpr const char* kName = "pointwise";
+  Pointwise call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    PointwiseParams& p = call.params;
+    v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
+    v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
+    v.field("numbers", p.numbers), v.field("dnumbers", p.dnumbers), v.field("constants", call.constants);
+  }
+  void complete() {}
+  void run() const { pointwise(call, device, stream); }
 };
 
 struct ZeroTailLaunch : OnStream {

@@ -27,6 +27,7 @@
 
 #include "fusible/activation.h"
 #include "fusible/error.h"
+#include "fusible/pointwise.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -165,6 +166,10 @@ class FieldCollector {
   }
   void field(const char*, Activation& activation) { visit_activation(*this, activation); }
   void field(const char*, float& value) { fields_.numbers.push_back(std::bit_cast<int32_t>(value)); }
+  void field(const char* name, Constants& constants) {
+    fields_.numbers.push_back(std::ssize(constants));
+    for (float& value : constants) field(name, value);
+  }
   template <class T>
     requires std::is_integral_v<T> || std::is_enum_v<T>
   void field(const char*, T& value) {

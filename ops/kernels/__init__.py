@@ -211,13 +211,21 @@ def activate_backward(
 
 
 @kernel(outputs.new_value, obeys_switches=False)
-def pointwise(x: Tensor, program: Program, block: int | None = None, numbers: Tensor | None = None) -> Tensor:
+def pointwise(
+    x: Tensor,
+    program: Program,
+    block: int | None = None,
+    numbers: Tensor | None = None,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+    constants: tuple[float, ...] = (),
+) -> Tensor:
     """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
-    y = outputs.new_value(x, program)
+    y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
-        recording.pointwise(x, numbers, y)
+        recording.pointwise(program, x, rows, y)
     elif not x.is_meta:
-        pointwise_choice(x, numbers)[0].forward(program, PointwiseRows(x, block, numbers), y)
+        pointwise_choice(program, x, rows)[0].forward(program, rows, y)
     return y
 
 
@@ -228,16 +236,21 @@ def pointwise_backward(
     program: Program,
     block: int | None = None,
     numbers: Tensor | None = None,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
     *,
     want_x: bool,
     want_numbers: bool,
+    want_vectors: bool,
+    constants: tuple[float, ...] = (),
 ) -> PointwiseGrads:
-    """The gradients of x and of the numbers, if wanted, from ``dy`` [rows, C]. Those of the numbers are sums by row."""
-    out = outputs.new_pointwise_grads(dy, program, numbers, want_x, want_numbers)
+    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C]."""
+    out = outputs.new_pointwise_grads(dy, program, numbers, split_sizes, want_x, want_numbers, want_vectors)
+    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
-        recording.pointwise(dy, numbers, x, *out)
+        recording.pointwise(program, dy, rows, x, *out)
     elif not dy.is_meta:
-        pointwise_choice(dy, numbers)[0].backward(program, PointwiseRows(x, block, numbers), dy, out)
+        pointwise_choice(program, dy, rows)[0].backward(program, rows, dy, out)
     return out
 
 

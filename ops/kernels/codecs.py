@@ -65,6 +65,7 @@ CODECS: dict[Any, Codec] = {
     **{annotation | None: Codec((f"{name}? {{}}",)) for annotation, name in _NAMES.items()},
     Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
+    tuple[float, ...]: Codec(("float[] {}=[]",), lambda numbers: (list(numbers),), tuple),
     Program: Codec(("str {}",), lambda program: (program.text,), parse),
     Program | None: Codec(("str? {}",), lambda program: (program and program.text,), lambda text: text and parse(text)),
     float | Tensor | None: Codec(("float? {}", "Tensor? {}s"), _factor, _unfactored),

@@ -10,12 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
 from ..activation_spec import ActivationSpec
+from ..programs.program import Program
 from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
@@ -23,7 +23,7 @@ from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
 from .interface import ActivationKernels, Backend, PointwiseKernels, RowKernels
 from .jit import pointwise as jit_pointwise
-from .problem import GroupedGemm
+from .problem import GroupedGemm, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
@@ -153,16 +153,16 @@ def activation_choice(
 ) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     if spec.program is not None:
-        wide = scales if scales is not None and scales.dtype == torch.float64 else None
-        kernels, why = pointwise_choice(preact, wide)
+        numbers = scales if scales is None else scales.reshape(1, -1)
+        kernels, why = pointwise_choice(spec.program, preact, PointwiseRows(preact, spec.block, numbers))
         return FunctionKernels(kernels, spec.program), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 
 
-def pointwise_choice(columns: Tensor, numbers: Tensor | None) -> tuple[PointwiseKernels, str]:
-    """For a pointwise program over such columns, with such numbers of the rows; and why not our own."""
-    refusal = partial(jit_pointwise.refusal, columns, numbers)
+def pointwise_choice(program: Program, columns: Tensor, rows: PointwiseRows) -> tuple[PointwiseKernels, str]:
+    """For a pointwise program over such columns, with what else it reads; and why not our own."""
+    refusal = partial(jit_pointwise.refusal, program, columns, rows)
     return _ours_or(pytorch_pointwise, jit_pointwise, refusal, "pointwise function", columns)
 
 

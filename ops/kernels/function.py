@@ -33,7 +33,7 @@ class FunctionKernels(NamedTuple):
         """From ``dpostact`` [..., F] what ``out`` has tensors for."""
         rows = _rows(preact, spec, scales)
         dscales = None if out.scales is None else torch.empty_like(rows.numbers)  # type: ignore[arg-type]
-        grads = PointwiseGrads(_flat(out.preact), dscales)
+        grads = PointwiseGrads(_flat(out.preact), dscales, None)
         self.kernels.backward(self.program, rows, _flat(dpostact).contiguous(), grads)
         if out.scales is not None and dscales is not None:
             out.scales.copy_(dscales.view(out.scales.shape))
@@ -43,12 +43,9 @@ class FunctionKernels(NamedTuple):
 
 def _rows(preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> PointwiseRows:
     flat = _flat(preact).contiguous()
-    dtype = torch.promote_types(preact.dtype, torch.float32)
     if scales is None:
-        return PointwiseRows(flat, spec.block, preact.new_ones((1, flat.shape[0]), dtype=dtype))
-    return PointwiseRows(
-        flat, spec.block, scales.reshape(1, -1).to(torch.promote_types(dtype, scales.dtype)).contiguous()
-    )
+        scales = preact.new_ones(flat.shape[0], dtype=torch.promote_types(preact.dtype, torch.float32))
+    return PointwiseRows(flat, spec.block, scales.reshape(1, -1).contiguous())
 
 
 def _flat(rows: Tensor) -> Tensor:

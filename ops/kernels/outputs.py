@@ -64,12 +64,28 @@ def new_value(x: Tensor, program: Program) -> Tensor:
 
 
 def new_pointwise_grads(
-    dy: Tensor, program: Program, numbers: Tensor | None, want_x: bool, want_numbers: bool
+    dy: Tensor,
+    program: Program,
+    numbers: Tensor | None,
+    split_sizes: Tensor | None,
+    want_x: bool,
+    want_numbers: bool,
+    want_vectors: bool,
 ) -> PointwiseGrads:
     """The wanted gradients of a pointwise program."""
     dx = dy.new_empty((dy.shape[0], dy.shape[1] * len(program.arguments))) if want_x else None
-    wide = torch.promote_types(dy.dtype, torch.float32 if numbers is None else numbers.dtype)
-    return PointwiseGrads(dx, dy.new_empty((len(program.rows), dy.shape[0]), dtype=wide) if want_numbers else None)
+    dtype = compute_dtype(dy, None) if numbers is None else numbers.dtype
+    dnumbers = dy.new_empty((len(program.rows), dy.shape[0]), dtype=dtype) if want_numbers else None
+    groups = 1 if split_sizes is None else split_sizes.shape[0]
+    shape = len(program.columns), groups, dy.shape[1]
+    dvectors = dy.new_empty(shape, dtype=compute_dtype(dy, None)) if want_vectors else None
+    return PointwiseGrads(dx, dnumbers, dvectors)
+
+
+def compute_dtype(columns: Tensor, numbers: Tensor | None) -> torch.dtype:
+    """What a pointwise program computes in: float32, or wider where an operand is."""
+    dtype = torch.promote_types(columns.dtype, torch.float32)
+    return dtype if numbers is None else torch.promote_types(dtype, numbers.dtype)
 
 
 def fill_without_rows(problem: GroupedGemm) -> None:

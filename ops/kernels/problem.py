@@ -215,15 +215,26 @@ class PointwiseRows(NamedTuple):
         x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
         block: columns of gate before as many of up; None: one block of each.
         numbers: [R, rows], contiguous: the numbers of each row.
+        constants: one number for all elements, for each constant of the program.
+        vectors: [K, groups, C], contiguous: the numbers of each column, of a group or of all rows.
+        split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
+            last group reads zeros.
     """
 
     x: Tensor | None
     block: int | None
     numbers: Tensor | None
+    constants: tuple[float, ...] = ()
+    vectors: Tensor | None = None
+    split_sizes: Tensor | None = None
 
 
 class PointwiseGrads(NamedTuple):
-    """The gradients of a pointwise program; None for what is not wanted. Those of the numbers are sums by row."""
+    """The gradients of a pointwise program; None for what is not wanted.
+
+    Those of the numbers are sums by row, those of the vectors by column and group.
+    """
 
     x: Tensor | None
     numbers: Tensor | None
+    vectors: Tensor | None

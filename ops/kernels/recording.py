@@ -6,13 +6,14 @@ from torch import Tensor
 
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
+from ..programs.program import Program
 from . import unfused
 from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .interface import RowKernels
-from .problem import ActivateBackward, GroupedGemm, Matrices, first, nbytes
+from .problem import ActivateBackward, GroupedGemm, Matrices, PointwiseRows, first, nbytes
 from .pytorch import pointwise as pytorch_pointwise
 
 
@@ -48,11 +49,13 @@ def activation(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *row
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 
-def pointwise(columns: Tensor, numbers: Tensor | None, *moved: Tensor | None) -> None:
+def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Tensor | None) -> None:
     """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
-    kernels, reason = pointwise_choice(columns, numbers)
+    kernels, reason = pointwise_choice(program, columns, rows)
     kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"
-    trace.record(trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, numbers, *moved)))
+    trace.record(
+        trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, rows.numbers, rows.vectors, *moved))
+    )
 
 
 def column_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

@@ -53,7 +53,7 @@ def then(first: Program, second: Program) -> Program:
 
 def _inlined(builder: Builder, program: Program, inputs: Mapping[str, Value]) -> dict[str, Value]:
     """Adds the lines of a program, with its inputs replaced by values of the builder; returns its outputs."""
-    values: dict[Value, Value] = {**inputs}
+    values: dict[Value, Value] = dict(inputs.items())
     for name, operation, arguments in program.lines:
         values[name] = builder(operation, *[values.get(argument, argument) for argument in arguments])
     return {name: values.get(value, value) for name, value in program.outputs}

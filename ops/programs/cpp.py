@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-
-import torch
 
 from .program import OPERATIONS, Program, Value, part_of
 
@@ -12,29 +11,32 @@ from .program import OPERATIONS, Program, Value, part_of
 def function_type(program: Program, name: str = "Function", *, fast: bool = True, vectors: int = 1) -> str:
     """The definition of a type that computes a program, for elements of a kernel.
 
-    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kVectors`` (for epilogues:
-    how many vectors a lane differentiates at a time), ``forward(x, u, r)``, and ``backward(x, u, r, dy)``, which
-    returns ``Gradients{y, dx, du, dr}``. Nothing of the text is the user's.
+    Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kColumns`` (of a column),
+    ``kConstants``, ``kVectors`` (for epilogues: how many vectors a lane differentiates at a time), ``forward(x, u,
+    r)``, and ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. In ``r`` stand the numbers of the
+    row, those of the column and the constants. Nothing of the text is the user's.
 
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
         vectors: see ``kVectors``.
     """
-    rows = program.rows
-    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{row}" for row in rows))
-    names = {**dict(zip(rows, (f"r[{i}]" for i in range(len(rows))), strict=True)), "x": "x", "u": "u", "dy": "dy"}
+    numbers = program.rows + program.columns
+    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
+    operands = {name: f"r[{i}]" for i, name in enumerate(numbers + program.constants)}
+    names = {**operands, "x": "x", "u": "u", "dy": "dy"}
     forward, backward = part_of(program, ("y",)), part_of(program, outputs)
     results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
-    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{row}"], names) for row in rows)
+    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{name}"], names) for name in numbers)
     return f"""struct {name} {{
   using M = Math<{_bool(fast)}>;
   static constexpr bool kGated = {_bool("u" in program.inputs)};
-  static constexpr int kRows = {len(rows)};
+  static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
+  static constexpr int kConstants = {len(program.constants)};
   static constexpr int kVectors = {vectors};
   DEVICE static float forward(float x, float u, const float* r) {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}
-  DEVICE static Gradients<kRows> backward(float x, float u, const float* r, float dy) {{
+  DEVICE static Gradients<kRows + kColumns> backward(float x, float u, const float* r, float dy) {{
     {_statements(backward, names)}return {{{", ".join(results)}, {{{row_results}}}}};
   }}
 }};
@@ -43,7 +45,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
 
 def number(x: float) -> str:
     """A float of C++ with the value that x has in float32."""
-    x = float(torch.tensor(x, dtype=torch.float32, device="cpu"))
+    x = ctypes.c_float(x).value
     if math.isnan(x):
         return "NAN"
     return f"{x.hex()}f" if math.isfinite(x) else "INFINITY" if x > 0 else "-INFINITY"

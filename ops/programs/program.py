@@ -86,9 +86,9 @@ class Program:
 
     Attributes:
         inputs: the names of what it reads: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, …
-            (numbers of a row), ``dy`` (the gradient of ``y``).
+            (numbers of a row), ``b0``, … (numbers of a column), ``c0``, … (constants), ``dy`` (the gradient of ``y``).
         lines: in an order in which they can be computed.
-        outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, by name.
+        outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, ``db0``, …, by name.
     """
 
     inputs: tuple[str, ...]
@@ -104,6 +104,16 @@ class Program:
     def rows(self) -> tuple[str, ...]:
         """The inputs that are numbers of a row."""
         return tuple([name for name in self.inputs if name[0] == "r"])
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The inputs that are numbers of a column."""
+        return tuple([name for name in self.inputs if name[0] == "b"])
+
+    @cached_property
+    def constants(self) -> tuple[str, ...]:
+        """The inputs that are one number for all elements."""
+        return tuple([name for name in self.inputs if name[0] == "c"])
 
     def only(self, names: Iterable[str]) -> Program:
         """What these outputs need and no more, with the lines renumbered. The inputs stay."""
@@ -169,6 +179,15 @@ class Program:
 def part_of(program: Program, outputs: tuple[str, ...]) -> Program:
     """:meth:`Program.only`, computed once."""
     return program.only(outputs)
+
+
+@lru_cache(maxsize=1024)
+def with_constants(program: Program, constants: tuple[float, ...]) -> Program:
+    """The program with these numbers in place of its constants."""
+    values: dict[Value, Value] = dict(zip(program.constants, constants, strict=True))
+    lines = [Line(name, op, tuple([values.get(a, a) for a in arguments])) for name, op, arguments in program.lines]
+    inputs = tuple([name for name in program.inputs if name not in values])
+    return Program(inputs, tuple(lines), tuple([(name, values.get(v, v)) for name, v in program.outputs]))
 
 
 @lru_cache(maxsize=1024)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .builder import Builder
-from .program import Program, Value
+from .program import Program, Value, with_constants
 from .rules import RULES
 
 Function = Callable[..., Tensor]
@@ -27,6 +27,7 @@ _SHAPE = (5, 7)
 _TRIAL = (8, 48)
 _OF_WHOLE_NUMBERS = frozenset({"where", "full", "full_like", "zeros_like", "ones_like"})
 """What may have an integer dtype: a choice among constants, which becomes float32 where it meets x."""
+_NUMBERS_OF_PYTHON = {"_local_scalar_dense": "numbers that Python reads from a tensor or a constant"}
 _READ_BY_NAME = frozenset({"alpha", "rounding_mode", "approximate", "min", "max", "dtype"})
 
 
@@ -38,58 +39,63 @@ class NotPointwiseError(ValueError):
     """The function is none of one element of each argument."""
 
 
-def trace(function: Function, inputs: tuple[str, ...]) -> Program:
-    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ….
+def trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> Program:
+    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ``db0``, ….
 
     Runs in a thread of its own, so under no mode of the caller: inference, another trace, a default device. The state
     of the user's random numbers does not change.
 
     Args:
-        function: takes a tensor for each input, all of the same shape.
-        inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row.
+        function: takes a tensor for each input, all of the same shape, then the constants.
+        inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row and
+            ``b0``, … for those of a column.
+        constants: ``c0``, … of the program. Other numbers may take their place later.
 
     Raises:
         UnknownFunctionError: an operation that kernels do not know.
         NotPointwiseError: an element depends on more than its own inputs.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace, function, inputs).result()
+        return thread.submit(_trace, function, inputs, constants).result()
 
 
-def check_pointwise(function: Function, inputs: tuple[str, ...]) -> None:
+def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> None:
     """Tries out a function that cannot be traced: parts of its arguments must give the same parts of its result.
 
     Raises:
         NotPointwiseError: they do not.
     """
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_check_pointwise, function, inputs).result()
+        thread.submit(_check_pointwise, function, inputs, constants).result()
 
 
-def _trace(function: Function, inputs: tuple[str, ...]) -> Program:
-    tracer = _Tracer(function, (*inputs, "dy"))
+def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> Program:
+    names = (*inputs, *[f"c{i}" for i in range(len(constants))], "dy")
+    tracer = _Tracer(function, names)
     generator = torch.Generator().manual_seed(0)
     *leaves, dy = [_random(_SHAPE, generator, name != "dy") for name in (*inputs, "dy")]
-    for name, leaf in zip((*inputs, "dy"), [*leaves, dy], strict=True):
+    numbers = [torch.tensor(constant, dtype=torch.float32, device="cpu") for constant in constants]
+    for name, leaf in zip(names, [*leaves, *numbers, dy], strict=True):
         tracer.values[_memory(leaf)] = name
     with tracer:
-        y = _call(function, leaves)
+        y = _call(function, leaves, numbers)
         if y.dtype != torch.float32 or y.shape != _SHAPE:
             raise NotPointwiseError(_expected_result(function, y))
         outputs = {"y": tracer.value(y)}
         for name, grad in zip(inputs, _gradients(y, leaves, dy), strict=True):
             outputs[f"d{name}"] = 0.0 if grad is None else tracer.value(grad)
     program = tracer.builder.program(outputs)
-    _try_out(function, program, inputs)
+    _try_out(function, program, inputs, tuple(constants))
     return program
 
 
-def _try_out(function: Function, program: Program, inputs: tuple[str, ...]) -> None:
-    """Compares the program with the function on other numbers of another shape, where a row has one number."""
+def _try_out(function: Function, program: Program, inputs: tuple[str, ...], constants: tuple[float, ...]) -> None:
+    """Compares the program with the function on other numbers of another shape, where a row or column has one."""
     leaves = _trial_inputs(inputs)
-    y = _call(function, leaves)
+    y = _call(function, leaves, constants)
     dy = _random(_TRIAL, torch.Generator().manual_seed(2), requires_grad=False)
-    computed = program.run({**{name: t.detach() for name, t in zip(inputs, leaves, strict=True)}, "dy": dy})
+    tensors = {**{name: t.detach() for name, t in zip(inputs, leaves, strict=True)}, "dy": dy}
+    computed = with_constants(program, constants).run(tensors)
     same = y.shape == _TRIAL and _close(y, computed["y"].expand(_TRIAL), 1e-4)
     for name, leaf, grad in zip(inputs, leaves, _gradients(y, leaves, dy), strict=True):
         summed = computed[f"d{name}"].expand(_TRIAL).sum_to_size(leaf.shape)
@@ -98,27 +104,27 @@ def _try_out(function: Function, program: Program, inputs: tuple[str, ...]) -> N
         raise NotPointwiseError(_depends_on_more(function))
 
 
-def _check_pointwise(function: Function, inputs: tuple[str, ...]) -> None:
+def _check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
     with torch.random.fork_rng(devices=()):  # it may draw random numbers
-        _compare_parts(function, inputs)
+        _compare_parts(function, inputs, constants)
 
 
-def _compare_parts(function: Function, inputs: tuple[str, ...]) -> None:
+def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
     leaves = [leaf.detach() for leaf in _trial_inputs(inputs)]
-    y, again = _call(function, leaves), _call(function, leaves)
+    y, again = _call(function, leaves, constants), _call(function, leaves, constants)
     if y.shape != _TRIAL or not y.dtype.is_floating_point:
         raise NotPointwiseError(_expected_result(function, y))
-    rows = _call(function, [leaf[2:5] for leaf in leaves])
-    columns = _call(function, [leaf if leaf.shape[1] == 1 else leaf[:, 7:20] for leaf in leaves])
+    rows = _call(function, [leaf if leaf.shape[0] == 1 else leaf[2:5] for leaf in leaves], constants)
+    columns = _call(function, [leaf if leaf.shape[1] == 1 else leaf[:, 7:20] for leaf in leaves], constants)
     elements = [leaf.expand(_TRIAL)[:, :6].reshape(-1, 1, 1) for leaf in leaves]  # of both signs, each by itself
-    alone = torch.stack([_call(function, element) for element in zip(*elements, strict=True)])
+    alone = torch.stack([_call(function, element, constants) for element in zip(*elements, strict=True)])
     same = _close(y, again, 0) and _close(y[2:5], rows, 1e-4) and _close(y[:, 7:20], columns, 1e-4)
     if not (same and _close(y[:, :6].reshape(-1), alone.reshape(-1), 1e-4)):
         raise NotPointwiseError(_depends_on_more(function))
 
 
-def _call(function: Function, leaves: Sequence[Tensor]) -> Tensor:
-    y = function(*[leaf * 1.0 for leaf in leaves])  # not the leaves themselves: it may write in place
+def _call(function: Function, leaves: Sequence[Tensor], constants: Sequence[Tensor | float]) -> Tensor:
+    y = function(*[leaf * 1.0 for leaf in leaves], *constants)  # not the leaves themselves: it may write in place
     if not isinstance(y, Tensor):
         raise NotPointwiseError(f"{name_of(function)}: must return one tensor, returned a {type(y).__name__}")
     return y
@@ -132,8 +138,8 @@ def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tens
 
 def _trial_inputs(inputs: tuple[str, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = [(_TRIAL[0], 1) if name[0] == "r" else _TRIAL for name in inputs]
-    return [_random(shape, generator, True, 3.0) for shape in shapes]
+    shapes = {"r": (_TRIAL[0], 1), "b": (1, _TRIAL[1])}
+    return [_random(shapes.get(name[0], _TRIAL), generator, True, 3.0) for name in inputs]
 
 
 def _random(shape: tuple[int, int], generator: torch.Generator, requires_grad: bool, scale: float = 1.0) -> Tensor:
@@ -196,7 +202,7 @@ class _Tracer(TorchDispatchMode):
         with self:
             result = decomposition(*args, **kwargs)
         if result is NotImplemented:
-            raise self._unknown(name)
+            raise self._unknown(_NUMBERS_OF_PYTHON.get(name, name))
         return result
 
     def _check_result(self, name: str, result: Tensor) -> None:

@@ -17,6 +17,7 @@ from emulation import build
 
 from fusible.benchmarks import stub_extension
 from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit.pointwise import KernelForm
 
 
 class Emulation:
@@ -47,6 +48,10 @@ class Emulation:
     def load_function(self, text: str) -> int:
         """The handle of the kernel of a source: in place of NVRTC and the driver."""
         return ctypes.cast(ctypes.CDLL(str(build.build_function(text, self._path))).kernel, ctypes.c_void_p).value or 0
+
+    def kernel_function(self, form: KernelForm, device: int) -> int:
+        """The handle of a kernel that is compiled while the program runs: its address."""
+        return self.load_function(form.source())
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

@@ -17,30 +17,27 @@ class LoadedKernel:
     """The function ``kernel`` of a cubin. It belongs to no context, so that one serves all devices of an architecture.
 
     Attributes:
-        threads: of a block.
+        handle: of the function: a CUkernel, which the extension takes as a number.
     """
 
-    def __init__(self, cubin: bytes, threads: int) -> None:
-        self.threads, self._cubin = threads, cubin  # the driver may read the cubin again
-        library, self._kernel = ctypes.c_void_p(), ctypes.c_void_p()
+    def __init__(self, cubin: bytes) -> None:
+        self._cubin = cubin  # the driver may read it again
+        library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
         _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0))
-        _check(_driver().cuLibraryGetKernel(ctypes.byref(self._kernel), library, b"kernel"))
+        _check(_driver().cuLibraryGetKernel(ctypes.byref(kernel), library, b"kernel"))
+        assert kernel.value
+        self.handle = kernel.value
 
-    @property
-    def handle(self) -> int:
-        """Of the kernel (cudaKernel_t), for launches by others."""
-        return int(self._kernel.value or 0)
 
-    def launch(self, blocks: int, parameters: bytes, device: torch.device) -> None:
-        """Launches it on the current stream of a device, with one structure as its only parameter."""
-        arguments = (ctypes.c_char_p * 1)(parameters)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        grid_and_block = blocks, 1, 1, self.threads, 1, 1
-        if device.index == torch._C._cuda_getDevice():
-            _check(_driver().cuLaunchKernel(self._kernel, *grid_and_block, 0, stream, arguments, None))
-            return
-        with torch.cuda.device(device):
-            _check(_driver().cuLaunchKernel(self._kernel, *grid_and_block, 0, stream, arguments, None))
+def launch(function: int, blocks: int, threads: int, parameters: bytes, device: int, stream: int) -> None:
+    """Launches a kernel by its handle, with one structure as its only parameter."""
+    arguments = (ctypes.c_char_p * 1)(parameters)
+    grid_and_block = blocks, 1, 1, threads, 1, 1
+    if device == torch._C._cuda_getDevice():
+        _check(_driver().cuLaunchKernel(function, *grid_and_block, 0, stream, arguments, None))
+        return
+    with torch.cuda.device(device):
+        _check(_driver().cuLaunchKernel(function, *grid_and_block, 0, stream, arguments, None))
 
 
 @cache

@@ -111,7 +111,7 @@ def _load(kernels: EpilogueForm, variant: int) -> int:
 
 def load(text: str) -> int:
     """The handle of the kernel of a source."""
-    return LoadedKernel(compiled(text, _ARCHITECTURE), 0).handle
+    return LoadedKernel(compiled(text, _ARCHITECTURE)).handle
 
 
 def _epilogue(kernels: EpilogueForm) -> str:

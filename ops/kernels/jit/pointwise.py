@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -11,104 +10,130 @@ from torch import Tensor
 
 from ...programs.cpp import function_type
 from ...programs.program import Program
+from ..architecture import Capability, capability_of
+from ..hopper.extension import address, is_built, library, stream
 from ..problem import PointwiseGrads, PointwiseRows
+from . import pointwise_driver
 from .compilation import compiled
 from .driver import LoadedKernel
 from .nvrtc import CompileError, compiler
+from .pointwise_driver import MOST_CONSTANTS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
-_THREADS = 256
-_BLOCKS_PER_MULTIPROCESSOR = 8
-_VECTOR_BYTES = 16
-_OLDEST = (8, 0)  # whose instructions convert bfloat16
+_OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
 _ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 
-def refusal(x: Tensor, numbers: Tensor | None) -> str | None:
-    """Why these kernels do not take such rows, None: they do."""
-    if x.dtype not in _ELEMENTS:
-        return f"computes no {str(x.dtype).removeprefix('torch.')}"
-    if numbers is not None and numbers.dtype != torch.float32:
-        return "reads numbers of a row in float32"
-    return _refusal_of_device(x.device)
+class KernelForm(NamedTuple):
+    """What a kernel is compiled for: the direction, the program, and the types of columns and of numbers of rows."""
 
+    direction: str
+    program: Program
+    columns: torch.dtype
+    numbers: torch.dtype
 
-def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
-    """Fills ``out`` [rows, C]."""
-    _run("forward", program, out, Addresses(rows.x, None, out, None, rows.numbers, None), rows.block)
-
-
-def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
-    """Fills what ``out`` has tensors for."""
-    _run("backward", program, dy, Addresses(rows.x, dy, None, out.x, rows.numbers, out.numbers), rows.block)
-
-
-def source(direction: str, program: Program, dtype: torch.dtype, vector: int) -> str:
-    """The CUDA source of a kernel."""
-    function = function_type(program, fast=dtype != torch.float32)
-    parameters = "const __grid_constant__ fusible::PointwiseParams p"
-    return f"""#include "device/pointwise_rows.cuh"
+    def source(self) -> str:
+        """The CUDA source."""
+        function = function_type(self.program, fast=self.columns != torch.float32)
+        arguments = f"{_ELEMENTS[self.columns]}, fusible::Function, {_ELEMENTS[self.numbers]}"
+        return f"""#include "device/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
-extern "C" __global__ void __launch_bounds__({_THREADS}) kernel({parameters}) {{
-  fusible::pointwise_{direction}<{_ELEMENTS[dtype]}, fusible::Function, {vector}>(p);
+static_assert(sizeof(fusible::PointwiseParams) == {PARAMS_BYTES} && fusible::kPointwiseThreads == {THREADS});
+extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_constant__ fusible::PointwiseParams p) {{
+  fusible::pointwise_{self.direction}<{arguments}>(p);
 }}
 """
 
 
-class Addresses(NamedTuple):
-    """The tensors of PointwiseParams, in csrc/device/pointwise_rows.cuh; None for what is not there or not wanted."""
+def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | None:
+    """Why these kernels do not take such rows, None: they do."""
+    if columns.dtype not in _ELEMENTS:
+        return f"computes no {_name(columns.dtype)}"
+    if rows.numbers is not None and rows.numbers.dtype not in _ELEMENTS:
+        return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
+    if len(rows.constants) > MOST_CONSTANTS:
+        return f"takes at most {MOST_CONSTANTS} constants, got {len(rows.constants)}"
+    if rows.vectors is not None or program.columns:
+        return "reads a number for each column"
+    return device_refusal(columns.get_device())
 
-    x: Tensor | None
-    dy: Tensor | None
-    y: Tensor | None
-    dx: Tensor | None
-    numbers: Tensor | None
-    dnumbers: Tensor | None
+
+def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
+    """Fills ``out`` [rows, C]."""
+    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None))
 
 
-def _run(direction: str, program: Program, like: Tensor, tensors: Addresses, block: int | None) -> None:
-    """``like`` is a tensor of the columns of y."""
-    rows, columns = like.shape
-    if not rows or not columns:
+def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
+    """Fills what ``out`` has tensors for."""
+    _launch("backward", program, rows, dy, None, out)
+
+
+def _launch(
+    direction: str, program: Program, rows: PointwiseRows, dy: Tensor | None, y: Tensor | None, grads: PointwiseGrads
+) -> None:
+    columns, numbers = y if dy is None else dy, grads.numbers if rows.numbers is None else rows.numbers
+    assert columns is not None
+    if not columns.numel():
         return
-    width = block or columns
-    architecture, most = _device(like.device)
-    kernel = _loaded(direction, program, like.dtype, _vector(like, tensors, width), architecture)
-    blocks = -(-rows // (_THREADS // 32))
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    kernel.launch(min(blocks, most), struct.pack("@qII6P", rows, columns, width, *addresses), like.device)
+    device, (count, width) = columns.get_device(), columns.shape
+    form = KernelForm(direction, program, columns.dtype, torch.float32 if numbers is None else numbers.dtype)
+    launches = library() if is_built() else pointwise_driver
+    launches.pointwise(
+        function=kernel_function(form, device),
+        device=device,
+        stream=stream(device),
+        rows=count,
+        columns=width,
+        block=rows.block or width,
+        x=address(rows.x),
+        dy=address(dy),
+        y=address(y),
+        dx=address(grads.x),
+        numbers=address(rows.numbers),
+        dnumbers=address(grads.numbers),
+        constants=rows.constants,
+    )
 
 
-@lru_cache(maxsize=1024)
-def _loaded(direction: str, program: Program, dtype: torch.dtype, vector: int, architecture: str) -> LoadedKernel:
+@cache
+def kernel_function(form: KernelForm, device: int) -> int:
+    """The handle of a kernel. It is kept: replays hold it.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a pointwise function is compiled at its first call; call it once before the capture")
-    return LoadedKernel(compiled(source(direction, program, dtype, vector), architecture), _THREADS)
+    major, minor = _asked(device)
+    return _loaded(form.source(), f"sm_{major}{minor}").handle
 
 
 @cache
-def _device(device: torch.device) -> tuple[str, int]:
-    """Its architecture, and the most blocks of a launch: as many as run at once."""
-    properties = torch.cuda.get_device_properties(device)
-    most = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
-    return f"sm_{properties.major}{properties.minor}", most
+def _loaded(text: str, architecture: str) -> LoadedKernel:
+    return LoadedKernel(compiled(text, architecture))
 
 
-def _vector(like: Tensor, tensors: Addresses, width: int) -> int:
-    """The elements that a lane reads at once: 16 bytes where every vector is aligned and within one block."""
-    elements = _VECTOR_BYTES // like.element_size()
-    addresses = [tensor.data_ptr() for tensor in tensors[:4] if tensor is not None]
-    is_aligned = not any(address % _VECTOR_BYTES for address in addresses)
-    return elements if is_aligned and not (like.shape[1] % elements or width % elements) else 1
+def device_refusal(device: int) -> str | None:
+    """Why no kernel runs on this CUDA device; None: all do."""
+    return _refusal_of(assumed() or _asked(device))
 
 
 @cache
-def _refusal_of_device(device: torch.device) -> str | None:
-    if torch.cuda.get_device_capability(device) < _OLDEST:
-        return f"{torch.cuda.get_device_name(device)} is older than compute capability {_OLDEST[0]}.{_OLDEST[1]}"
+def _asked(device: int) -> Capability:
+    return capability_of(device)
+
+
+@cache
+def _refusal_of(capability: Capability) -> str | None:
+    if capability < _OLDEST:
+        return f"needs compute capability {_OLDEST} or newer, got {capability}"
     try:
         compiler()
     except CompileError as error:
         return str(error)
     return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

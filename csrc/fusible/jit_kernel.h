@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels that are compiled while the program runs, by ops/kernels/jit.
+#pragma once
+#include <cstdint>
+
+#include "kernels/kernel_entry.h"
+
+namespace fusible {
+
+// What cuLibraryGetKernel gave for it; 0: none. A CUkernel is a cudaKernel_t, which the runtime takes for the address
+// of a kernel. It belongs to no context, so one serves every device, and it is never unloaded. A launch declares it as
+// a number, since it is no address of a call: a replay keeps it.
+using JitKernel = int64_t;
+
+// Throws fusible::Error without a kernel.
+KernelEntry entry_of(JitKernel kernel, int threads, int shared_bytes = 0);
+
+// A kernel that takes the place of a built-in one has the same threads and shared memory. Without one: the built-in.
+inline KernelEntry in_place_of(const KernelEntry& built_in, JitKernel kernel) {
+  return kernel ? entry_of(kernel, built_in.threads, built_in.shared_bytes) : built_in;
+}
+
+}  // namespace fusible

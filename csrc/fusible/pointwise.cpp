@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fusible/pointwise.h"
+
+#include <algorithm>
+
+#include "fusible/device.h"
+#include "fusible/error.h"
+
+namespace fusible {
+namespace {
+
+constexpr int kBlocksPerMultiprocessor = 8, kWarps = kPointwiseThreads / 32;  // a warp has a row
+
+}  // namespace
+
+void pointwise(const Pointwise& call, int device, cudaStream_t stream) {
+  PointwiseParams params = call.params;
+  FUSIBLE_CHECK(std::ssize(call.constants) <= kPointwiseConstants, "takes at most ", kPointwiseConstants,
+                " constants, got ", call.constants.size());
+  std::ranges::copy(call.constants, params.constants);
+  if (!params.rows || !params.columns) return;
+  const DeviceGuard guard(device);
+  const KernelEntry kernel = entry_of(call.function, kPointwiseThreads);
+  const int64_t blocks = std::min<int64_t>((params.rows + kWarps - 1) / kWarps,
+                                           kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(static_cast<unsigned>(blocks));
+  launch.blockDim = dim3(kernel.threads);
+  launch.dynamicSmemBytes = kernel.shared_bytes;
+  launch.stream = stream;
+  void* arguments[] = {&params};
+  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), "pointwise function of ", params.rows,
+                     " rows of ", params.columns, " columns");
+}
+
+}  // namespace fusible

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a pointwise kernel is launched with. Kernels that are compiled at run time read it too, so it includes no
+// headers of the host.
+#pragma once
+#include <cstdint>
+
+namespace fusible {
+
+inline constexpr int kPointwiseThreads = 256, kPointwiseConstants = 16;
+
+// Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate.
+struct PointwiseParams {
+  int64_t rows;
+  unsigned columns, block;  // of y; columns of gate before as many of up
+  const void *x, *dy;
+  void *y, *dx;
+  const void* numbers;  // [kRows, rows]
+  void* dnumbers;       // in their type
+  float constants[kPointwiseConstants];
+};
+
+}  // namespace fusible

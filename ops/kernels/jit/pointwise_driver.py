@@ -1,0 +1,44 @@
+"""``pointwise`` of the extension for GPUs without the extension: the same keywords, launched by the CUDA driver."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import torch
+
+from . import driver
+
+THREADS, MOST_CONSTANTS = 256, 16  # kPointwiseThreads, kPointwiseConstants in csrc/fusible/pointwise_params.h
+_BLOCKS_PER_MULTIPROCESSOR = 8
+_PARAMS = struct.Struct(f"@qII6P{MOST_CONSTANTS}f")
+PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
+
+
+def pointwise(
+    *,
+    function: int,
+    device: int,
+    stream: int,
+    rows: int,
+    columns: int,
+    block: int,
+    x: int,
+    dy: int,
+    y: int,
+    dx: int,
+    numbers: int,
+    dnumbers: int,
+    constants: tuple[float, ...],
+) -> None:
+    """Launches a compiled kernel. What the keywords are is said in csrc/fusible/pointwise_params.h."""
+    unused = (0.0,) * (MOST_CONSTANTS - len(constants))
+    params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, numbers, dnumbers, *constants, *unused)
+    blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row
+    driver.launch(function, blocks, THREADS, params, device, stream)
+
+
+@cache
+def _most_blocks(device: int) -> int:
+    """As many as run at once."""
+    return int(_BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)

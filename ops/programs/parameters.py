@@ -1,0 +1,81 @@
+"""What the parameters of a user's function stand for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .tracing import name_of
+
+Function = Callable[..., Tensor]
+_POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+_NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+class Parameters(NamedTuple):
+    """The names of a function's parameters behind its first ones: numbers of a row, of a column, and constants."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    constants: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        function: Function,
+        skipped: int,
+        columns: Collection[str],
+        constants: Collection[str],
+        reserved: Collection[str],
+    ) -> Parameters:
+        """Those of a function. What is none of a column, no constant and has no default is a number of a row.
+
+        Args:
+            skipped: how many come first: x, or gate and up.
+            reserved: names that none may have.
+
+        Raises:
+            ValueError: a column or a constant is no parameter of the function, or both; or a name is reserved.
+        """
+        further = _parameters(function)[skipped:]
+        named = {p.name for p in further if p.kind in _NAMED}
+        for name in (*columns, *constants):
+            if name in columns and name in constants:
+                raise ValueError(f"Pointwise: {name!r} is of a column and a constant{definition_of(function)}")
+            if name not in named:
+                raise ValueError(f"Pointwise: {name_of(function)} has no parameter {name!r}{definition_of(function)}")
+        required = [p.name for p in further if p.default is p.empty and p.kind in _POSITIONAL]
+        rows = tuple([name for name in required if name not in constants and name not in columns])
+        for name in (*rows, *columns, *constants):
+            if name in reserved:
+                raise ValueError(f"Pointwise: a parameter of {name_of(function)} is called {name!r}, which is reserved")
+        return cls(rows, tuple(columns), tuple(constants))
+
+
+class InOrder:
+    """A function that takes its arguments by position, in the order of a program: constants may stand anywhere in its
+    own signature."""
+
+    def __init__(self, function: Function, first: int, names: tuple[str, ...]) -> None:
+        self.__wrapped__, self.__name__, self._first, self._names = function, name_of(function), first, names
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self.__wrapped__(
+            *arguments[: self._first], **dict(zip(self._names, arguments[self._first :], strict=True))
+        )
+
+
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # a builtin without a signature takes what it is a function of
+        return []
+
+
+def definition_of(function: Any) -> str:
+    """The line where a function is defined, if there is one."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"

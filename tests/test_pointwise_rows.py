@@ -1,0 +1,167 @@
+"""Pointwise kernels over rows on the emulated GPU (tests/emulation), launched one by one and replayed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulation import build, harness
+from torch import Tensor
+
+import fusible
+from fusible import Pointwise, Sequential, interleaved
+from fusible.fuser import replay
+from fusible.ops.kernels import PointwiseRows
+from fusible.ops.kernels.jit import pointwise as jit
+from fusible.ops.kernels.problem import PointwiseGrads
+from fusible.ops.kernels.pytorch import pointwise as reference
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+STEP = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def swiglu_of_a_row(gate: Tensor, up: Tensor, limit: float, s: Tensor) -> Tensor:
+    return F.silu(gate.clamp(max=limit)) * up * s
+
+
+def gated(halves: Any = "concat", limit: float = 1.25) -> Pointwise:
+    return Pointwise(swiglu_of_a_row, halves=halves, constants={"limit": limit})
+
+
+def check(
+    op: Pointwise, rows: int, columns: int, dtype: torch.dtype, numbers: torch.dtype = FP32, offset: int = 0
+) -> None:
+    """The kernels against PyTorch, which runs the same program; results stand in the middle of other memory."""
+    program, arguments, count = op.program, len(op._x_inputs), len(op.keywords)
+    assert program is not None
+    x = torch.randn(rows * columns * arguments + offset).to(dtype)[offset:].view(rows, columns * arguments)
+    given = torch.randn(count, rows).to(numbers) if count else None
+    read = PointwiseRows(x, getattr(op.halves, "block", None), given, tuple(op.constants.values()))
+    dy, step = torch.randn(rows, columns).to(dtype), STEP[dtype]
+    around = [torch.full((rows + 2, n), 77.0, dtype=dtype) for n in (columns, columns * arguments)] * 2
+    sums = [torch.full((count, rows), 77.0, dtype=numbers) if count else None for _ in range(2)]
+    for kernels, y, dx, dnumbers in zip((jit, reference), around[::2], around[1::2], sums, strict=True):
+        kernels.forward(program, read, y[1:-1])
+        kernels.backward(program, read, dy, PointwiseGrads(dx[1:-1], dnumbers, None))
+    for computed, expected in zip(around[:2], around[2:], strict=True):
+        assert (computed[[0, -1]] == 77).all()
+        torch.testing.assert_close(computed.float(), expected.float(), rtol=step, atol=step / 4)
+    if count:
+        assert sums[0] is not None
+        assert sums[1] is not None
+        torch.testing.assert_close(sums[0], sums[1], rtol=max(STEP[numbers], 1e-4), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("halves", ["concat", interleaved(1), interleaved(8)], ids=str)
+def test_halves_and_types(halves, dtype):
+    check(gated(halves), 11, 72, dtype)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 7), (9, 8), (5, 600), (70, 24)])
+def test_shapes(rows, columns):
+    check(gated(), rows, columns, BF16)
+
+
+def test_rows_that_are_not_aligned():
+    check(gated(), 5, 64, BF16, offset=3)
+
+
+@pytest.mark.parametrize("numbers", STEP, ids=str)
+def test_types_of_numbers(numbers):
+    check(gated(), 9, 40, BF16, numbers)
+
+
+def test_several_numbers_and_constants():
+    def function(x, a, s, t, b):
+        return torch.tanh(x * s + a) * t - b
+
+    check(Pointwise(function, constants={"b": 0.5, "a": -0.25}), 9, 40, torch.float16)
+
+
+class Calls:
+    """A container of one function, its arguments, and what a call gives: the output and all gradients."""
+
+    def __init__(self, op: Pointwise, numbers: torch.dtype = FP32) -> None:
+        self.model: Any = Sequential(op)
+        self.numbers = numbers
+
+    def arguments(self, rows: int) -> list[Tensor]:
+        x, s = torch.randn(rows, 32).to(BF16), torch.rand(rows).to(self.numbers)
+        return [x.requires_grad_(), s.requires_grad_(), torch.randn(rows, 16).to(BF16)]
+
+    def run(self, model: Sequential | Pointwise, x: Tensor, s: Tensor, dy: Tensor) -> list[Tensor]:
+        y = model(x, s=s)
+        return [y.detach(), *torch.autograd.grad(y, [x, s], dy)]
+
+    def is_right(self, rows: int) -> bool:
+        """Whether a call gives what a copy gives, which knows nothing of earlier calls."""
+        arguments = self.arguments(rows)
+        results = [self.run(model, *arguments) for model in (self.model, copy.deepcopy(self.model))]
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["container", "alone"])
+@pytest.mark.parametrize("numbers", [FP32, BF16], ids=str)
+def test_calls_are_replayed(numbers, alone):
+    calls = Calls(gated(), numbers)
+    calls.model = calls.model[0] if alone else calls.model
+    with replay.simulated("cpu"):
+        for _ in range(3):
+            assert calls.is_right(6)
+        before = replay.stats().replayed
+        assert calls.is_right(6)
+        assert replay.stats().replayed == before + 2  # forward and backward of the model; none of the copy
+        for rows in (6, 9, 9, 12, 3, 7):
+            assert calls.is_right(rows)
+
+
+def test_another_constant_is_seen_by_replays():
+    calls = Calls(gated())
+    with replay.simulated("cpu"):
+        for limit in (1.0, 0.25, 1.0):
+            calls.model[0].constants = {"limit": limit}
+            for _ in range(4):
+                assert calls.is_right(6)
+            x, s, _ = calls.arguments(6)
+            gate, up = x.detach().float().chunk(2, -1)
+            expected = swiglu_of_a_row(gate, up, limit, s.detach().float().unsqueeze(-1))
+            torch.testing.assert_close(calls.model(x, s=s).float(), expected, rtol=2.0**-7, atol=2.0**-9)
+
+
+def test_another_constant_compiles_nothing(emulation: harness.Emulation):
+    op, x, s = gated(limit=2.0), torch.randn(4, 32).to(BF16), torch.rand(4)
+    op(x, s=s)
+    compiled = len(emulation._kernels)
+    op.constants = {"limit": 0.125}
+    op(x, s=s)
+    assert len(emulation._kernels) == compiled
+
+
+def test_the_extension_launches_what_it_is_told(emulation: harness.Emulation):
+    x = torch.ones(2, 8, dtype=BF16)
+    nothing = dict.fromkeys(("dy", "dx", "numbers", "dnumbers", "stream", "device"), 0)
+    sizes = {"rows": 2, "columns": 8, "block": 8}
+    with pytest.raises(RuntimeError, match="there is no compiled kernel"):
+        emulation.pointwise(function=0, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nothing)
+    with pytest.raises(RuntimeError, match="takes at most 16 constants, got 17"):
+        emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=(0.0,) * 17, **sizes, **nothing)
+    with pytest.raises(TypeError, match="constants: does not take"):
+        emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=[0.0], **sizes, **nothing)
+
+
+def test_more_constants_than_kernels_take_run_by_pytorch():
+    names = [f"c{i}" for i in range(17)]
+    function = eval(f"lambda x, {', '.join(names)}: x * ({' + '.join(names)})")
+    op = Pointwise(function, constants=dict.fromkeys(names, 1.0))
+    assert op(torch.ones(2, 8, dtype=BF16)).eq(17).all()
+    assert "takes at most 16 constants, got 17" in str(Sequential(op).explain(torch.ones(2, 8, dtype=BF16)))
+    with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match="16 constants"):
+        op(torch.ones(2, 8, dtype=BF16))
