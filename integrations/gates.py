@@ -76,7 +76,7 @@ def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
     if getattr(gate, "__name__", None) == "_default_apply_gate":
         op = _usual_gate(experts)
         return op, "" if op else f"{_name(experts.act_fn)} is no activation of ours"
-    return _own_gate(experts)
+    return _gate_of_class(experts)
 
 
 @constant
@@ -94,7 +94,7 @@ def spec_of(
         kind, gate: the class of the experts, and its ``_apply_gate``.
         has_gate, constants: their attributes; None: there is none.
         act: their activation: a function, the class of a module, or None.
-        how: the ``approximate`` of a module.
+        approximate: that of the module.
     """
     like: Any = object.__new__(kind)
     nn.Module.__init__(like)
@@ -122,7 +122,7 @@ def activation_name(function: Any) -> str | None:
     return name
 
 
-def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:
+def _gate_of_class(experts: nn.Module) -> tuple[Op | None, str]:
     kind = next((base.__name__ for base in type(experts).__mro__ if "_apply_gate" in vars(base)), "")
     if kind not in _GATES:
         return None, f"{kind}._apply_gate is not known here"
