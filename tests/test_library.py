@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -155,6 +156,20 @@ def test_fields_with_a_default_do_not_cross_a_schema() -> None:
 
     assert len(flat) == len(ROUTING)
     assert codec.unflatten(*flat).scales is None
+
+
+@dataclass(frozen=True)
+class Tiling:
+    layout: kernels.Layout
+    columns: int = 8
+
+
+def test_fields_of_a_dataclass_cross_by_their_own_codecs() -> None:
+    codec, tiling = codecs.codec_of(Tiling), Tiling(kernels.Layout.NN, 4)
+
+    assert codec.schemas == ("str layout", "int columns")
+    assert codec.flatten(tiling) == ["NN", 4]
+    assert codec.unflatten("NN", 4) == tiling
 
 
 def test_one_matrix_travels_as_a_stack_of_one() -> None:

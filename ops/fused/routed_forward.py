@@ -99,8 +99,8 @@ def _form_of(
     transposed: bool,
 ) -> GroupedMLP:
     """The experts on parameters without data."""
-    act: Activated = GLU(spec.name) if spec.gated else Activation(spec.name)
-    act.spec = spec
+    act: Activated = GLU("silu") if spec.gated else Activation("silu")
+    act.spec = spec  # maybe one that the constructors do not build
     fc1, fc2 = (
         GroupedLinear(
             shape[0],

@@ -10,7 +10,7 @@ from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
 from itertools import islice
-from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ NO_RESULT = Codec((), lambda result: None)
 
 
 def codec_of(annotation: Any) -> Codec:
-    """The codec of a parameter.
+    """The codec of a parameter. Fields of a named tuple that have a default do not cross.
 
     Raises:
         TypeError: no schema declares it.
@@ -84,17 +84,16 @@ def codec_of(annotation: Any) -> Codec:
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return Codec(("str {}",), lambda member: (member.value,), annotation)
     if hasattr(annotation, "_fields"):
-        return _codec_of_named_tuple(annotation)
+        return _codec_of_fields(annotation, omitted=annotation._field_defaults)
     if not is_dataclass(annotation):
         raise TypeError(f"a kernel cannot take a parameter of type {annotation}: it has no codec")
-    hints = get_type_hints(annotation)
-    schemas = tuple(schema for name, hint in hints.items() for schema in codec_of(hint).named(name).schemas)
-    return Codec(schemas, lambda value: [getattr(value, name) for name in hints], cache(cast(Any, annotation)))
+    codec = _codec_of_fields(annotation)
+    return codec._replace(unflatten=cache(codec.unflatten))
 
 
-def _codec_of_named_tuple(annotation: Any) -> Codec:
-    """Field by field. Fields that have a default do not cross, and have it on the other side."""
-    hints = {name: hint for name, hint in get_type_hints(annotation).items() if name not in annotation._field_defaults}
+def _codec_of_fields(annotation: Any, omitted: Collection[str] = ()) -> Codec:
+    """Field by field; those that are omitted have their defaults on the other side."""
+    hints = {name: hint for name, hint in get_type_hints(annotation).items() if name not in omitted}
     codecs = {name: codec_of(hint).named(name) for name, hint in hints.items()}
     return Codec(
         tuple(schema for codec in codecs.values() for schema in codec.schemas),
