@@ -83,7 +83,7 @@ def route(
         dtype: of the rows that will be moved.
         weights: [T, k], dense, to be brought into the order of the rows.
     """
-    if _is_compiled(top_k_index) and not top_k_index.is_cuda:
+    if _is_traced(top_k_index) and not top_k_index.is_cuda:
         return by_torch(top_k_index, num_experts)
     why = refusal(top_k_index, num_experts, dtype)
     if trace.active():
@@ -208,7 +208,7 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    if routing.is_native and numbers.dtype == torch.float32 and not _is_compiled(numbers):
+    if routing.is_native and numbers.dtype == torch.float32 and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
         if trace.active():
             _record("by slot", None, numbers, out)
@@ -240,7 +240,7 @@ def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
 
-def _is_compiled(tensor: Tensor) -> bool:
+def _is_traced(tensor: Tensor) -> bool:
     """Whether a compiler traces. Dynamo does not see this code: it has the steps of a plan as calls in its graph."""
     return type(tensor) is not Tensor and trace.is_traced(tensor)
 
