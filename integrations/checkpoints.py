@@ -72,7 +72,8 @@ def from_transformer_engine(
     """
     rest = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     for prefix, (up, down) in _pairs(rest, te_names, numbered=True):
-        part = {f"{name}.{key}": t for name, half in zip(te_names, (up, down), strict=True) for key, t in half.items()}
+        stored = zip(te_names, (up, down), strict=True)
+        part = {f"{name}.{key}": tensor for name, tensors in stored for key, tensor in tensors.items()}
         layer = _converted(prefix, part, partial(layouts.from_transformer_engine, up, down, glu_interleave_size))
         for name, part in zip(te_names, (up, down), strict=True):
             for key in part:

@@ -46,11 +46,11 @@ def experts_forward(
 ) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
     up, down, up_bias, down_bias = parameters
-    spec, own = _spec(experts), experts.__dict__
-    has_norm = bool(own.get("has_post_expert_norm"))
+    spec, attributes = _spec(experts), experts.__dict__
+    has_norm = bool(attributes.get("has_post_expert_norm"))
     modules: Modules = []
     if spec is None:
-        modules.append(("act", experts._apply_gate if own["has_gate"] else experts.act_fn))
+        modules.append(("act", experts._apply_gate if attributes["has_gate"] else experts.act_fn))
     if has_norm:
         modules.append(("norm", experts.post_expert_norm))
     form = tuple(up.shape), tuple(down.shape), (up.dtype, down.dtype), up_bias is not None, experts.is_transposed

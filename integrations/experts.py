@@ -91,7 +91,7 @@ class Built:
         self.parameters: Parameters | None = None
         self.trained: tuple[bool, ...] = ()
         self.last: tuple[torch.dtype, torch.device, torch.Size] | None = None
-        self._known: list[tuple[str, Any, torch.dtype, torch.Size]] = []
+        self._lent: list[tuple[str, Any, torch.dtype, torch.Size]] = []
         self._facts: tuple[Any, ...] = ()
 
     @property
@@ -118,26 +118,26 @@ class Built:
         """Puts the parameters into the linears, and remembers that all this holds for the experts with them."""
         named = zip(Names.of(experts), parameters, strict=True)
         self.parameters = parameters
-        self._known = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
+        self._lent = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
         self._facts = _facts(experts)
         _put(self.container, parameters)
 
     def let_go(self, experts: Any) -> None:
         """After a call: of parameters that the module does not keep, but computes or fetches for each call."""
-        own = experts.__dict__["_parameters"]
-        if _is_offloaded(experts) or any(own.get(name) is not tensor for name, tensor, *_ in self._known):
+        parameters = experts.__dict__["_parameters"]
+        if _is_offloaded(experts) or any(parameters.get(name) is not tensor for name, tensor, *_ in self._lent):
             self.trained = tuple([t is not None and t.requires_grad for t in self.parameters or ()])
             shapes = (t if t is None else torch.empty_like(t, device="meta") for t in self.parameters or ())
             _put(self.container, Parameters._make(shapes))
-            self.parameters, self._known = None, []
+            self.parameters, self._lent = None, []
 
     def holds_for(self, experts: Any) -> bool:
         """Whether nothing has changed since; what costs a hot call one look at each tensor and constant."""
         if self.parameters is None or self._experts() is not experts:
             return False
         parameters = experts.__dict__["_parameters"]
-        for name, known, dtype, shape in self._known:
-            if name not in parameters or parameters[name] is not known or known.dtype != dtype or known.shape != shape:
+        for name, lent, dtype, shape in self._lent:
+            if name not in parameters or parameters[name] is not lent or lent.dtype != dtype or lent.shape != shape:
                 return False
         return self._facts == _facts(experts)
 
@@ -145,7 +145,7 @@ class Built:
         return (type(None), ())
 
 
-_PLACE = "_fusible_built"  # among the attributes of the module, where neither its children nor its state_dict show it
+_ATTRIBUTE = "_fusible_built"  # of the module, where neither its children nor its state_dict show it
 
 
 def refusal(experts: Any, parameters: Parameters) -> str | None:
@@ -174,16 +174,16 @@ def built_of(experts: Any, parameters: Parameters) -> Built:
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
     key = _key(experts, parameters)
-    built: Built | None = experts.__dict__.get(_PLACE)
+    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
     if built is None or not built.was_built_for(experts, key):
-        built = experts.__dict__[_PLACE] = Built(experts, parameters, key)
+        built = experts.__dict__[_ATTRIBUTE] = Built(experts, parameters, key)
     built.lend(experts, parameters)
     return built
 
 
 def existing(experts: nn.Module) -> Built | None:
     """What has run the experts, ready to explain the last call; None if there was no call yet."""
-    built: Built | None = experts.__dict__.get(_PLACE)
+    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
     if built is not None and built.parameters is None:  # until the next call
         now = zip(Parameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
         computed = [t if t is None else t.detach().requires_grad_(trained) for t, trained in now]
@@ -199,18 +199,18 @@ def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
 
 def _facts(experts: Any) -> tuple[Any, ...]:
     """Of the key, what is no parameter's."""
-    own, kind = experts.__dict__, type(experts)
-    modules = own["_modules"]
-    act = modules["act_fn"] if "act_fn" in modules else own.get("act_fn")
+    attributes, kind = experts.__dict__, type(experts)
+    modules = attributes["_modules"]
+    act = modules["act_fn"] if "act_fn" in modules else attributes.get("act_fn")
     act = getattr(kind, "act_fn", None) if act is None else act
-    gate = own["_apply_gate"] if "_apply_gate" in own else getattr(kind, "_apply_gate", None)
+    gate = attributes["_apply_gate"] if "_apply_gate" in attributes else getattr(kind, "_apply_gate", None)
     has_hooks = act is not None and isinstance(act, nn.Module) and is_hooked(act)
-    return (*map(own.get, _FLAGS), *map(own.get, CONSTANTS), gate, act, has_hooks)
+    return (*map(attributes.get, _FLAGS), *map(attributes.get, CONSTANTS), gate, act, has_hooks)
 
 
-def known(experts: Any) -> Built | None:
+def built_before(experts: Any) -> Built | None:
     """What was built for the experts, if it still holds."""
-    built = experts.__dict__.get(_PLACE)
+    built = experts.__dict__.get(_ATTRIBUTE)
     return built if built is not None and built.holds_for(experts) else None
 
 
@@ -248,8 +248,8 @@ def layer_of(fc1: Any, act: nn.Module, fc2: Any, **norm: nn.Module) -> Sequentia
 def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     groups, rows, columns = weight.shape
     sizes = (rows, columns) if experts.is_transposed else (columns, rows)
-    how = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
-    return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **how)
+    options = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
+    return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **options)
 
 
 def _put(container: Sequential, parameters: Parameters) -> None:

@@ -47,7 +47,7 @@ def _clamped(limit: str, alpha: str | None, offset: float, **options: Any) -> Ca
 
 
 def _usual_gate(experts: Any) -> GLU | None:
-    """The gate of most models, ``act_fn(gate) * up``; None if the activation is none of ours."""
+    """The gate of most models, ``act_fn(gate) * up``; None if the activation is not supported."""
     name = activation_name(experts.act_fn)
     return None if name is None else GLU(name)
 
@@ -71,12 +71,12 @@ def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
         return None, "this module's _apply_gate was replaced, or its act_fn has hooks"
     if not getattr(experts, "has_gate", True):
         name = activation_name(experts.act_fn)
-        return (None, f"{_name(experts.act_fn)} is no activation of ours") if name is None else (Activation(name), "")
+        return (None, _unsupported(experts)) if name is None else (Activation(name), "")
     gate = getattr(type(experts), "_apply_gate", None)
     if getattr(gate, "__name__", None) == "_default_apply_gate":
         op = _usual_gate(experts)
-        return op, "" if op else f"{_name(experts.act_fn)} is no activation of ours"
-    return _own_gate(experts)
+        return op, "" if op else _unsupported(experts)
+    return _gate_of_class(experts)
 
 
 @constant
@@ -94,7 +94,7 @@ def spec_of(
         kind, gate: the class of the experts, and its ``_apply_gate``.
         has_gate, constants: their attributes; None: there is none.
         act: their activation: a function, the class of a module, or None.
-        how: the ``approximate`` of a module.
+        approximate: that of the module.
     """
     like: Any = object.__new__(kind)
     nn.Module.__init__(like)
@@ -113,7 +113,7 @@ def spec_of(
 
 
 def activation_name(function: Any) -> str | None:
-    """Our name of an activation, a module or a function; None if it is none of ours."""
+    """The name here of an activation, a module or a function; None if it is not supported."""
     if isinstance(function, nn.GELU) and type(function) is nn.GELU:
         return "gelu_tanh" if function.approximate == "tanh" else "gelu"
     name = _ACTIVATIONS.get(_name(function))
@@ -122,17 +122,21 @@ def activation_name(function: Any) -> str | None:
     return name
 
 
-def _own_gate(experts: nn.Module) -> tuple[Op | None, str]:
+def _gate_of_class(experts: nn.Module) -> tuple[Op | None, str]:
     kind = next((base.__name__ for base in type(experts).__mro__ if "_apply_gate" in vars(base)), "")
     if kind not in _GATES:
         return None, f"{kind}._apply_gate is not known here"
     op = _GATES[kind](experts)
     if op is None:
-        return None, f"{_name(experts.act_fn)} is no activation of ours"
+        return None, _unsupported(experts)
     tolerance = 1e-6 if kind in _IN_FLOAT32 else 1e-9
     if not _agrees(experts._apply_gate, op, 2 * (op.spec.limit or 1.0), tolerance):
         return None, f"{kind}._apply_gate, with this act_fn, is not what is known of it here"
     return op, ""
+
+
+def _unsupported(experts: Any) -> str:
+    return f"{_name(experts.act_fn)} is not a supported activation"
 
 
 def _agrees(function: Any, op: Activation | GLU, reach: float, tolerance: float = 1e-9) -> bool:

@@ -20,7 +20,7 @@ from ..ops import GroupedLoRA
 from ..ops.routing import routed_by
 from .experts import Names, Parameters, _key, autocasts, layer_around, refusal
 
-PLACE = "_fusible_lora"  # among the attributes of the module, where neither its children nor its state_dict show it
+ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it
 _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
 
 
@@ -62,27 +62,27 @@ class AdaptedExperts:
     def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[T, H] in the dtype of the weights; afterwards the container holds no tensor of the call."""
         parameters, names = Parameters.of(experts), Names.of(experts)
-        found = [self.adapters.get(name) for name in (names.up, names.down)]
-        ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in found])
+        adapters = [self.adapters.get(name) for name in (names.up, names.down)]
+        ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])
         key: Any = _key(experts, parameters), ranks
         if key != self._key:
             self._container, self._key = _build(experts, parameters, *ranks), key
         groups = parameters.up.shape[0]
         self.routing = routed_by(index.dtype, x.device, groups, index.numel(), x.dtype)
-        self._put(parameters, [adapter or (None, None) for adapter in found])
+        self._put(parameters, [adapter or (None, None) for adapter in adapters])
         try:
             y: Tensor = self._container(x, top_k_index=index, top_k_weights=weights)
             return y
         finally:
             self._let_go(x.device)
 
-    def found(self, experts: Any) -> FoundContainer | None:
+    def explained(self, experts: Any) -> FoundContainer | None:
         """For ``fusible.explain``: the container, on tensors like those of the last call; None: there was none."""
         if self._last is None:
             return None
         device, like = self._last
-        made = [_like(factor, device) for factor in like]
-        self._put(Parameters.of(experts), [made[:2], made[2:]])
+        factors = [_like(factor, device) for factor in like]
+        self._put(Parameters.of(experts), [factors[:2], factors[2:]])
         return FoundContainer(self._container, self.routing)
 
     def _put(self, parameters: Parameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
@@ -123,9 +123,9 @@ def _like(tensor: Tensor | None, device: torch.device | str) -> Any:
 @contextmanager
 def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
     """Within it, the forward of the experts adds the adapter to the parameter of that name."""
-    layer: AdaptedExperts | None = experts.__dict__.get(PLACE)
+    layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     if layer is None or not layer.belongs_to(experts):
-        layer = experts.__dict__[PLACE] = AdaptedExperts(experts)
+        layer = experts.__dict__[ATTRIBUTE] = AdaptedExperts(experts)
     layer.adapters[name] = adapter
     try:
         yield
@@ -143,9 +143,9 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
 
     A call without adapters is the last one from then on, which ``fusible.explain`` is about.
     """
-    layer: AdaptedExperts = experts.__dict__[PLACE]
+    layer: AdaptedExperts = experts.__dict__[ATTRIBUTE]
     if not layer.belongs_to(experts) or not layer.adapters:
-        experts.__dict__[PLACE] = None
+        experts.__dict__[ATTRIBUTE] = None
         return None
     rows = x if autocasts(x) else x.to(getattr(experts, Names.of(experts).up).dtype)
     return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
@@ -153,8 +153,8 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
 
 def explained(experts: Any) -> FoundContainer | None:
     """For ``fusible.explain``, if the last call had adapters."""
-    layer: AdaptedExperts | None = experts.__dict__.get(PLACE)
-    return None if layer is None else layer.found(experts)
+    layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
+    return None if layer is None else layer.explained(experts)
 
 
 def _build(experts: Any, parameters: Parameters, up_rank: int, down_rank: int) -> Sequential:
@@ -166,5 +166,5 @@ def _build(experts: Any, parameters: Parameters, up_rank: int, down_rank: int) -
 def _linear(experts: Any, weight: Tensor, bias: Tensor | None, rank: int) -> GroupedLoRA:
     groups, rows, columns = weight.shape
     sizes = (rows, columns) if experts.is_transposed else (columns, rows)
-    how = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
-    return GroupedLoRA(groups, *sizes, rank, device="meta", dtype=weight.dtype, **how)
+    options = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
+    return GroupedLoRA(groups, *sizes, rank, device="meta", dtype=weight.dtype, **options)

@@ -45,7 +45,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """[R, D] to [R, D], in the dtype of the rows; the product is in bfloat16."""
-        if self._has_products_of_its_own():
+        if self._runs_torchtitan_products():
             theirs: Tensor = super().forward(x_RD, num_tokens_per_expert_E)
             return theirs
         w13, w2 = self._weights()
@@ -56,13 +56,13 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         """For ``fusible.explain``: the container, on the weights of now."""
         if not self._container:
             theirs = "torchtitan's own products run: they are quantised, or their types are checked"
-            return theirs if self._has_products_of_its_own() else "no call yet"
+            return theirs if self._runs_torchtitan_products() else "no call yet"
         trained = self.w13.requires_grad, self.w2_EDF.requires_grad
         weights = [w.detach().requires_grad_(of) for w, of in zip(self._weights(), trained, strict=True)]
         _lend(self._container[0], *weights)
         return FoundContainer(self._container[0])
 
-    def _has_products_of_its_own(self) -> bool:
+    def _runs_torchtitan_products(self) -> bool:
         """Whether a converter has replaced the products, or torchtitan's checker of types follows them."""
         replaced = type(self)._grouped_mm is not GroupedExperts._grouped_mm
         return replaced or (get_spmd_backend() == "spmd_types" and spmd.is_type_checking())
@@ -75,8 +75,8 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
     def _run(self, rows: Tensor, sizes: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         (groups, double, dim), hidden = w13.shape, w2.shape[2]
         if not self._container or self._container[0].fc1.weight.shape != w13.shape:  # type: ignore[union-attr]
-            how: dict[str, Any] = {"bias": False, "device": "meta", "dtype": DTYPE}
-            fc1, fc2 = GroupedLinear(groups, dim, double, **how), GroupedLinear(groups, hidden, dim, **how)
+            options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": DTYPE}
+            fc1, fc2 = GroupedLinear(groups, dim, double, **options), GroupedLinear(groups, hidden, dim, **options)
             self._container = (Sequential(OrderedDict(fc1=fc1, act=SwiGLU(layout=interleaved(1)), fc2=fc2)),)
         container = self._container[0]
         _lend(container, w13, w2)

@@ -20,7 +20,7 @@ from transformers.integrations import moe
 
 from ..fuser.explain.model import FoundContainer, add_finder
 from . import compiled, lora
-from .experts import Forward, Parameters, built_of, existing, known, refusal
+from .experts import Forward, Parameters, built_before, built_of, existing, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -41,11 +41,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H], in the dtype of ``hidden_states``.
     """
     traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
-    if not traced and lora.PLACE in self.__dict__ and self.__dict__[lora.PLACE] is not None:
+    if not traced and lora.ATTRIBUTE in self.__dict__ and self.__dict__[lora.ATTRIBUTE] is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
             return adapted
-    built = None if traced else known(self)
+    built = None if traced else built_before(self)
     if built is not None:
         return built.run(*tensors)
     if not traced and "parametrizations" in self._modules:

@@ -1,6 +1,5 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from . import moe_ops as _moe_ops  # noqa: F401  # register the custom ops
 from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias

@@ -109,8 +109,8 @@ def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
 def check_halves(x: TensorSpec, block: int | None) -> None:
     """The columns of ``x`` are as many of gate as of up, in blocks of so many if they alternate."""
     if x.shape[-1] % (2 * (block or 1)):
-        halves = f" blocks of {block} columns" if block else " halves"
-        raise ArgumentError(f"x: expected gate and up{halves} in the last dimension, got shape {list(x.shape)}")
+        form = f" blocks of {block} columns" if block else " halves"
+        raise ArgumentError(f"x: expected gate and up{form} in the last dimension, got shape {list(x.shape)}")
 
 
 def check_floats(x: TensorSpec) -> None:

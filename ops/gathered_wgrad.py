@@ -12,45 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuser.tracing import is_traced
 from . import kernels
 from .kernels import Layout, Matrices
-from .kernels.custom_ops import switches
+from .kernels.custom_ops import kernel
 from .routing import Routing, permute
 
 SLICED_FROM = 64 << 20  # bytes of gathered rows that are not gathered whole
 _SLICES, _SLICE_UNIT = 4, 128
 
 
+def new_wgrad(tokens: Tensor, rows: Tensor, routing: Routing, leads: bool, out_dtype: torch.dtype | None) -> Tensor:
+    """Memory for the gradient, of the dtype of ``rows`` by default."""
+    sides = (tokens.shape[1], rows.shape[1]) if leads else (rows.shape[1], tokens.shape[1])
+    return rows.new_empty((routing.tokens_per_expert.shape[0] - 1, *sides), dtype=out_dtype or rows.dtype)
+
+
+@kernel(new_wgrad, eager_only=("out", "beta"), schema_names={"out_dtype": "dtype"})
 def gathered_wgrad(
-    tokens: Tensor, rows: Tensor, routing: Routing, leads: bool, *, out: Matrices | None = None, **options: Any
+    tokens: Tensor,
+    rows: Tensor,
+    routing: Routing,
+    leads: bool,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Matrices | None = None,
+    beta: float | Tensor | None = None,
 ) -> Matrices:
     """The product by expert of the rows of ``tokens`` [T, H], permuted, and ``rows`` [S, C].
 
     Args:
         leads: whether the columns of the tokens are the first of the gradient's, [E, H, C]; else [E, C, H].
-        out, options: ``out``, ``out_dtype`` and ``beta`` of :func:`kernels.grouped_gemm`.
+        out_dtype, out, beta: as of :func:`kernels.grouped_gemm`.
     """
-    if type(rows) is not Tensor and is_traced(rows):
-        dtype = options.get("out_dtype", rows.dtype)
-        grad: Tensor = torch.ops.fusible.gathered_wgrad(tokens, rows, *routing[:4], leads, dtype, switches())
-        return grad
     if rows.shape[0] * tokens.shape[1] * tokens.element_size() <= SLICED_FROM:
         gathered = permute(tokens, routing, fill=False)
-        return _product(gathered, rows, routing, leads, out=out, **options)
+        return _product(gathered, rows, routing, leads, out=out, out_dtype=out_dtype, beta=beta)
     if out is None:
-        out = new_wgrad(tokens, rows, routing.tokens_per_expert, leads, options.pop("out_dtype", rows.dtype))
+        out = new_wgrad(tokens, rows, routing, leads, out_dtype)
     for part in _slices(tokens.shape[1]):
         gathered = permute(tokens[:, part], routing, fill=False)
-        _product(gathered, rows, routing, leads, out=_columns(out, part, leads), **options)
+        _product(gathered, rows, routing, leads, out=_columns(out, part, leads), beta=beta)
         del gathered  # before the next are there
     return out
-
-
-def new_wgrad(tokens: Tensor, rows: Tensor, tokens_per_expert: Tensor, leads: bool, dtype: torch.dtype) -> Tensor:
-    """Memory for the gradient."""
-    sides = (tokens.shape[1], rows.shape[1]) if leads else (rows.shape[1], tokens.shape[1])
-    return rows.new_empty((tokens_per_expert.shape[0] - 1, *sides), dtype=dtype)
 
 
 def _product(gathered: Tensor, rows: Tensor, routing: Routing, leads: bool, **options: Any) -> Matrices:

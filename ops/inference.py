@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from ..fuser.config import active_config
 from .activation_spec import ActivationSpec
-from .kernels.custom_ops import switches
 from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 
-__all__ = ["Experts", "RoutedMlp", "one_call", "one_op"]
+__all__ = ["Experts", "RoutedMlp", "one_call"]
 
 
 class _Prepared(NamedTuple):
@@ -50,11 +45,3 @@ def one_call(experts: Experts) -> RoutedMlp | None:
         prepared = _Prepared(RoutedMlp(experts) if backend.refusal(experts) is None else None, form, spec)
         _prepared[addresses] = prepared
     return prepared.call
-
-
-def one_op(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a compiler's trace gets in its place: the custom op, which decides when it runs."""
-    *tensors, spec, transposed = experts
-    options = *astuple(spec), transposed, switches()
-    y: Tensor = torch.ops.fusible.routed_mlp(x, top_k_index, top_k_weights, *tensors, *options)
-    return y

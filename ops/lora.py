@@ -92,8 +92,8 @@ class GroupedLoRA(ExpertParameters):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
-        found = (self.one_parameter(name) for name in self.per_group)
-        return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in found])
+        parameters = (self.one_parameter(name) for name in self.per_group)
+        return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
         self.check_parameters(None, **self._shapes())

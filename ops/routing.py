@@ -3,6 +3,10 @@
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
 by expert, stably. Ids from E on are of no expert: their rows come last, add nothing, and get no gradient.
 All of it stays on the device, and gives the same bits every time.
+
+Only our own kernels are custom ops. What compiled code does elsewhere is made of PyTorch's, which a compiler knows.
+An op may run where our own kernels do not: on another device than it was traced on, or under other switches. So it asks
+again when it runs, and falls back to PyTorch's kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..fuser import tracing as trace
+from .kernels.custom_ops import kernel
 from .kernels.dispatch import permute_refusal
 from .kernels.hopper import permute as kernels
 from .kernels.problem import nbytes
@@ -49,6 +54,15 @@ class Routing(NamedTuple):
         return self.tokens_per_expert[-1:]
 
 
+class SlotOrder(NamedTuple):
+    """What a kernel gives of a :class:`Routing`, with indices of 32 bits."""
+
+    tokens_per_expert: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    scales: Tensor | None = None
+
+
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
     return permute_refusal(top_k_index, num_experts, dtype)
@@ -69,18 +83,38 @@ def route(
         dtype: of the rows that will be moved.
         weights: [T, k], dense, to be brought into the order of the rows.
     """
-    if _is_compiled(top_k_index):
-        own = top_k_index.is_cuda and refusal(top_k_index, num_experts, dtype) is None
-        return _traced(top_k_index, num_experts) if own else by_torch(top_k_index, num_experts)
+    if _is_traced(top_k_index) and not top_k_index.is_cuda:
+        return by_torch(top_k_index, num_experts)
     why = refusal(top_k_index, num_experts, dtype)
     if trace.active():
         _record("route", why, top_k_index)
     if why is not None:
         return by_torch(top_k_index, num_experts)
+    order = order_slots(top_k_index, num_experts, weights, True)
+    return Routing(order.tokens_per_expert, order.slot_of_row, order.row_of_slot, True, order.scales)
+
+
+def _new_order(top_k_index: Tensor, num_experts: int, weights: Tensor | None = None) -> SlotOrder:
+    sizes, slots = (top_k_index.new_empty(n, dtype=torch.int32) for n in (num_experts + 1, top_k_index.numel()))
+    rows = torch.empty_like(top_k_index, dtype=torch.int32, memory_format=torch.contiguous_format)
+    return SlotOrder(sizes, slots, rows, None if weights is None else slots.new_empty(slots.shape, dtype=torch.float32))
+
+
+@kernel(_new_order, name="route", obeys_switches=False, eager_only=("weights", "is_native", "scales"))
+def order_slots(
+    top_k_index: Tensor, num_experts: int, weights: Tensor | None = None, is_native: bool = False
+) -> SlotOrder:
+    """The order by expert of the ids [T, k], and ``weights`` in the order of the rows.
+
+    Args:
+        is_native: whether our own kernels are known to take these.
+    """
+    if not is_native and refusal(top_k_index, num_experts, torch.float32) is not None:
+        routing = by_torch(top_k_index, num_experts)
+        return SlotOrder(routing.tokens_per_expert, routing.slot_of_row.int(), routing.row_of_slot.int())
     if trace.active():
-        return _without_data(top_k_index, num_experts, weights)
-    counts, order, place, scales = kernels.route(top_k_index, num_experts, weights)
-    return Routing(counts, order, place, True, scales)
+        return _new_order(top_k_index, num_experts, weights)
+    return SlotOrder(*kernels.route(top_k_index, num_experts, weights))
 
 
 def permute(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
@@ -94,15 +128,33 @@ def permute(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
         spread = x.index_select(0, routing.slot_of_row if slots == 1 else routing.slot_of_row // max(1, slots))
         _record_torch(routing, x, spread)
         return spread
-    if _is_compiled(x):
-        rows: Tensor = torch.ops.fusible.spread_rows(x, routing.row_of_slot, routing.tokens_per_expert)
-        return rows
+    return spread_rows(x, routing.row_of_slot, routing.tokens_per_expert, fill, True)
+
+
+_SCHEMA_NAMES = {"row_of_slot": "place", "tokens_per_expert": "counts"}
+
+
+def _new_rows(x: Tensor, row_of_slot: Tensor) -> Tensor:
+    return x.new_empty(row_of_slot.numel(), x.shape[1])
+
+
+@kernel(_new_rows, obeys_switches=False, eager_only=("fill", "is_native"), schema_names=_SCHEMA_NAMES)
+def spread_rows(
+    x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, fill: bool = True, is_native: bool = False
+) -> Tensor:
+    """:func:`permute`, by indices that our own kernels made.
+
+    Args:
+        is_native: whether our own kernels are known to take these.
+    """
+    if not is_native and refusal(row_of_slot, 1, x.dtype) is not None:
+        return permute(x, _routing_of_torch(row_of_slot, tokens_per_expert))
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out = x.new_empty(routing.slot_of_row.shape[0], x.shape[1])
+    out = _new_rows(x, row_of_slot)
     if trace.active():
         _record("spread", None, x, out)
         return out
-    kernels.permute(x, routing.row_of_slot, routing.tokens_per_expert, out, fill)
+    kernels.permute(x, row_of_slot, tokens_per_expert, out, fill)
     return out
 
 
@@ -112,16 +164,34 @@ def unpermute(rows: Tensor, routing: Routing) -> Tensor:
         sums = _sum_of_slots(rows, routing.row_of_slot)
         _record_torch(routing, rows, sums)
         return sums
-    if _is_compiled(rows):
-        summed: Tensor = torch.ops.fusible.sum_rows(rows, routing.row_of_slot, routing.tokens_per_expert)
-        return summed
+    return sum_rows(rows, routing.row_of_slot, routing.tokens_per_expert, True)
+
+
+def _new_sums(rows: Tensor, row_of_slot: Tensor) -> Tensor:
+    return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
+
+
+@kernel(_new_sums, obeys_switches=False, eager_only=("is_native",), schema_names=_SCHEMA_NAMES)
+def sum_rows(rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, is_native: bool = False) -> Tensor:
+    """:func:`unpermute`, by indices that our own kernels made.
+
+    Args:
+        is_native: whether our own kernels are known to take these.
+    """
+    if not is_native and refusal(row_of_slot, 1, rows.dtype) is not None:
+        return unpermute(rows, _routing_of_torch(row_of_slot, tokens_per_expert))
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    out = rows.new_empty(routing.row_of_slot.shape[0], rows.shape[1])
+    out = _new_sums(rows, row_of_slot)
     if trace.active():
         _record("sum", None, rows, out)
         return out
-    kernels.unpermute(rows, routing.row_of_slot, routing.tokens_per_expert, out)
+    kernels.unpermute(rows, row_of_slot, tokens_per_expert, out)
     return out
+
+
+def _routing_of_torch(row_of_slot: Tensor, tokens_per_expert: Tensor) -> Routing:
+    """What PyTorch's kernels need to permute rows by indices of ours."""
+    return Routing(tokens_per_expert, row_of_slot.view(-1).argsort(), row_of_slot, is_native=False)
 
 
 def by_row(weights: Tensor, routing: Routing) -> Tensor:
@@ -138,23 +208,17 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    if routing.is_native and numbers.dtype == torch.float32 and not _is_compiled(numbers):
+    if routing.is_native and numbers.dtype == torch.float32 and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
         if trace.active():
             _record("by slot", None, numbers, out)
             return out
         kernels.of_slots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)
         return out
-    found = numbers.index_select(0, routing.row_of_slot.view(-1)).view_as(routing.row_of_slot)
-    slots = torch.where(routing.row_of_slot < routing.num_rows, found, 0).to(dtype)
+    gathered = numbers.index_select(0, routing.row_of_slot.view(-1)).view_as(routing.row_of_slot)
+    slots = torch.where(routing.row_of_slot < routing.num_rows, gathered, 0).to(dtype)
     _record_torch(routing, numbers, slots)
     return slots
-
-
-def of_places(place: Tensor, counts: Tensor, dtype: torch.dtype) -> Routing:
-    """What :func:`permute` and :func:`unpermute` of rows of ``dtype`` need of a routing, from its places [T, k]."""
-    own = refusal(place, 1, dtype) is None
-    return Routing(counts, place.view(-1) if own else place.view(-1).argsort(), place, own)
 
 
 def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Routing:
@@ -176,9 +240,9 @@ def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
     return torch.where(inside.unsqueeze(-1), rows, 0)
 
 
-def _is_compiled(tensor: Tensor) -> bool:
-    """Whether a compiler traces, by Dynamo or behind it."""
-    return torch.compiler.is_compiling() or (type(tensor) is not Tensor and trace.is_traced(tensor))
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether a compiler traces. Dynamo does not see this code: it has the steps of a plan as calls in its graph."""
+    return type(tensor) is not Tensor and trace.is_traced(tensor)
 
 
 def _record(name: str, why: str | None, *tensors: Tensor) -> None:
@@ -190,25 +254,13 @@ def _record(name: str, why: str | None, *tensors: Tensor) -> None:
 
 def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
     """Tells a trace, if there is one, of a permutation by PyTorch's kernels."""
-    if torch.compiler.is_compiling() or not trace.active():
+    if not trace.active():
         return
     if routing.is_native:
         why: str | None = f"{kernels.NAME} has no kernel for numbers of {source.dtype}"
     else:
         why = permute_refusal(routing.row_of_slot, 1, source.dtype)
     _record("", why or "the rows were sorted by PyTorch", source, out)
-
-
-def _without_data(top_k_index: Tensor, num_experts: int, weights: Tensor | None) -> Routing:
-    """What our own kernels would give, for ``explain``."""
-    counts, order = (top_k_index.new_empty(n, dtype=torch.int32) for n in (num_experts + 1, top_k_index.numel()))
-    scales = None if weights is None else order.new_empty(order.shape, dtype=torch.float32)
-    return Routing(counts, order, torch.empty_like(top_k_index, dtype=torch.int32), True, scales)
-
-
-def _traced(top_k_index: Tensor, num_experts: int) -> Routing:
-    counts, order, place = torch.ops.fusible.route(top_k_index, num_experts)
-    return Routing(counts, order, place, is_native=True)
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
@@ -219,8 +271,8 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     starts = torch.searchsorted(ids, experts, out_int32=True)
     counts = torch.cat((starts[1:] - starts[:-1], starts[-1:]))
     rows = torch.arange(order.shape[0], device=ids.device)
-    place = torch.empty_like(order).scatter_(0, order, rows)
-    return Routing(counts, order, place.view(-1, slots), is_native=False)
+    row_of_slot = torch.empty_like(order).scatter_(0, order, rows)
+    return Routing(counts, order, row_of_slot.view(-1, slots), is_native=False)
 
 
 def _narrow(ids: Tensor, num_experts: int) -> Tensor:
@@ -229,10 +281,10 @@ def _narrow(ids: Tensor, num_experts: int) -> Tensor:
     return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids
 
 
-def _sum_of_slots(rows: Tensor, place: Tensor) -> Tensor:
-    tokens, slots = place.shape
+def _sum_of_slots(rows: Tensor, row_of_slot: Tensor) -> Tensor:
+    tokens, slots = row_of_slot.shape
     if not rows.is_cuda:  # without the gathered rows, whose memory costs a CPU ten times what the sum does
-        return F.embedding_bag(place, rows, mode="sum")
+        return F.embedding_bag(row_of_slot, rows, mode="sum")
     if slots == 1:
-        return rows.index_select(0, place.view(-1))
-    return rows.index_select(0, place.view(-1)).view(tokens, slots, rows.shape[1]).sum(1)
+        return rows.index_select(0, row_of_slot.view(-1))
+    return rows.index_select(0, row_of_slot.view(-1)).view(tokens, slots, rows.shape[1]).sum(1)

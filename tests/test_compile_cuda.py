@@ -107,7 +107,7 @@ def test_opcheck() -> None:
 
     ops, sizes = torch.ops.fusible, torch.tensor([40, 0, 25, 35], device="cuda")
     x, weight, wide, rows = of(100, K), of(E, 2 * F, K), of(100, 2 * F), torch.rand(100, device="cuda")
-    spec = ("silu", True, None, 1.0, 0.0, None)
+    spec = ("silu", True, None, 1.0, 0.0, None, None)
     none = (None, None, None, None, None, "auto")
     calls = (
         (ops.grouped_gemm, ("NT", x, [weight], sizes, None, *none)),

@@ -1,4 +1,7 @@
-"""Who may import whom: the compiler knows no op, only the doors know the kernels, packages import relatively."""
+"""Who may import whom: the compiler knows no op, only the doors know the kernels, packages import relatively.
+
+And which names carry nothing, so that nothing is called so.
+"""
 
 from __future__ import annotations
 
@@ -135,3 +138,55 @@ def test_kernels_import_no_op(path):
     allowed = ("ops.kernels", "ops.activation_spec", "ops.grouped_tensor", "ops.programs", "ops._C")
 
     assert all(name.startswith(allowed) for name in imports(path) if name.startswith("ops."))
+
+
+EMPTY_WORDS = frozenset(
+    ("found", "given", "half", "halves", "how", "known", "made", "own", "place", "plain", "room", "told", "what")
+)
+PUBLIC_WORDS = {"ops/pointwise.py": {"halves"}}  # the keyword of Pointwise
+
+
+def names_of(node):
+    """The identifiers that a node binds; what others have called something is theirs."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+            yield name
+        case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+            yield name
+        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+
+
+def empty_words(source):
+    names = {name for node in ast.walk(ast.parse(source)) for name in names_of(node)}
+    return {name for name in names if name.strip("_").lower() in EMPTY_WORDS}
+
+
+@pytest.mark.parametrize("path", files("fuser", "ops", "integrations"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_identifier_says_something(path):
+    allowed = PUBLIC_WORDS.get(path.relative_to(ROOT).as_posix(), set())
+
+    assert empty_words(path.read_text()) <= allowed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def how(): ...",
+        "def f(*given): ...",
+        "class Room: ...",
+        "def f(): self._known = 1",
+        "[x for found in xs]",
+        "PLACE: int = 1",
+        "import a as plain",
+        "if (made := f()): ...",
+    ],
+)
+def test_words_that_say_nothing_are_seen_wherever_they_are_bound(source):
+    assert empty_words(source)
+
+
+def test_names_of_others_and_longer_names_may_hold_such_words():
+    assert not empty_words("is_plain = x.half().to(place=0)\nf(how=room)\n'what'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,13 +18,15 @@ from torch.library import opcheck
 from fusible import Pointwise, interleaved
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.inference import Experts
 from fusible.ops.kernels import codecs, custom_ops
+from fusible.ops.routing import Routing
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 OPS = torch.ops.fusible
 ROWS, SIZES = 12, torch.tensor([3, 4, 2])
 WHOLE = torch.tensor([3, 5, 4])  # no tail, which is not specified in what only grouped products read
-SPEC = ("silu", True, 2.0, 1.5, 1.0, 4)
+SPEC = ("silu", True, 2.0, 1.5, 1.0, 4, None)
 X, WIDE, SCALES = torch.randn(ROWS, 8), torch.randn(ROWS, 16), torch.rand(ROWS)
 WEIGHT, BIAS = torch.randn(3, 16, 8), torch.randn(3, 16)
 IDS = torch.tensor([[0, 2], [1, 3], [2, 1], [0, 1], [3, 3], [2, 0]])  # 3 is of no expert
@@ -111,7 +114,7 @@ def test_custom_ops_are_the_door() -> None:
 GEMM = "str layout, Tensor a, Tensor[] b, Tensor split_sizes"
 ALPHA, BETA = "float? alpha, Tensor? alphas", "float? beta, Tensor? betas"
 EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale, str switches"
-ACTIVATION = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block"
+ACTIVATION = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block, str? program"
 SCHEMAS = {  # exported programs name the arguments
     "grouped_gemm": f"({GEMM}, ScalarType? out_dtype, {ALPHA}, {EPILOGUE}) -> Tensor",
     "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
@@ -119,6 +122,13 @@ SCHEMAS = {  # exported programs name the arguments
     "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches) -> (Tensor, Tensor)",
     "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
+    "route": "(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
+    "spread_rows": "(Tensor x, Tensor place, Tensor counts) -> Tensor",
+    "sum_rows": "(Tensor rows, Tensor place, Tensor counts) -> Tensor",
+    "gathered_wgrad": "(Tensor tokens, Tensor rows, Tensor tokens_per_expert, Tensor slot_of_row, Tensor row_of_slot, "
+    "bool is_native, bool leads, ScalarType? dtype, str switches) -> Tensor",
+    "routed_mlp": "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
+    f"Tensor? down_bias, {ACTIVATION}, bool transposed, str switches) -> Tensor",
 }
 
 
@@ -139,6 +149,8 @@ def test_the_signature_of_a_kernel_is_its_schema(name: str) -> None:
         (torch.dtype | None, torch.float16, (torch.float16,)),
         (kernels.Layout, kernels.Layout.TN, ("TN",)),
         (ActivationSpec, ActivationSpec(*SPEC), SPEC),
+        (Experts, Experts(*EXPERTS, BIAS, None, ActivationSpec(*SPEC), False), (*EXPERTS, BIAS, None, *SPEC, False)),
+        (Routing, Routing(*ROUTING), ROUTING),
     ],
 )
 def test_parameters_come_out_of_a_schema_as_they_went_in(annotation: Any, value: Any, flat: tuple[Any, ...]) -> None:
@@ -146,6 +158,28 @@ def test_parameters_come_out_of_a_schema_as_they_went_in(annotation: Any, value:
 
     assert tuple(codec.flatten(value)) == flat
     assert codec.unflatten(*flat) is value or codec.unflatten(*flat) == value
+
+
+def test_fields_with_a_default_do_not_cross_a_schema() -> None:
+    codec = codecs.codec_of(Routing)
+    flat = codec.flatten(Routing(*ROUTING, scales=SCALES))
+
+    assert len(flat) == len(ROUTING)
+    assert codec.unflatten(*flat).scales is None
+
+
+@dataclass(frozen=True)
+class Tiling:
+    layout: kernels.Layout
+    columns: int = 8
+
+
+def test_fields_of_a_dataclass_cross_by_their_own_codecs() -> None:
+    codec, tiling = codecs.codec_of(Tiling), Tiling(kernels.Layout.NN, 4)
+
+    assert codec.schemas == ("str layout", "int columns")
+    assert codec.flatten(tiling) == ["NN", 4]
+    assert codec.unflatten("NN", 4) == tiling
 
 
 def test_one_matrix_travels_as_a_stack_of_one() -> None:
@@ -198,6 +232,39 @@ def test_a_kernel_is_one_declaration() -> None:
 
     result = "(tensor([1.5000, 1.5000, 1.5000]), None)"
     assert done.stdout == f"fusible.halves.default\n{result} {result}\n"
+
+
+EAGER_ONLY = """
+from typing import NamedTuple
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from fusible.ops.kernels.custom_ops import kernel
+
+class Sorted(NamedTuple):
+    values: Tensor
+    order: Tensor
+    weights: Tensor | None = None
+
+def new_sorted(x: Tensor) -> Sorted:
+    return Sorted(torch.empty_like(x), torch.empty_like(x, dtype=torch.int64))
+
+@kernel(new_sorted, name="sorted_rows", eager_only=("weights", "out"))
+def sort(x: Tensor, weights: Tensor | None = None, out: Tensor | None = None) -> Sorted:
+    values, order = torch.sort(x)
+    return Sorted(values, order, None if weights is None else weights[order])
+
+x = torch.tensor([2, 1])
+print(torch.ops.fusible.sorted_rows.default._schema, hasattr(torch.ops.fusible, "sorted_rows_out"))
+print(sort(x, weights=x).weights, make_fx(lambda x: sort(x, weights=x), tracing_mode="fake")(x)(x).weights)
+"""
+
+
+def test_an_op_lacks_what_only_eager_calls_pass() -> None:
+    done = subprocess.run([sys.executable, "-c", EAGER_ONLY], capture_output=True, text=True, check=True)
+
+    schema = "fusible::sorted_rows(Tensor x, str switches) -> (Tensor, Tensor)"
+    assert done.stdout == f"{schema} False\ntensor([1, 2]) None\n"
 
 
 class Layer(nn.Module):

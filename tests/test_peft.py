@@ -269,7 +269,7 @@ def test_nothing_is_held_between_calls() -> None:
     model = adapted("mixtral")
     results(model, "fusible")
     explain(model)
-    layer = experts_of(model)[0].__dict__[lora.PLACE]
+    layer = experts_of(model)[0].__dict__[lora.ATTRIBUTE]
     results(model, "fusible")
 
     assert layer.adapters == {}

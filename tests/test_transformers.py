@@ -579,7 +579,7 @@ def test_explain_says_why_a_gate_is_the_models_own() -> None:
         experts.act_fn = nn.Softsign()
     step(model, "fusible")
 
-    assert all("Softsign is no activation of ours" in layer.reason for layer in fusible.explain(model).layers)
+    assert all("Softsign is not a supported activation" in layer.reason for layer in fusible.explain(model).layers)
 
 
 @pytest.mark.parametrize("gate", ["known", "unknown"])

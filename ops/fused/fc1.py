@@ -28,7 +28,7 @@ FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 
 
 class FirstLinear(NamedTuple):
-    """What the forward of the half gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
+    """What the forward gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
 
     postact: Tensor
     preact: Tensor | None

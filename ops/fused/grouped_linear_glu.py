@@ -51,13 +51,13 @@ class GroupedLinearGLU(FusedOp):
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
-        half = first_linear.forward(
+        fc1 = first_linear.forward(
             *(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype),
             keep_preact=bool(needs_grad),
             tail_unspecified=False,
             x_is_inner=x_is_inner,
         )
-        return with_rows_of(x, half.postact), self.Saved(half.saved, half.preact, scales)
+        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, fc1.preact, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         if saved.preact is None:

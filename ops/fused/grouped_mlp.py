@@ -82,14 +82,14 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        half = first_linear.forward(
+        fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(names_of(FC1, needs_grad), autocast_dtype),
             keep_preact=_through(needs_grad) or _trains(needs_grad),
             tail_unspecified=True,
             x_is_inner=x_is_inner,
         )
-        postact, sizes = half.postact, half.saved.split_sizes
+        postact, sizes = fc1.postact, fc1.saved.split_sizes
         weight, bias = self.fc2.matrices("weight", postact.dtype), self._bias()
         out = None if output is None else output.view(-1, self.fc2.out_features)
         factors = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
@@ -97,7 +97,7 @@ class GroupedMLP(FusedOp):
         assert isinstance(y, Tensor)
         needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
         fc2 = self.fc2.saved(postact, postact, weight, sizes, fc2_bias_scale, None, needs, True)
-        saved = self.Saved(half.saved, fc2, half.preact, scales, out_scale_scales)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

@@ -153,8 +153,8 @@ class RoutedLoRA(FusedOp):
             grads["fc1.bias"] = kernels.column_sums(dpreact, sizes, self.fc1.one_parameter("bias").dtype)
         tokens = saved.fc1.x
         inputs = None if tokens is None else permutation.permute(tokens, routing, fill=False)
-        found = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
-        return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in found.items()}
+        parameter_grads = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
+        return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in parameter_grads.items()}
 
 
 class _Needs(NamedTuple):

@@ -22,13 +22,14 @@ from ..checks import product_dtype
 from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, one_call, one_op
+from ..inference import Experts, one_call
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import ACTIVATION, spec_of, with_activation
 from .grouped_mlp import GroupedMLP
+from .routed_forward import forward, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
@@ -106,22 +107,16 @@ class RoutedMLP(FusedOp):
                 return y, None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         _replay_unless_large(tokens, top_k_index.numel())
-        routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
-        scales = permutation.scales_of(routing, top_k_weights)
-        factors = {keyword: scales for role, keyword in _SCALES.items() if getattr(self, role) is not None}
-        rows, needs = permutation.permute(tokens, routing, fill=False), self._needs_of_mlp(needs_grad)
-        y, saved = self.experts.fwd(
-            rows,
-            split_sizes=routing.split_sizes,
-            **factors,
+        needs = self._needs_of_mlp(needs_grad)
+        y, routing, saved = forward(
+            *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
+            scaled_by=[keyword for role, keyword in _SCALES.items() if getattr(self, role) is not None],
             needs_grad=needs,
             autocast_dtype=autocast_dtype,
-            x_is_inner=True,
         )
         kept = _with_split_sizes(saved._replace(fc1=saved.fc1._replace(x=None)), None)
         trains = tokens if "fc1.weight" in needs else None
-        routing = routing._replace(scales=None)
-        return permutation.unpermute(y, routing), self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
+        return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
     def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
         """The output, where one call of the extension, or a compiler's one op, gives it."""
@@ -130,7 +125,7 @@ class RoutedMLP(FusedOp):
         if experts is None:
             return None
         if traced:
-            return one_op(experts, x, top_k_index, top_k_weights)
+            return routed_mlp(x, top_k_index, top_k_weights, experts)
         call = one_call(experts)
         return None if call is None else call(x, top_k_index, top_k_weights)
 

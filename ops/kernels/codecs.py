@@ -1,15 +1,16 @@
 """How what a kernel takes and returns crosses a schema of ``torch.library``, which knows no alternatives.
 
-A parameter of a kernel has a type hint of :data:`CODECS`, an enum, or a frozen dataclass of these.
+A parameter of a kernel has a type hint of :data:`CODECS`, an enum, or a frozen dataclass or named tuple of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
+from itertools import islice
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ NO_RESULT = Codec((), lambda result: None)
 
 
 def codec_of(annotation: Any) -> Codec:
-    """The codec of a parameter.
+    """The codec of a parameter. Fields of a named tuple that have a default do not cross.
 
     Raises:
         TypeError: no schema declares it.
@@ -84,20 +85,50 @@ def codec_of(annotation: Any) -> Codec:
         return CODECS[annotation]
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return Codec(("str {}",), lambda member: (member.value,), annotation)
+    if hasattr(annotation, "_fields"):
+        return _codec_of_fields(annotation, omitted=annotation._field_defaults)
     if not is_dataclass(annotation):
         raise TypeError(f"a kernel cannot take a parameter of type {annotation}: it has no codec")
-    hints = get_type_hints(annotation)
-    schemas = tuple(schema for name, hint in hints.items() for schema in codec_of(hint).named(name).schemas)
-    return Codec(schemas, lambda value: [getattr(value, name) for name in hints], cache(cast(Any, annotation)))
+    codec = _codec_of_fields(annotation)
+    return codec._replace(unflatten=cache(codec.unflatten))
 
 
-def codec_of_result(annotation: Any) -> Codec:
-    """Of a tensor, or of a tuple or named tuple of tensors. None among them crosses as an empty tensor of bool."""
+def _codec_of_fields(annotation: Any, omitted: Collection[str] = ()) -> Codec:
+    """Field by field; those that are omitted have their defaults on the other side."""
+    hints = {name: hint for name, hint in get_type_hints(annotation).items() if name not in omitted}
+    codecs = {name: codec_of(hint).named(name) for name, hint in hints.items()}
+    return Codec(
+        tuple(schema for codec in codecs.values() for schema in codec.schemas),
+        lambda fields: [value for name, codec in codecs.items() for value in codec.flatten(getattr(fields, name))],
+        lambda *values: annotation(**unflattened(codecs, values)),
+    )
+
+
+def unflattened(codecs: dict[str, Codec], values: Iterable[Any]) -> dict[str, Any]:
+    """Parameters by name, of the values that cross the schema for them."""
+    left, arguments = iter(values), {}
+    for name, codec in codecs.items():
+        alone = codec.unflatten is itself
+        arguments[name] = next(left) if alone else codec.unflatten(*islice(left, len(codec.schemas)))
+    return arguments
+
+
+def codec_of_result(annotation: Any, omitted: Collection[str] = ()) -> Codec:
+    """Of a tensor, or of a tuple or named tuple of tensors. None among them crosses as an empty tensor of bool.
+
+    Args:
+        omitted: the last fields of a named tuple, which do not cross.
+    """
     members = getattr(annotation, "_fields", get_args(annotation) if get_origin(annotation) is tuple else ())
-    if not members:
+    count = len([member for member in members if member not in omitted])
+    if not count:
         return Codec(("Tensor",), itself)
-    make = getattr(annotation, "_make", tuple)
-    return Codec(("Tensor",) * len(members), _filled, lambda *tensors: make(map(_or_none, tensors)))
+    build = annotation if hasattr(annotation, "_fields") else lambda *tensors: tensors
+    return Codec(
+        ("Tensor",) * count,
+        lambda tensors: _filled(tensors[:count]),
+        lambda *tensors: build(*map(_or_none, tensors)),
+    )
 
 
 def _filled(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

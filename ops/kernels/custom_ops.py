@@ -8,10 +8,9 @@ call that a compiler traces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from itertools import islice
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -20,52 +19,56 @@ from torch import Tensor
 
 from ...fuser.config import Config, active_config, config_of, use_config
 from ...fuser.tracing import is_traced
-from ..activation_spec import ActivationSpec
-from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, itself
+from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
 
 F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
 _UNCHANGED = nullcontext()
-SPEC = ", ".join(codec_of(ActivationSpec).schemas)
 
 
 def kernel(
     allocate: Callable[..., Any],
     *,
+    name: str | None = None,
     obeys_switches: bool = True,
+    eager_only: Collection[str] = (),
     only_with_out: Collection[str] = (),
     only_without_out: Collection[str] = (),
     schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
-    """Declares a function of the door as a kernel: registers its custom op, and calls that for traced tensors.
+    """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
 
     The first parameter that is a tensor, passed by position, says whether a call is traced. A function with a parameter
     ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
 
     Args:
         allocate: makes the result from those of the parameters that it names. On tensors without data it is the fake.
+        name: of the op; that of the function by default.
+        eager_only: parameters, and last fields of the result, that the op does not have: compiled code has their
+            defaults. A function whose ``out`` is one of them has one op.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
         schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
     def declared(function: F) -> F:
-        name, hints, signature = function.__name__, get_type_hints(function), inspect.signature(function)
+        op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
         first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
-        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in signature.parameters}
+        crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
+        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
         if obeys_switches:
             codecs["switches"] = codec_of(str).named("switches")
-        new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"])
-        allocates = _define(name, function, allocate, *new)
+        new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
+        allocates = _define(op, function, allocate, *new)
         if "out" in codecs:
             into_out = _without(codecs | {"out": OUT.named("out")}, *only_without_out), NO_RESULT
-            writes = _define(f"{name}_out", function, lambda: None, *into_out)
+            writes = _define(f"{op}_out", function, lambda: None, *into_out)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             arguments = {**bound.arguments, "switches": switches()}
-            if arguments.get("out") is None:
+            if "out" not in codecs or arguments["out"] is None:
                 return allocates(arguments)
             writes(arguments)
             return arguments["out"]
@@ -97,7 +100,7 @@ def _define(
 
     def flat(implementation: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
-            arguments = _unflattened(codecs, values)
+            arguments = unflattened(codecs, values)
             with obeying(arguments.pop("switches", None)):
                 return result.flatten(implementation(**arguments))
 
@@ -109,20 +112,11 @@ def _define(
         return result.unflatten(*returned if len(result.schemas) > 1 else [returned])
 
     declared = ", ".join(schema for codec in codecs.values() for schema in codec.schemas)
-    register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
+    _register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
     return call
 
 
-def _unflattened(codecs: dict[str, Codec], values: Iterable[Any]) -> dict[str, Any]:
-    """The parameters of an op by name, of the values that it is called with."""
-    left, arguments = iter(values), {}
-    for name, codec in codecs.items():
-        alone = codec.unflatten is itself
-        arguments[name] = next(left) if alone else codec.unflatten(*islice(left, len(codec.schemas)))
-    return arguments
-
-
-def register(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
+def _register(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
     """Registers a function under the schema; ``fake`` takes the same, of tensors without data."""
 
     def registered(function: F) -> F:

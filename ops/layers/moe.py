@@ -160,8 +160,8 @@ class MoE(nn.Module):
         load.zero_()
 
     def extra_repr(self) -> str:
-        told = {"balance_loss": self.balance_loss, "bias_update_rate": self.bias_update_rate}
-        return ", ".join([f"{name}={value}" for name, value in told.items() if value is not None])
+        options = {"balance_loss": self.balance_loss, "bias_update_rate": self.bias_update_rate}
+        return ", ".join([f"{name}={value}" for name, value in options.items() if value is not None])
 
 
 def _experts(

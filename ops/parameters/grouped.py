@@ -67,10 +67,10 @@ class ExpertParameters(Op):
     def one_parameter(self, name: str) -> nn.Parameter:
         """The parameter, or the first group's: all are of its shape, dtype and device."""
         name = f"{name}0" if self.per_group[name] else name
-        found = self._parameters.get(name)
-        if found is None and (found := getattr(self, name)) is None:
+        parameter = self._parameters.get(name)
+        if parameter is None and (parameter := getattr(self, name)) is None:
             raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
-        return found
+        return parameter
 
     def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
         """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
@@ -127,10 +127,10 @@ class ExpertParameters(Op):
 
     def input_tensors(self) -> list[Tensor]:
         """A parameter, or the tensor that stands for those of all groups: its gradient is theirs, stacked."""
-        own: list[Tensor] = []
+        tensors: list[Tensor] = []
         for name, split in self.per_group.items():
-            own.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
-        return own + [p for _, p in self._others()] if self._has_others() else own
+            tensors.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
+        return tensors + [p for _, p in self._others()] if self._has_others() else tensors
 
     def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
         held: list[Tensor] = []
@@ -191,8 +191,8 @@ class ExpertParameters(Op):
 
     def _others(self) -> Iterable[tuple[str, Tensor]]:
         """What is registered besides the parameters of the groups."""
-        own = {n for name in self.per_group for n in self.parameter_names(name)}
-        return [(name, p) for name, p in self._named() if name not in own]
+        of_groups = {n for name in self.per_group for n in self.parameter_names(name)}
+        return [(name, p) for name, p in self._named() if name not in of_groups]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to()`` and its kin: what they scatter is put into one storage again."""

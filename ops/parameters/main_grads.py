@@ -114,10 +114,13 @@ def foreseen(
 
 
 def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
-    """What each parameter has of the protocol, None if nothing; plain ones are not asked by a failing look-up."""
-    plain, names = nn.Parameter, _PROTOCOL
-    own = [p.__dict__ if type(p) is plain else {name: getattr(p, name, None) for name in names} for p in parameters]
-    return [[each.get(name) for each in own] for name in names]
+    """What each parameter has of the protocol, None if nothing. Of most the dictionary is read: no look-up fails."""
+    parameter_type, names = nn.Parameter, _PROTOCOL
+    attributes = [
+        p.__dict__ if type(p) is parameter_type else {name: getattr(p, name, None) for name in names}
+        for p in parameters
+    ]
+    return [[values.get(name) for values in attributes] for name in names]
 
 
 def _forget(

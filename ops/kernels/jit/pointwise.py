@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...programs.cpp import function_type
 from ...programs.program import Program
-from ..architecture import Capability, capability_of
+from ..architecture import Capability, assumed, capability_of
 from ..hopper.extension import address, is_built, library, stream
 from ..problem import PointwiseGrads, PointwiseRows
 from . import pointwise_driver

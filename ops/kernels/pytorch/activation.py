@@ -96,7 +96,7 @@ def backward(
     is_temporary = up is not None and column is not None
     if out.postact is not None:
         _multiply_into(out.postact.view(gate.shape), value, factor)
-    dgate, dup = _halves(out.preact, spec) if spec.gated else (out.preact, None)
+    dgate, dup = _gate_and_up(out.preact, spec) if spec.gated else (out.preact, None)
     dvalue = grad if factor is None else factor.mul_(grad) if is_temporary else (grad * factor).to(gate.dtype)
     _slope(curve, dvalue, gate, dgate)
     value.mul_(grad)
@@ -139,7 +139,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _halves(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
+def _gate_and_up(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns, [rows, blocks, block] each."""
     block = spec.block or preact.shape[-1] // 2
     gate_and_up = preact.view(*preact.shape[:-1], preact.shape[-1] // max(1, 2 * block), 2, block)
@@ -151,7 +151,7 @@ def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None
     wide = _wide(preact.dtype)
     if not spec.gated:
         return preact.to(wide), None
-    gate, up = (half.to(wide) for half in _halves(preact, spec))
+    gate, up = (columns.to(wide) for columns in _gate_and_up(preact, spec))
     if spec.limit is not None:
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
     return gate, up + spec.linear_offset if spec.linear_offset else up
@@ -160,7 +160,8 @@ def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None
 def _mask_clamped(dgate: Tensor, dup: Tensor, preact: Tensor, spec: ActivationSpec) -> None:
     """What was clamped has gradient zero."""
     if spec.limit is not None:
-        gate, up = (half.to(_wide(preact.dtype)) for half in _halves(preact, spec))  # the limit is not rounded to half
+        wide = _wide(preact.dtype)  # in which the limit is not rounded
+        gate, up = (columns.to(wide) for columns in _gate_and_up(preact, spec))
         dgate.masked_fill_(gate > spec.limit, 0)
         dup.masked_fill_(up.abs() > spec.limit, 0)
 

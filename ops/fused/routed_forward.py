@@ -1,0 +1,116 @@
+"""The forward of routed experts, from tokens to tokens; and as one custom op where nothing needs a gradient.
+
+The op takes tensors instead of ops. When it runs, it is one call of the extension, or the forward of a
+:class:`GroupedMLP` that it builds around these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser.module_state import with_tensors
+from .. import routing as permutation
+from ..activation import Activation
+from ..activation_spec import ActivationSpec
+from ..glu import GLU, Activated
+from ..grouped_linear import GroupedLinear
+from ..inference import Experts, one_call
+from ..kernels.custom_ops import kernel
+from ..routing import Routing
+from ..scale import Scale
+from .grouped_mlp import GroupedMLP
+
+
+class Permuted(NamedTuple):
+    """The output of experts, and what their backward reads."""
+
+    y: Tensor
+    routing: Routing
+    mlp: GroupedMLP.Saved
+
+
+def forward(
+    mlp: GroupedMLP,
+    num_experts: int,
+    tokens: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    scaled_by: Iterable[str],
+    needs_grad: frozenset[str] = frozenset(),
+    autocast_dtype: torch.dtype | None = None,
+) -> Permuted:
+    """Permutes the tokens to their experts, runs these, and sums their rows.
+
+    Args:
+        scaled_by: the keywords of ``mlp`` that are the routing weights.
+    """
+    routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
+    factors = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
+    y, saved = mlp.fwd(
+        permutation.permute(tokens, routing, fill=False),
+        split_sizes=routing.split_sizes,
+        **factors,
+        needs_grad=needs_grad,
+        autocast_dtype=autocast_dtype,
+        x_is_inner=True,
+    )
+    routing = routing._replace(scales=None)
+    return Permuted(permutation.unpermute(y, routing), routing, saved)
+
+
+def _new_output(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@kernel(_new_output)
+def routed_mlp(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
+    """The weighted sums [T, H] of what the chosen experts make of the tokens ``x``, without gradients."""
+    call = one_call(experts) if x.is_cuda else None
+    if call is not None:
+        return call(x, top_k_index, top_k_weights)
+    mlp, num_experts = _mlp_of(experts), experts.up.shape[0]
+    return forward(mlp, num_experts, x, top_k_index, top_k_weights, scaled_by=("out_scale_scales",)).y
+
+
+def _mlp_of(e: Experts) -> GroupedMLP:
+    tensors = {"fc1.weight": e.up, "fc1.bias": e.up_bias, "fc2.weight": e.down, "fc2.bias": e.down_bias}
+    biases = e.up_bias is not None, e.down_bias is not None
+    mlp: GroupedMLP = with_tensors(
+        _form_of(e.up.shape, e.down.shape, e.up.dtype, *biases, e.spec, e.transposed),
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+    )
+    return mlp
+
+
+@cache
+def _form_of(
+    up: torch.Size,
+    down: torch.Size,
+    dtype: torch.dtype,
+    up_bias: bool,
+    down_bias: bool,
+    spec: ActivationSpec,
+    transposed: bool,
+) -> GroupedMLP:
+    """The experts on parameters without data."""
+    act: Activated = GLU("silu") if spec.gated else Activation("silu")
+    act.spec = spec  # maybe one that the constructors do not build
+    fc1, fc2 = (
+        GroupedLinear(
+            shape[0],
+            *(shape[1:] if transposed else shape[:0:-1]),
+            bias=bias,
+            device="meta",
+            dtype=dtype,
+            transposed_weight=transposed,
+        )
+        for shape, bias in ((up, up_bias), (down, down_bias))
+    )
+    parts: dict[str, Any] = {"fc1": fc1, "act": act, "scale": None, "fc2": fc2, "out_scale": Scale()}
+    return GroupedMLP(**parts)
