@@ -131,7 +131,7 @@ def test_opcheck_of_a_routed_layer() -> None:
     def of(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    ops, spec = torch.ops.fusible, ("silu", True, None, 1.0, 0.0, None)
+    ops, spec = torch.ops.fusible, ("silu", True, None, 1.0, 0.0, None, None)
     x, ids, weights = of(50, K), torch.rand(50, E, device="cuda").argsort(-1)[:, :2], torch.rand(50, 2, device="cuda")
     experts = of(E, 2 * F, K), of(E, K, F), of(E, 2 * F), of(E, K), *spec, False
     counts, order, place = ops.route(ids, E)
