@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .arguments import add_plot_argument, command
-from .contestants import CONTESTANTS, Contestant, race, refusal
+from .contestant import Contestant
+from .contestants import CONTESTANTS, race, refusal
 from .plots import bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
 from .report import Report, describe

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusible.benchmarks.arguments import command, duration, positive
-from fusible.benchmarks.contestants import Contestant, race
+from fusible.benchmarks.contestant import Contestant
+from fusible.benchmarks.contestants import race
 from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
 from fusible.benchmarks.timing import kept_bytes, markdown

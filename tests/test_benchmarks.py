@@ -31,7 +31,8 @@ from fusible.benchmarks import (
     routing,
     timing,
 )
-from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
+from fusible.benchmarks.contestant import Contestant
+from fusible.benchmarks.contestants import CONTESTANTS, race, refusal
 from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
     InaccurateError,
