@@ -54,12 +54,12 @@ class Interleaved(Contestant):
 
 def interleaved(w1: Tensor) -> Tensor:
     """[E, 2F, K] with rows gate, up, gate, up, from rows of the gate first."""
-    return w1.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+    return w1.view(w1.shape[0], 2, -1, w1.shape[2]).transpose(1, 2).flatten(1, 2)
 
 
 def separated(w1: Tensor) -> Tensor:
     """The opposite of :func:`interleaved`."""
-    return w1.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return w1.view(w1.shape[0], -1, 2, w1.shape[2]).transpose(1, 2).flatten(1, 2)
 
 
 def swiglu(pre: Tensor, scales: Tensor) -> Tensor:

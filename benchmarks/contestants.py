@@ -13,6 +13,7 @@ import fusible
 from fusible.fuser import registry
 
 from .contestant import Contestant, leaf, swiglu
+from .peers import PEERS
 from .problem import Problem
 
 STREAMS = 4
@@ -134,6 +135,8 @@ CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
 
 def refusal(name: str, problem: Problem) -> str | None:
     """Why a contestant cannot take part; None: it can."""
+    if name in PEERS:
+        return PEERS[name].refusal(problem.x.device, problem.x.dtype)
     if name == "loop-on-streams":
         return None if problem.x.is_cuda else "needs a CUDA device"
     if not name.startswith("grouped_mm"):
