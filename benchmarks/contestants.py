@@ -12,39 +12,11 @@ from torch.nn import functional as F
 import fusible
 from fusible.fuser import registry
 
-from .problem import Problem, Result
+from .contestant import Contestant, leaf, swiglu
+from .peers import PEERS
+from .problem import Problem
 
 STREAMS = 4
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A forward, and the leaves whose gradients its backward gives: x, scales, then W1 and W2, whole or by expert."""
-
-    forward: Callable[[], Tensor]
-    leaves: tuple[Tensor, ...]
-    dy: Tensor
-
-    def backward(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The gradients, from what a forward gave."""
-        return torch.autograd.grad(y, self.leaves, self.dy)
-
-    def step(self) -> tuple[Tensor, ...]:
-        """A forward and a backward."""
-        y = self.forward()
-        return y.detach(), *self.backward(y)
-
-    def infer(self) -> Tensor:
-        """A forward alone."""
-        with torch.no_grad():
-            return self.forward()
-
-    def result(self) -> Result:
-        """What a step gives, the gradients of the experts' weights in one tensor each."""
-        y, x, scales, *weights = self.step()
-        half = len(weights) // 2
-        w1, w2 = (torch.stack(w) if half > 1 else w[0] for w in (weights[:half], weights[half:]))
-        return Result(y, x, scales, w1.view(-1, *w1.shape[-2:]), w2.view(-1, *w2.shape[-2:]))
 
 
 def experts(problem: Problem) -> fusible.Sequential:
@@ -58,7 +30,7 @@ def experts(problem: Problem) -> fusible.Sequential:
 
 def fused(problem: Problem) -> Contestant:
     """The plan that the compiler chooses."""
-    model, x, scales = experts(problem), _leaf(problem.x), _leaf(problem.scales)
+    model, x, scales = experts(problem), leaf(problem.x), leaf(problem.scales)
     leaves = (x, scales, *model.parameters())
     return Contestant(lambda: model(x, split_sizes=problem.split_sizes, scales=scales), leaves, problem.dy)
 
@@ -79,12 +51,12 @@ def loop(problem: Problem) -> Contestant:
     sizes = problem.split_sizes.tolist()  # waits for the device, as such code does
     ups = [_linear(w) for w in problem.w1]
     downs = [_linear(w) for w in problem.w2]
-    x, scales = _leaf(problem.x), _leaf(problem.scales)
+    x, scales = leaf(problem.x), leaf(problem.scales)
 
     def forward() -> Tensor:
         parts = []
         for up, down, rows, scale in zip(ups, downs, torch.split(x, sizes), torch.split(scales, sizes), strict=True):
-            parts.append(down(_swiglu(up(rows), scale)))
+            parts.append(down(swiglu(up(rows), scale)))
         return torch.cat(parts)
 
     return Contestant(forward, (x, scales, *(m.weight for m in (*ups, *downs))), problem.dy)
@@ -104,7 +76,7 @@ def loop_on_streams(problem: Problem) -> Contestant:
             stream.wait_stream(current)
         for g, (rows, scale) in enumerate(zip(torch.split(x, sizes), torch.split(scales, sizes), strict=True)):
             with torch.cuda.stream(streams[g % STREAMS]):
-                parts.append(F.linear(_swiglu(F.linear(rows, weights[g]), scale), weights[half + g]))
+                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[half + g]))
         for stream in streams:
             current.wait_stream(stream)
         return torch.cat(parts)
@@ -114,12 +86,12 @@ def loop_on_streams(problem: Problem) -> Contestant:
 
 def grouped_mm(problem: Problem) -> Contestant:
     """``torch.nn.functional.grouped_mm`` and torch's own autograd."""
-    return _by_grouped_mm(problem, _swiglu)
+    return _by_grouped_mm(problem, swiglu)
 
 
 def grouped_mm_compiled(problem: Problem) -> Contestant:
     """The same, with the activation compiled into one kernel."""
-    return _by_grouped_mm(problem, torch.compile(_swiglu, dynamic=True))
+    return _by_grouped_mm(problem, torch.compile(swiglu, dynamic=True))
 
 
 @dataclass(frozen=True)
@@ -163,6 +135,8 @@ CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
 
 def refusal(name: str, problem: Problem) -> str | None:
     """Why a contestant cannot take part; None: it can."""
+    if name in PEERS:
+        return PEERS[name].refusal(problem.x.device, problem.x.dtype)
     if name == "loop-on-streams":
         return None if problem.x.is_cuda else "needs a CUDA device"
     if not name.startswith("grouped_mm"):
@@ -173,7 +147,7 @@ def refusal(name: str, problem: Problem) -> str | None:
 
 
 def _by_grouped_mm(problem: Problem, activation: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-    x, scales, w1, w2 = map(_leaf, (problem.x, problem.scales, problem.w1, problem.w2))
+    x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
     ends = problem.split_sizes.cumsum(0).to(torch.int32)
 
     def forward() -> Tensor:
@@ -181,15 +155,6 @@ def _by_grouped_mm(problem: Problem, activation: Callable[[Tensor, Tensor], Tens
         return F.grouped_mm(hidden, w2.mT, offs=ends)
 
     return Contestant(forward, (x, scales, w1, w2), problem.dy)
-
-
-def _swiglu(pre: Tensor, scales: Tensor) -> Tensor:
-    gate, up = pre.chunk(2, -1)
-    return (F.silu(gate) * up * scales.unsqueeze(-1)).to(pre.dtype)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_()
 
 
 def _linear(weight: Tensor) -> nn.Linear:

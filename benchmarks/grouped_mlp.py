@@ -7,6 +7,9 @@ Times are medians of interleaved rounds in one run, on a GPU each right after an
 training. ``inference`` is a forward without grad. ``dense`` is one product of as many operations instead of each
 grouped one, and no activation: a yardstick, not a peer. The error is the largest, over output and gradients, of the
 relative error against float64 arithmetic on the same rounded inputs.
+
+Other libraries take part where they can be imported: ``--contestants fused quack sonicmoe``. One that fails, or whose
+results are wrong, is left out, with the reason below the table.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .arguments import add_plot_argument, command
-from .contestants import CONTESTANTS, Contestant, race, refusal
+from .contestant import Contestant
+from .contestants import CONTESTANTS, race, refusal
+from .left_out import LeftOut, footer
+from .peers import PEERS
+from .peers.peer import in_one_line
 from .plots import bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
 from .report import Report, describe
@@ -54,6 +61,32 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
         if bad:
             raise InaccurateError(f"{name}: relative errors {bad}, allowed {allowed or tiny}")
     return {name: max(found.values()) for name, found in errors.items()}
+
+
+def peer(name: str, problem: Problem) -> Contestant | LeftOut:
+    """Another library as a contestant, after a step of it whose results are right."""
+    try:
+        contestant = PEERS[name].contestant(problem)
+        check(problem, {name: contestant})
+    except InaccurateError as error:
+        return LeftOut(name, f"wrong ({str(error).removeprefix(f'{name}: ')})")
+    except Exception as error:  # whatever a library raises, the others are timed
+        return LeftOut(name, f"failed ({in_one_line(error)})")
+    return contestant
+
+
+def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Contestant], list[LeftOut]]:
+    """Those of the named contestants that can run here, and why the others cannot."""
+    reasons = {name: why for name in names if (why := refusal(name, problem))}
+    contestants, left_out = race(problem, [n for n in names if n not in PEERS]), [LeftOut(*r) for r in reasons.items()]
+    for name in names:
+        if name in PEERS and name not in reasons:
+            found = peer(name, problem)
+            if isinstance(found, LeftOut):
+                left_out.append(found)
+            else:
+                contestants[name] = found
+    return contestants, left_out
 
 
 def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Measured]:
@@ -109,21 +142,22 @@ def _problem(args: argparse.Namespace, distribution: str) -> Problem:
 
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
     """Measures the contestants and reports them; returns their operations a second, in trillions."""
-    contestants = race(problem, args.contestants)
-    left_out = [f"{n} {why}" for n in args.contestants if (why := refusal(n, problem))]
+    contestants, left_out = taking_part(problem, args.contestants)
     print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
     measured = measure(problem, contestants, args.rounds)
-    notes = [f"\nLeft out: {'; '.join(left_out)}."] if left_out else []
-    text = "\n".join([f"### {describe(problem)}, {distribution}\n", table(problem, measured), *notes])
-    found = {name: m._asdict() for name, m in measured.items()}
-    report.add(text, [{"problem": describe(problem), "distribution": distribution, "contestants": found}])
+    text = "\n".join(
+        filter(None, [f"### {describe(problem)}, {distribution}\n", table(problem, measured), footer(left_out)])
+    )
+    about = {"problem": describe(problem), "distribution": distribution}
+    found = {"contestants": {n: m._asdict() for n, m in measured.items()}, "left_out": [o.about() for o in left_out]}
+    report.add(text, [{**about, **found}])
     return {name: 3 * problem.flops / m.step / 1e12 for name, m in measured.items()}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench mlp", __doc__)
     add_size_arguments(parser, tokens=1024)
-    add_run_arguments(parser, CONTESTANTS, rounds=30)
+    add_run_arguments(parser, [*CONTESTANTS, *PEERS], rounds=30)
     add_plot_argument(parser)
     return parser.parse_args(argv)
 

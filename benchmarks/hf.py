@@ -11,6 +11,10 @@ input: at its peak, which leaves all gradients; at its peak above gradients that
 part of a batch, and are added to; and between forward and backward. The error is the largest, over output and gradients
 of the experts, of the relative error against the eager implementation in float32 on the same rounded weights, with the
 same choice of experts.
+
+Other libraries take part where they can be imported, with the package that is installed rather than the one that
+transformers would download. One that fails, or is further from the truth than ours may be, is left out, with the reason
+below the table.
 """
 
 from __future__ import annotations
@@ -27,6 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import add_common_arguments, command, positive
+from .left_out import LeftOut, footer
+from .peers import PEERS
+from .peers.peer import in_one_line
 from .problem import DTYPES, InaccurateError
 from .report import Report
 from .timing import interleaved, kept_bytes, markdown, peak_bytes
@@ -35,7 +42,8 @@ DECODE = (1, 16, 64)
 ROWS_CHECKED, FEW_ROWS_CHECKED = 256, 16
 STOCK = ("eager", "grouped_mm", "batched_mm")
 COMPILED = {"fusible compiled": None, "fusible compiled, graphs": "reduce-overhead"}  # by torch.compile in which mode
-IMPLEMENTATIONS = (*STOCK, "fusible", *COMPILED)
+IMPLEMENTATIONS = (*STOCK, "fusible", *COMPILED, *PEERS)
+REGISTERED = "fusible bench {}"  # a peer, in the registry of transformers, which has names of its own for some of them
 DECODE_ONLY = ("batched_mm", "fusible compiled, graphs")  # the first copies the weights of an expert for every row
 
 
@@ -107,7 +115,7 @@ class Block:
 
     def use(self, implementation: str) -> None:
         """Switches."""
-        name = implementation.split()[0]
+        name = REGISTERED.format(implementation) if implementation in PEERS else implementation.split()[0]
         if name != self._used:  # a configuration takes tens of microseconds to be told
             self._used = self.config._experts_implementation = name
 
@@ -179,6 +187,32 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b).norm() / b.double().norm())
 
 
+def refusal(name: str, block: Block) -> str | None:
+    """Why another library cannot take part; None: it can."""
+    peer = PEERS[name]
+    if peer.experts_forward is None and peer.import_error() is None:
+        return "cannot take weights that a model owns"
+    return peer.refusal(block.device, block.dtype)
+
+
+def peer_reason(name: str, block: Block) -> str | None:
+    """Why another library is not timed; None: it ran, and was right. It is registered with transformers."""
+    why = refusal(name, block)
+    if why is not None:
+        return why
+    moe = import_module("transformers.integrations.moe")
+    moe.ExpertsInterface.register(REGISTERED.format(name), PEERS[name].experts_forward)
+    try:
+        found, allowed = error(block, name), _allowed([error(block, "eager")], block.dtype)
+    except Exception as problem:  # whatever a library raises, the others are timed
+        return f"failed ({in_one_line(problem)})"
+    return None if found <= allowed else f"wrong (relative error {found:.2e}, allowed {allowed:.2e})"
+
+
+def _allowed(others: Sequence[float], dtype: torch.dtype) -> float:
+    return 2 * min(others) + 8 * torch.finfo(dtype).eps
+
+
 def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     """The error of each.
 
@@ -189,10 +223,10 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     broken = [f"{name}: relative error {found}" for name, found in errors.items() if not math.isfinite(found)]
     if broken:
         raise InaccurateError("; ".join(broken))
-    if set(implementations) <= set(STOCK):
+    if set(implementations) <= {*STOCK, *PEERS}:
         return errors
     others = [errors[name] for name in implementations if name in STOCK] or [error(block, "eager")]
-    allowed = 2 * min(others) + 8 * torch.finfo(block.dtype).eps
+    allowed = _allowed(others, block.dtype)
     ours = errors["fusible"] if "fusible" in errors else error(block, "fusible")  # what compiled ones are compared with
     if not ours <= allowed:
         raise InaccurateError(f"fusible: relative error {ours:.2e}, allowed {allowed:.2e}")
@@ -262,11 +296,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _measure_model(name: str, args: argparse.Namespace, report: Report) -> None:
     block = Block(MODELS[name], args.shrink, args.device, DTYPES[args.dtype], args.layers)
-    print(f"{name}: {', '.join(args.implementations)} …", file=sys.stderr, flush=True)
-    measured = measure(block, args.implementations, args.tokens, args.rounds)
+    reasons = {n: why for n in args.implementations if n in PEERS and (why := peer_reason(n, block))}
+    left_out, timed = [LeftOut(*r) for r in reasons.items()], [n for n in args.implementations if n not in reasons]
+    print(f"{name}: {', '.join(timed)} …", file=sys.stderr, flush=True)
+    measured = measure(block, timed, args.tokens, args.rounds)
     about = _describe(name, block)
-    found = {n: m._asdict() for n, m in measured.items()}
-    report.add(f"### {about}\n\n{table(measured, args.tokens)}", [{"model": about, "implementations": found}])
+    text = "\n".join(filter(None, (f"### {about}\n", table(measured, args.tokens), footer(left_out))))
+    found = {"implementations": {n: m._asdict() for n, m in measured.items()}}
+    report.add(text, [{"model": about, **found, "left_out": [one.about() for one in left_out]}])
 
 
 def _describe(name: str, block: Block) -> str:
@@ -290,7 +327,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--shrink", type=positive, default=1 if cuda else 16, help="divide the sizes of matrices by this, down to 16s"
     )
-    names = [*STOCK, "fusible"]
+    names = [*STOCK, "fusible", *PEERS]
     parser.add_argument("--implementations", choices=IMPLEMENTATIONS, nargs="+", default=names, help="of the experts")
     parser.add_argument("--layers", type=positive, default=1, help="blocks in a row")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of tokens and weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ class Point(NamedTuple):
 
 
 def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit: str) -> None:
-    """Bars side by side, for each name of each group."""
+    """Bars side by side, for each name of each group; a gap where a group lacks a name."""
     figure, axes = _figure(title)
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        heights = [group.get(name, 0.0) for group in groups.values()]
+        heights = [group.get(name, math.nan) for group in groups.values()]
         drawn = axes.bar([g + i * width for g in range(len(groups))], heights, width, label=name)
         axes.bar_label(drawn, fmt="%.3g", fontsize=7)
     axes.set_xticks([g + 0.4 - width / 2 for g in range(len(groups))], list(groups))

@@ -1,7 +1,8 @@
 """The demo: trains a small mixture-of-experts language model for a minute, then shows how its experts run.
 
 The text is what every machine with Python has: the sources of the standard library, byte by byte. Run it with
-``make demo`` or ``python -m fusible demo``.
+``make demo`` or ``python -m fusible demo``. On a GPU the model is large enough for fusions to pay, and computes in
+bfloat16; on a CPU it is as small as a minute allows.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fusible.benchmarks.arguments import command, duration, positive
-from fusible.benchmarks.contestants import Contestant, race
+from fusible.benchmarks.arguments import command, device, duration, positive
+from fusible.benchmarks.contestant import Contestant
+from fusible.benchmarks.contestants import race
 from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
+from fusible.benchmarks.report import describe
 from fusible.benchmarks.timing import kept_bytes, markdown
 
 from .moe_layer import MoELayer
@@ -36,6 +39,47 @@ BATCH = 16
 BALANCE = 0.01
 HELD_OUT_BYTES = 50_000
 PEAK_RATE = 3e-3
+COMPARED = ("fused", "unfused", "grouped_mm", "loop")
+
+
+class Size(NamedTuple):
+    """Of the model and its batches."""
+
+    features: int
+    heads: int
+    hidden: int  # of an expert
+    experts: int
+    top_k: int
+    layers: int
+    batch: int  # stretches of text
+    rate: float  # of learning, at its peak
+
+
+SMALL = Size(128, 4, 256, experts=8, top_k=2, layers=2, batch=BATCH, rate=PEAK_RATE)
+LARGE = Size(2048, 16, 768, experts=32, top_k=8, layers=2, batch=64, rate=6e-4)
+
+
+class Setting(NamedTuple):
+    """Where the demo runs, in which dtype its experts compute, and at which size."""
+
+    device: str
+    dtype: torch.dtype
+    size: Size
+
+    @classmethod
+    def on(cls, device: str) -> Setting:
+        """The large model in bfloat16 on a GPU that has it, from float32 parameters; the small one elsewhere."""
+        if torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+            return cls(device, torch.bfloat16, LARGE)
+        return cls(device, torch.float32, SMALL)
+
+    def autocast(self) -> torch.autocast:
+        """The context of the training."""
+        return torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def model(self) -> LanguageModel:
+        """A new one."""
+        return LanguageModel(*self.size[:6]).to(self.device)
 
 
 class Attention(nn.Module):
@@ -58,11 +102,11 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then experts, each on normalised rows and added to what comes in."""
 
-    def __init__(self, features: int, heads: int, hidden: int) -> None:
+    def __init__(self, features: int, heads: int, hidden: int, experts: int, top_k: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(features), nn.RMSNorm(features)
         self.attention = Attention(features, heads)
-        self.moe = MoELayer(features, hidden)
+        self.moe = MoELayer(features, hidden, experts, top_k)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.norm1(x))
@@ -73,11 +117,13 @@ class Block(nn.Module):
 class LanguageModel(nn.Module):
     """Bytes in, logits of the next byte out."""
 
-    def __init__(self, features: int = 128, heads: int = 4, hidden: int = 256, layers: int = 2) -> None:
+    def __init__(
+        self, features: int = 128, heads: int = 4, hidden: int = 256, experts: int = 8, top_k: int = 2, layers: int = 2
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, features)
         self.positions = nn.Parameter(torch.randn(CONTEXT, features) * 0.02)
-        self.blocks = nn.ModuleList(Block(features, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(features, heads, hidden, experts, top_k) for _ in range(layers))
         self.norm = nn.RMSNorm(features)
         self.head = nn.Linear(features, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -123,15 +169,22 @@ def progress(seconds: float, steps: int | None) -> Iterator[float]:
         step += 1
 
 
-def train(model: LanguageModel, text: Tensor, seconds: float, steps: int | None = None) -> list[float]:
+def train(
+    model: LanguageModel,
+    text: Tensor,
+    seconds: float,
+    steps: int | None = None,
+    batch: int = BATCH,
+    rate: float = PEAK_RATE,
+) -> list[float]:
     """Trains with AdamW, the rate rising for a tenth of the time and falling along a cosine; returns the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     generator, losses, bar = torch.Generator().manual_seed(1), [], Bar()
     device = model.positions.device
     for done in progress(seconds, steps):
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_RATE * min(1, done / 0.1 + 0.05) * 0.5 * (1 + math.cos(math.pi * done))
-        x, target = (t.to(device) for t in batch_of(text, BATCH, generator))
+            group["lr"] = rate * min(1, done / 0.1 + 0.05) * 0.5 * (1 + math.cos(math.pi * done))
+        x, target = (t.to(device) for t in batch_of(text, batch, generator))
         logits, balance = model(x)
         loss = cross_entropy(logits, target)
         optimizer.zero_grad()
@@ -172,7 +225,7 @@ class Bar:
 @torch.no_grad()
 def held_out_loss(model: LanguageModel, text: Tensor) -> float:
     """The mean loss on text that the training has not seen."""
-    x, target = batch_of(text, 64, torch.Generator().manual_seed(2))
+    x, target = (t.to(model.positions.device) for t in batch_of(text, 64, torch.Generator().manual_seed(2)))
     return float(cross_entropy(model(x)[0], target))
 
 
@@ -181,7 +234,7 @@ def complete(model: LanguageModel, prompt: str, length: int) -> str:
     """Continues a text byte by byte."""
     text, generator = torch.tensor([list(prompt.encode())]), torch.Generator().manual_seed(3)
     for _ in range(length):
-        logits = model(text[:, -CONTEXT:])[0][0, -1] / 0.7
+        logits = model(text[:, -CONTEXT:].to(model.positions.device))[0][0, -1].float().cpu() / 0.7
         text = torch.cat([text, torch.multinomial(logits.softmax(0), 1, generator=generator)[None]], 1)
     return bytes(text[0].tolist()).decode(errors="replace")
 
@@ -193,7 +246,9 @@ def first_layer(model: LanguageModel) -> MoELayer:
     return block.moe
 
 
-def experts_problem(model: LanguageModel, text: Tensor) -> Problem:
+def experts_problem(
+    model: LanguageModel, text: Tensor, batch: int = BATCH, dtype: torch.dtype = torch.float32
+) -> Problem:
     """The rows of the first layer's experts for a batch, as a problem for the benchmarks."""
     layer, caught = first_layer(model), dict[str, Tensor]()
 
@@ -201,17 +256,17 @@ def experts_problem(model: LanguageModel, text: Tensor) -> Problem:
         caught.update(x=args[0].detach(), **{name: tensor.detach() for name, tensor in keywords.items()})
 
     hook = layer.experts.register_forward_pre_hook(catch, with_kwargs=True)
-    model(batch_of(text, BATCH, torch.Generator().manual_seed(4))[0])
+    model(batch_of(text, batch, torch.Generator().manual_seed(4))[0].to(model.positions.device))
     hook.remove()
-    w1, w2 = (weight.detach() for weight in layer.experts.parameters())
+    w1, w2 = (weight.detach().to(dtype) for weight in layer.experts.parameters())
     rows, split_sizes, scales, *_ = layer.experts[0](**caught)
-    dy = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5))
-    return Problem(w1=w1, w2=w2, dy=dy, x=rows, split_sizes=split_sizes, scales=scales)
+    dy = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5)).to(rows.device, dtype)
+    return Problem(w1=w1, w2=w2, dy=dy, x=rows.to(dtype), split_sizes=split_sizes, scales=scales.float())
 
 
 def compared(problem: Problem, rounds: int) -> dict[str, dict[str, float]]:
-    """Fused plan, unfused plan and a loop over experts: times, memory, and how far they are apart."""
-    contestants = race(problem, ["fused", "unfused", "loop"])
+    """Fused and unfused plan, grouped_mm where it runs, a loop: times, memory, and how far they are apart."""
+    contestants = race(problem, COMPARED)
     measured, truth = measure(problem, contestants, rounds), contestants["loop"].result()
     return {
         name: {
@@ -234,6 +289,23 @@ def comparison(found: Mapping[str, Mapping[str, float]]) -> str:
     return markdown(heading, rows)
 
 
+def verdict(found: Mapping[str, Mapping[str, float]], device: str) -> str:
+    """What to look at in :func:`comparison`."""
+    fused, unfused = found["fused"], found["unfused"]
+    if device == "cpu":
+        return (
+            "Look at the memory: fused experts keep "
+            f"{fused['kept_bytes'] / 1e6:.1f} MB for the backward, unfused ones {unfused['kept_bytes'] / 1e6:.1f} MB; "
+            "the times say little, because the fast kernels need a Hopper GPU."
+        )
+    speeds = [f"{f['seconds'] / fused['seconds']:.2f} x that of {name}" for name, f in found.items() if f is not fused]
+    kept = fused["kept_bytes"] / unfused["kept_bytes"]
+    return (
+        f"The speed of the fused experts is {', '.join(speeds)}; "
+        f"they keep {kept:.2f} of the bytes that unfused ones keep for the backward."
+    )
+
+
 def difference(contestant: Contestant, truth: Result) -> float:
     """The largest difference of any element of the output and the gradients, in parts of the largest element."""
     pairs = zip(contestant.result(), truth, strict=True)
@@ -246,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=duration, default=45, help="of training")
     parser.add_argument("--steps", type=positive, help="of training, instead of seconds")
     parser.add_argument("--rounds", type=positive, default=20, help="of the comparison at the end")
+    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", help="where")
     args = parser.parse_args(argv)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
         found = run(args)
@@ -255,23 +328,30 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: Namespace) -> dict[str, Any]:
     """Does it all, says so, and returns it as data."""
-    torch.manual_seed(0)
-    text = read_text()
-    train_text, held_out = text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:]
-    model = LanguageModel()
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{size / 1e6:.1f} M parameters, top 2 of 8 experts; {len(train_text) / 1e6:.1f} MB of the standard library")
-    losses = train(model, train_text, args.seconds, args.steps)
-    unseen, completion = held_out_loss(model, held_out), complete(model, "    def __init__(self", 160)
-    print(f"loss on text that it has not seen: {unseen:.3f} nats a byte\n\n{completion} \n")
-    problem = experts_problem(model, held_out)
+    setting, text = Setting.on(args.device), read_text()
+    with setting.autocast():
+        model, data = trained(setting, text[:-HELD_OUT_BYTES], text[-HELD_OUT_BYTES:], args)
+        problem = experts_problem(model, text[-HELD_OUT_BYTES:], setting.size.batch, setting.dtype)
     explanation = first_layer(model).experts.explain()
     print(explanation, "\n")
-    found = compared(problem, args.rounds)
-    print(comparison(found))
-    print("\nTimes and memory are of this run; the difference is to the loop, in parts of the largest element.")
-    data = {"parameters": size, "losses": losses, "held_out_loss": unseen, "completion": completion}
-    return {**data, "explanation": explanation.to_dict(), "comparison": found}
+    found, where = compared(problem, args.rounds), describe(problem)
+    print(f"Experts of layer 0: {where}\n\n{comparison(found)}")
+    print(f"\n{verdict(found, problem.x.device.type)}")
+    print("Times and memory are of this run; the difference is to the loop, in parts of the largest element.")
+    return {**data, "problem": where, "explanation": explanation.to_dict(), "comparison": found}
+
+
+def trained(setting: Setting, text: Tensor, held_out: Tensor, args: Namespace) -> tuple[LanguageModel, dict[str, Any]]:
+    """A model after its training, and what there is to say of it."""
+    torch.manual_seed(0)
+    model, size = setting.model(), setting.size
+    parameters = sum(p.numel() for p in model.parameters())
+    experts = f"top {size.top_k} of {size.experts} experts"
+    print(f"{parameters / 1e6:.1f} M parameters, {experts}; {len(text) / 1e6:.1f} MB of the standard library")
+    losses = train(model, text, args.seconds, args.steps, size.batch, size.rate)
+    unseen, completion = held_out_loss(model, held_out), complete(model, "    def __init__(self", 160)
+    print(f"loss on text that it has not seen: {unseen:.3f} nats a byte\n\n{completion} \n")
+    return model, {"parameters": parameters, "losses": losses, "held_out_loss": unseen, "completion": completion}
 
 
 if __name__ == "__main__":

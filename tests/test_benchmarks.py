@@ -27,12 +27,14 @@ from fusible.benchmarks import (
     hf,
     host_overhead,
     loss_curves,
+    plots,
     pointwise,
     roofline,
     routing,
     timing,
 )
-from fusible.benchmarks.contestants import CONTESTANTS, Contestant, race, refusal
+from fusible.benchmarks.contestant import Contestant
+from fusible.benchmarks.contestants import CONTESTANTS, race, refusal
 from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
     InaccurateError,
@@ -289,6 +291,16 @@ def test_bound_is_the_lower_of_both_ceilings() -> None:
 
     assert roof.bound(flops=50, moved=10) == 50
     assert roof.bound(flops=5000, moved=10) == 100
+
+
+@needs_matplotlib
+def test_bars_leave_a_gap_where_nothing_was_measured(tmp_path: Path) -> None:
+    plot = tmp_path / "bars.svg"
+    plots.bars(plot, {"a": {"ours": 3.25, "peer": 1.5}, "b": {"ours": 2.75}}, "title", "unit")
+    texts = [element.text for element in ElementTree.parse(plot).iter("{http://www.w3.org/2000/svg}text")]
+
+    assert {"3.25", "1.5", "2.75"} <= {*texts}
+    assert not {"nan", "0"} & {*texts[texts.index("unit") + 1 :]}
 
 
 @needs_matplotlib

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from fusible.benchmarks import demo_plot
 from fusible.examples import moe_lm
+
+FOUND = {  # of a comparison
+    "fused": {"seconds": 0.002, "peak_bytes": 3e6, "kept_bytes": 1e6, "difference": 0.0},
+    "unfused": {"seconds": 0.003, "peak_bytes": 6e6, "kept_bytes": 4e6, "difference": 0.0},
+    "loop": {"seconds": 0.006, "peak_bytes": 6e6, "kept_bytes": 5e6, "difference": 0.0},
+}
 
 
 @pytest.fixture
@@ -46,6 +57,7 @@ def test_demo_trains_explains_and_compares(capsys: pytest.CaptureFixture[str]) -
 
     assert re.search(r"\[#+\] 100% +step +3 +loss \d", printed)
     assert re.search(r"RoutedMLP +0 1 2 3 4 5 +taken", printed)
+    assert "Look at the memory: fused experts keep 10.5 MB for the backward, unfused ones" in printed
     for name in ("fused", "unfused", "loop"):
         assert re.search(rf"\| {name} +\| +\d+\.\d+ \| +\d+\.\d \| +\d+\.\d \| +\d\.\de", printed)
 
@@ -87,3 +99,82 @@ def test_model_does_not_look_ahead() -> None:
     changed[0, 64:] = 0
 
     torch.testing.assert_close(model(text)[0][0, :64], model(changed)[0][0, :64])
+
+
+def test_the_small_model_is_that_of_a_cpu() -> None:
+    setting = moe_lm.Setting.on("cpu")
+
+    assert setting == ("cpu", torch.float32, moe_lm.SMALL)
+    assert not torch.is_autocast_enabled("cpu")
+    with setting.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "dtype", "size"), [(True, torch.bfloat16, moe_lm.LARGE), (False, torch.float32, moe_lm.SMALL)]
+)
+def test_the_large_model_is_that_of_a_gpu_with_bfloat16(
+    bf16: bool, dtype: torch.dtype, size: moe_lm.Size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+
+    assert moe_lm.Setting.on("cuda") == ("cuda", dtype, size)
+
+
+def test_a_model_is_as_large_as_its_setting_says() -> None:
+    size = moe_lm.Size(16, 2, 8, experts=4, top_k=3, layers=3, batch=2, rate=1e-3)
+    model = moe_lm.Setting("cpu", torch.float32, size).model()
+    layer = moe_lm.first_layer(model)
+
+    assert len(model.blocks) == 3
+    assert [tuple(w.shape) for w in layer.experts.parameters()] == [(4, 16, 16), (4, 16, 8)]
+    assert (layer.router.top_k, model.blocks[0].attention.heads) == (3, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_problem_of_the_experts_has_the_dtype_of_the_setting(dtype: torch.dtype) -> None:
+    problem = moe_lm.experts_problem(small_model(), moe_lm.read_text(10_000), batch=2, dtype=dtype)
+
+    assert {t.dtype for t in (problem.x, problem.w1, problem.w2, problem.dy)} == {dtype}
+    assert problem.scales.dtype == torch.float32
+    assert problem.x.shape[0] == int(problem.split_sizes.sum()) == 2 * moe_lm.CONTEXT * 2
+
+
+def test_the_verdict_says_what_to_look_at() -> None:
+    assert moe_lm.verdict(FOUND, "cpu").startswith("Look at the memory: fused experts keep 1.0 MB")
+    assert moe_lm.verdict(FOUND, "cuda") == (
+        "The speed of the fused experts is 1.50 x that of unfused, 3.00 x that of loop; "
+        "they keep 0.25 of the bytes that unfused ones keep for the backward."
+    )
+
+
+def test_the_plot_shows_parts_of_what_unfused_experts_take() -> None:
+    found = demo_plot.shares(FOUND)
+
+    assert found["time, forward + backward"]["fusible, fused"] == pytest.approx(2 / 3)
+    assert found["memory kept for the backward"] == {
+        "fusible, fused": 0.25,
+        "fusible, op by op": 1,
+        "a loop over experts": 1.25,
+    }
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_the_plot_is_drawn_from_the_data_of_a_run(tmp_path: Path) -> None:
+    data, plot = tmp_path / "demo.json", tmp_path / "demo.svg"
+    data.write_text(json.dumps({"problem": "E=2, H100", "comparison": FOUND}))
+    demo_plot.main([str(data), str(plot)])
+    text = "".join(ElementTree.parse(plot).getroot().itertext())
+
+    assert "The experts of the demo: E=2, H100" in text
+    assert "fusible, fused" in text
+
+
+@pytest.mark.cuda
+def test_demo_compares_grouped_mm_too_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    moe_lm.main(["--steps", "2", "--rounds", "2"])
+    printed = capsys.readouterr().out
+
+    assert "bfloat16" in printed
+    assert "| grouped_mm " in printed
+    assert "The speed of the fused experts is " in printed

@@ -35,6 +35,7 @@ class Emulation:
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
         self._hidden = 0
+        self.functions: dict[str, int] = {}  # the handles of kernels by their sources
         self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
@@ -47,7 +48,10 @@ class Emulation:
 
     def load_function(self, text: str) -> int:
         """The handle of the kernel of a source: in place of NVRTC and the driver."""
-        return ctypes.cast(ctypes.CDLL(str(build.build_function(text, self._path))).kernel, ctypes.c_void_p).value or 0
+        if text not in self.functions:
+            kernel = ctypes.CDLL(str(build.build_function(text, self._path))).kernel
+            self.functions[text] = ctypes.cast(kernel, ctypes.c_void_p).value or 0
+        return self.functions[text]
 
     def kernel_function(self, form: KernelForm, device: int) -> int:
         """The handle of a kernel that is compiled while the program runs: its address."""
