@@ -58,6 +58,20 @@ def test_pages_without_code_are_those_that_are_known() -> None:
     assert {page for page in PAGES if "```py" in (ROOT / page).read_text()} == set(PAGES) - WITHOUT_CODE
 
 
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``torchrun`` sets, for the only process."""
+    for name, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.usefixtures("torchrun")
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
