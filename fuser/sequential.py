@@ -41,6 +41,8 @@ def add_state_format(form: StateFormat) -> None:
 class Sequential(Container):
     """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
 
+    Modules are given in order, as one mapping of names to modules, or as keywords, which are their names.
+
     >>> import torch, fusible
     >>> model = fusible.Sequential(fusible.Linear(4, 8), fusible.SwiGLU(), fusible.Linear(4, 4))
     >>> model(torch.randn(3, 4)).shape
@@ -49,7 +51,12 @@ class Sequential(Container):
 
     _compiled: CallCache | None
 
-    def __init__(self, *modules: Any) -> None:
+    def __init__(self, *modules: Any, **named: Any) -> None:
+        if modules and named:
+            raise TypeError(
+                f"Sequential: all modules have names, or none has; {', '.join(named)} came beside unnamed ones"
+            )
+        modules = modules or (named,)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             modules = (OrderedDict(modules[0]),)
         super().__init__(*modules)

@@ -107,7 +107,7 @@ class ExplainedFusion:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
 
@@ -189,6 +189,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join([*draw.table(self._steps()), *self._lines(), "", *draw.table(self._fusions())])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The tables, for notebooks."""
