@@ -21,7 +21,8 @@ from fusible.benchmarks import measured_plot
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
 WITHOUT_CODE = {
-    f"docs/{name}.md" for name in ("design", "experiments", "glossary", "index", "kernels", "measured", "support")
+    f"docs/{name}.md"
+    for name in ("design", "experiments", "glossary", "index", "kernels", "measured", "memory", "support")
 }
 FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
@@ -149,6 +150,15 @@ def test_the_factors_of_the_readme_are_those_of_the_tables() -> None:
 
     assert said is not None
     assert [f"{min(factors):.2f}", f"{max(factors):.2f}"] == [*said.groups()]
+
+
+def test_the_megabytes_are_those_of_the_tables() -> None:
+    measured = {f"{float(n):.0f}" for n in re.findall(r"\d+(?:\.\d+)?", (ROOT / "docs" / "measured.md").read_text())}
+    rows = re.findall(r"^\|[^|]*\|((?: \d+ \|){4,})$", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE)
+    said = [number for row in rows for number in re.findall(r"\d+", row)]
+
+    assert len(said) == 4 * 5 + 5 * 5
+    assert [number for number in said if number not in measured] == []
 
 
 def test_plugin_of_the_docs_is_short_and_changes_nothing() -> None:
