@@ -73,7 +73,7 @@ class MakeExtraOutput(Op):
 
 
 class AddExtraInput(Op):
-    """``y = x + extra``. The extra tensor, of the form of ``x``, is the keyword ``name``: the caller's, or an earlier op's."""
+    """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's."""
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()
