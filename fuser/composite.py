@@ -156,11 +156,11 @@ class Chain(Op):
 
 
 class FusedOp(Chain):
-    """An op that replaces a run of ops where its pattern matches. Owns no parameters.
+    """An op that replaces a run of ops where its pattern matches. It owns no parameters.
 
     It is built as ``Fused(**roles)``, None for optional roles that are not there, and defines ``fwd``, ``bwd``, or
     both. A half that it does not define is the chain of its parts'; see :class:`Chain` for what the other half then
-    returns or is given. What its ``fwd`` does not take as a keyword, it cannot do: a call that gives it is not fused.
+    returns or is given. A call that passes a keyword which its ``fwd`` does not take is not fused.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -109,21 +109,21 @@ def config(
     disable_fusions: Collection[str] | None = None,
     debug: bool | None = None,
 ) -> Iterator[Config]:
-    """Changes the switches that are given, for the body of the ``with``.
+    """Changes the given switches for the body of the ``with``.
 
-    Without it those hold that environment variables give when ``fusible`` is imported: ``FUSIBLE_STRICT``,
+    Their defaults come from environment variables, read when ``fusible`` is imported: ``FUSIBLE_STRICT``,
     ``FUSIBLE_DEBUG`` (0 or 1), ``FUSIBLE_BACKEND``, ``FUSIBLE_DISABLE_FUSIONS`` (names, with commas between them).
 
     Args:
         strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
-        deterministic: results are bitwise the same from run to run. Every kernel of today is, with or without it; the
-            switch keeps that promise once a faster one is not.
+        deterministic: results are bitwise the same from run to run. All present kernels are, with or without it; the
+            switch keeps that promise should a faster one not be.
         backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
-        disable_fusions: names of fusions that shall not fire, such as ``{"GroupedMLP"}``.
+        disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
         debug: also check what needs a device synchronisation, such as the values of split sizes.
 
     Raises:
-        ValueError: no such backend; one string for ``disable_fusions``.
+        ValueError: an unknown backend; a string for ``disable_fusions``.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

@@ -23,7 +23,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 class ArgumentError(TypeError, ValueError):
     """A call that does not fit: a keyword, a shape, a dtype, a device, a buffer.
 
-    Both a ``TypeError``, as any bad call in Python is, and a ``ValueError``, which callers of other op fusers expect.
+    It is a ``TypeError``, as for any bad call in Python, and a ``ValueError``, which callers of other op fusers expect.
     """
 
     def located(self, where: str) -> ArgumentError:
@@ -32,8 +32,8 @@ class ArgumentError(TypeError, ValueError):
 
 
 class DoubleBackwardError(RuntimeError):
-    """Somebody asked for a second derivative; ops have first-order gradients only."""
+    """A second derivative was asked for; ops have first-order gradients only."""
 
 
 class RefusedError(RuntimeError):
-    """Under ``config(strict=True)``: a fusion did not fire, or a kernel fell back, and here is why."""
+    """Under ``config(strict=True)``: a fusion was refused or a kernel fell back. The message says why."""

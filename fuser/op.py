@@ -158,7 +158,7 @@ class Op(nn.Module, ABC):
 
     @abstractmethod
     def fwd(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Outputs, Any]:
-        """Returns the output (or outputs by name) and what ``bwd`` shall be given."""
+        """Returns the output (or outputs by name), and the residuals for ``bwd``."""
 
     @abstractmethod
     def bwd(self, saved: Any, dy: Tensor, *args: Any, **kwargs: Any) -> Grads:

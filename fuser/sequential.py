@@ -41,6 +41,8 @@ def add_state_format(form: StateFormat) -> None:
 class Sequential(Container):
     """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
 
+    Modules are given in order, as one mapping of names to modules, or as keywords, which are their names.
+
     >>> import torch, fusible
     >>> model = fusible.Sequential(fusible.Linear(4, 8), fusible.SwiGLU(), fusible.Linear(4, 4))
     >>> model(torch.randn(3, 4)).shape
@@ -49,7 +51,12 @@ class Sequential(Container):
 
     _compiled: CallCache | None
 
-    def __init__(self, *modules: Any) -> None:
+    def __init__(self, *modules: Any, **named: Any) -> None:
+        if modules and named:
+            raise TypeError(
+                f"Sequential: all modules have names, or none has; {', '.join(named)} came beside unnamed ones"
+            )
+        modules = modules or (named,)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             modules = (OrderedDict(modules[0]),)
         super().__init__(*modules)
@@ -71,7 +78,7 @@ class Sequential(Container):
         children_changed(self)
 
     def forget_children(self) -> None:
-        """Drops what is kept of earlier calls: somebody edits the container, or one inside it."""
+        """Drops what earlier calls have left, because the container, or one inside it, is being edited."""
         self._compiled = None
 
     def forward(  # type: ignore[override]
@@ -89,8 +96,8 @@ class Sequential(Container):
             The output of the last op; with extra outputs that no op reads, a tuple of it and them, in op order.
 
         Raises:
-            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run, but
-                where it does not fit what a module gives that is no op: then no op behind that module has.
+            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run,
+                unless it does not fit the output of a module that is not an op: then no op behind that module has.
             IndexError: an int key of ``op_kwargs`` is out of range.
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """
@@ -121,7 +128,7 @@ class Sequential(Container):
 
     @property
     def was_called(self) -> bool:
-        """Whether :meth:`explain` has a last call to tell about."""
+        """Whether there is a last call for :meth:`explain`."""
         return self._last_call() is not None
 
     def _last_call(self) -> LastCall | None:

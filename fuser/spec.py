@@ -38,7 +38,7 @@ class TensorSpec(NamedTuple):
         return cls(shape, tensor.dtype, tensor.device, layout_of(tensor), tensor.requires_grad)
 
     def empty(self) -> Tensor:
-        """A dense tensor like it, whose values nobody has set."""
+        """A dense tensor like it, uninitialised."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
 
 

@@ -142,7 +142,7 @@ class _Instead:
 def install(experts: ModuleType | None = None) -> None:
     """Lets Megatron's experts find the ops here instead of in ``transformer_engine``.
 
-    Experts that have been called have built their container, and keep it.
+    Experts that have been called before keep the container that they have built.
 
     Args:
         experts: the module of ``TEGroupedMLP``; that of the installed Megatron-Core by default.

@@ -15,7 +15,7 @@ class Bias(Op):
     """``y = x + bias``, for an input of ``features`` columns; the parameter starts at zero.
 
     Raises:
-        ArgumentError: ``features`` is no int from 1 on, or the dtype is not floating-point, of at least 16 bits.
+        ArgumentError: ``features`` is not a positive int, or the dtype is not floating-point with at least 16 bits.
     """
 
     def __init__(

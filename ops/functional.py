@@ -43,9 +43,10 @@ def grouped_gemm(
     "TN"    [K_g, M_g], as A^T  [K_g, N_g]          [M_g, N_g]      a [T, M], b [T, N] -> [E, M, N]
     ======  ==================  ==================  ==============  =====================================
 
-    Plain tensors have T rows sorted by group, ``split_sizes`` of each (or ``offsets``, where each group ends); rows
-    past the last group take no part, and are zero in what is allocated here. The dims of a :class:`GroupedTensor` are
-    its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not with ``out``.
+    Plain tensors have T rows sorted by group. ``split_sizes`` counts the rows of each group, or ``offsets`` says where
+    each ends. Rows past the last group take no part, and are zero in what is allocated here. A :class:`GroupedTensor`
+    has dims of its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not
+    with ``out``.
 
     Args:
         a, b: operands, of one dtype, on one device.
@@ -55,9 +56,9 @@ def grouped_gemm(
         accumulate: add to ``out``: beta = 1. In 16 bits a GPU rounds the product, then the sum; a CPU the sum alone.
         alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
         bias: [E, N].
-        out_elements: how many to allocate where the operands' shapes do not bound the output: both its dims are ragged,
-            or one and the depth. Else that waits for the device, unless ``out`` is given. What is left over is zero, a
-            group that does not fit is left out. Gradients never wait.
+        out_elements: how many elements to allocate where the operands' shapes do not bound the output: if both its dims
+            are ragged, or one and the depth. Without it, and without ``out``, the call waits for the device. What is
+            left over is zero; a group that does not fit is left out. Gradients never wait.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.

@@ -39,8 +39,8 @@ class Activated(Op):
 class GLU(Activated):
     """``act(gate) * (up + linear_offset)`` of an input whose columns are gate and up.
 
-    Gate and up are clamped first, where there is a limit: gate to at most ``limit``, up to within ±``limit``; what was
-    clamped has gradient zero. Computed in float32 for half-precision inputs, and rounded once.
+    With a limit, both are clamped first: gate to at most ``limit``, up to within ±``limit``. Clamped elements have a
+    gradient of zero. Computed in float32 for half-precision inputs, and rounded once.
 
     Args:
         activation: silu, gelu (by erf), gelu_tanh, quick_gelu, relu, relu2 or sigmoid.
@@ -51,7 +51,7 @@ class GLU(Activated):
             unlike ``torch.nn.GLU``), or :func:`interleaved`.
 
     Raises:
-        ValueError: an argument that is none of these.
+        ValueError: an argument that is not one of these.
         ArgumentError: at a call, if the columns do not divide into gate and up.
     """
 

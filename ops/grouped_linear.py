@@ -44,7 +44,7 @@ class GroupedLinear(WeightGrads):
             keeps it as that (of one with other strides, torch copies it): to accumulate over backwards, give each
             another buffer. Behind another op or module of the container the gradient is a copy whose tail is zero, so
             that the buffer's tail reaches no weight gradient in front.
-        bias_scale: with ``scale_bias``, what the bias counts in each row: [...], any floating-point dtype.
+        bias_scale: with ``scale_bias``, the factor of the bias in each row: [...], any floating-point dtype.
 
     Args:
         num_groups: E.
@@ -55,16 +55,16 @@ class GroupedLinear(WeightGrads):
         single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
         scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
         accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
-            where ``weight.overwrite_main_grad`` is set) and does not go through autograd. A weight that has
-            ``grad_added_to_main_grad`` is told by it, and given a ``.grad`` whose values mean nothing.
+            where ``weight.overwrite_main_grad`` is set) and does not go through autograd. On a weight that has
+            ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` whose values mean nothing.
             A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
-        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read there as it lies.
+        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read as it is stored.
 
     Raises:
-        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits; at a
-            call whose arguments do not fit.
-        RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
+        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
+            in a call, arguments that do not fit.
+        RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
     """
 
     checks_values = False  # those of split sizes on the host

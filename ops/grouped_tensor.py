@@ -26,7 +26,7 @@ class GroupedTensor:
     ==================  ==========================  ==============================================
 
     Args:
-        data: the elements, contiguous; what lies behind the last group belongs to none.
+        data: the elements, contiguous; those behind the last group belong to none.
         first_dims: rows of each group, int32 or int64 [E], on the device of ``data``; None if all groups have the same.
         last_dims: columns of each group, likewise.
         rows: M, where only the columns are ragged.

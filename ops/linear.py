@@ -25,8 +25,8 @@ class Linear(WeightGrads):
         accumulate_into_main_grad: the weight gradient goes to ``weight.main_grad``, as that of :class:`GroupedLinear`.
 
     Raises:
-        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits.
-        RuntimeError: in a backward that shall accumulate into a ``main_grad`` that is not there or does not fit.
+        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits.
+        RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
     """
 
     weight: nn.Parameter

@@ -31,13 +31,13 @@ class GroupedLoRA(ExpertParameters):
         in_features: K.
         out_features: N.
         rank: R, of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may be another than the
-            weight's; 0 for no adapter. A factor in front of the product of the two belongs to ``lora_b``.
+            weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
         bias: whether there is a bias [E, N].
-        transposed_weight: the weight is stored as [E, K, N], and is read there as it lies.
+        transposed_weight: the weight is stored as [E, K, N], and is read as it is stored.
 
     Raises:
-        ArgumentError: a size that is no int from 1 on, or a dtype that is not floating-point, of at least 16 bits; at a
-            call whose arguments do not fit.
+        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
+            in a call, arguments that do not fit.
     """
 
     checks_values = False

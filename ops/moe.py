@@ -28,7 +28,7 @@ ROUTING = ("num_rows", "slot_of_row", "row_of_slot")
 class Dispatch(Op):
     """Tokens [T, H] to rows of experts [T k, H].
 
-    Later ops read its extra outputs by name; a container returns none of them to its caller:
+    Later ops read its extra outputs by name. A container does not return them to its caller:
 
     ================  ==========================  ==========================================================
     name              shape, dtype                contents
@@ -48,7 +48,7 @@ class Dispatch(Op):
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:
-        ValueError: ``num_experts`` is no positive integer.
+        ValueError: ``num_experts`` is not a positive integer.
         ArgumentError: in a call, tokens, ids or weights of another shape, dtype or device.
     """
 
@@ -115,8 +115,8 @@ class Dispatch(Op):
 class Combine(Op):
     """Rows of experts [T k, H] to tokens [T, H]: the sum of each token's rows, in float32 at least, rounded once.
 
-    The order of the sum is that of the slots, so that the same input gives the same bits. What it needs to know comes
-    from the :class:`Dispatch` before it. It does not apply the routing weights: ``Scale()`` in front of it does.
+    Each sum is in the order of the slots, so the same input gives the same bits. The permutation comes from the
+    :class:`Dispatch` before it. It does not apply the routing weights; put ``Scale()`` in front of it for that.
 
     Raises:
         ArgumentError: in a call, rows that are not those of the :class:`Dispatch`.

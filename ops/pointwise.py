@@ -34,9 +34,9 @@ class Pointwise(Op):
         Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.ones(experts, features)})
         Pointwise(lambda x, limit: x.clamp(max=limit), constants={"limit": 7.0})
 
-    The function is read here, once, with the gradients that autograd gives it. From then on :attr:`program` is the op,
-    on every device: what the function reads besides its arguments is constant. The function may be any callable, a
-    module without parameters or the ``apply`` of a ``torch.autograd.Function`` among them, and may write in place.
+    The function is read once, here, with the gradients that autograd gives it. From then on :attr:`program` is the op,
+    on every device: what the function reads besides its arguments is constant. The function may be any callable, such
+    as a module without parameters or the ``apply`` of a ``torch.autograd.Function``, and may write in place.
     Half-precision inputs are computed in float32 and rounded once.
 
     A function with operations that kernels do not know is kept and run by PyTorch; :attr:`refusal` says why.

@@ -32,18 +32,18 @@ class Identity(Op):
 
 
 class MakeExtraOutput(Op):
-    """Passes ``x`` on and also gives it out under a name: a later op's keyword of that name reads it.
+    """Passes ``x`` on, and also as an extra output with a name. A later op's keyword of that name reads it.
 
-    The extra output shares the memory of ``x``. For as long as somebody wants it, a module with ``inplace=True`` is
-    given a copy of that memory; any other module that writes into its input there raises, but under
-    ``torch.inference_mode()``, where nobody can see that it has.
+    The extra output shares the memory of ``x``. As long as it is still needed, a module with ``inplace=True`` gets a
+    copy of that memory. Any other module that writes into its input there raises, except under
+    ``torch.inference_mode()``, where that cannot be noticed.
 
     Args:
         name: an identifier.
         output_to_caller: whether a container returns the extra output, after the main output. None: if no op reads it.
 
     Raises:
-        ValueError: a name that is none, or that the contract uses.
+        ValueError: a name that is not an identifier, or that is reserved.
         TypeError: ``output_to_caller`` is neither a bool nor None.
     """
 
@@ -73,7 +73,7 @@ class MakeExtraOutput(Op):
 
 
 class AddExtraInput(Op):
-    """``y = x + extra``: the keyword, of the name given, is a tensor like ``x``, from the caller or an earlier op."""
+    """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's."""
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()

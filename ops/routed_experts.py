@@ -61,7 +61,7 @@ def routed_experts(
 
     Raises:
         ArgumentError: tensors that do not fit one another.
-        ValueError: no such activation or layout.
+        ValueError: an unknown activation or layout.
 
     >>> import torch, fusible
     >>> x, up, down = torch.randn(5, 8), torch.randn(4, 32, 8), torch.randn(4, 8, 16)

@@ -14,8 +14,8 @@ from .checks import check_floats, check_rows
 class Scale(Op):
     """``y = x * scales[:, None]``, computed in the wider of the two dtypes and rounded once to that of ``x``.
 
-    Where it stands says what it means: before the second linear of an expert (TransformerEngine, Megatron) or after it
-    (Hugging Face, torchtitan).
+    It stands before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face,
+    torchtitan). With a bias in that linear, the two differ.
 
     Keywords of a call:
         scales: a number for every row of ``x``, shape ``x.shape[:-1]``, any floating-point dtype. Its gradient is
@@ -51,7 +51,7 @@ class Scale(Op):
 
 
 class ConstantScale(Op):
-    """``y = x * scale`` for a number that stays."""
+    """``y = x * scale`` for a constant number."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
 WITHOUT_CODE = {
     f"docs/{name}.md"
-    for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "support")
+    for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "memory", "support")
 }
 FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
@@ -34,10 +34,11 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def missing(block: str) -> list[str]:
-    """What a block imports and is not there."""
+    """What a block imports, or its calls import, and is not there."""
     absent = [name for name in FRAMEWORKS if find_spec(name) is None]
     found = [rf"^ *(import|from) (fusible\.integrations(\.| import ))?{name}\b" for name in absent]
-    return [name for name, pattern in zip(absent, found, strict=True) if re.search(pattern, block, re.M)]
+    imported = [name for name, pattern in zip(absent, found, strict=True) if re.search(pattern, block, re.M)]
+    return imported + ["accelerate"] * ("Trainer(" in block and find_spec("accelerate") is None)
 
 
 def can_run(block: str) -> bool:
@@ -59,10 +60,17 @@ def test_pages_without_code_are_those_that_are_known() -> None:
     assert {page for page in PAGES if "```py" in (ROOT / page).read_text()} == set(PAGES) - WITHOUT_CODE
 
 
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""What ``torchrun`` sets, for the only process."""
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in WITHOUT_CODE])
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in TORCHRUN if page == "docs/fsdp.md" else ():
+        monkeypatch.setenv(variable, TORCHRUN[variable])
     names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 
     ours = [v is fusible or str(getattr(v, "__module__", "")).startswith("fusible.") for v in names.values()]
@@ -141,6 +149,16 @@ def test_the_factors_of_the_readme_are_those_of_the_tables() -> None:
 
     assert said is not None
     assert [f"{min(factors):.2f}", f"{max(factors):.2f}"] == [*said.groups()]
+
+
+def test_the_megabytes_are_those_of_the_tables() -> None:
+    numbers = re.findall(r"\d+(?:\.\d+)?", (ROOT / "docs" / "measured.md").read_text())
+    measured = {str(int(float(number) + 0.5)) for number in numbers}
+    rows = re.findall(r"^\|[^|]*\|((?: \d+ \|){4,})$", (ROOT / "docs" / "memory.md").read_text(), re.MULTILINE)
+    said = [number for row in rows for number in re.findall(r"\d+", row)]
+
+    assert len(said) == 4 * 5 + 5 * 5
+    assert [number for number in said if number not in measured] == []
 
 
 def test_plugin_of_the_docs_is_short_and_changes_nothing() -> None:

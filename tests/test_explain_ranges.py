@@ -80,6 +80,13 @@ def test_a_model_is_a_table_in_a_notebook() -> None:
     assert "layers.0-1" in cells(fusible.explain(model)._repr_html_())
 
 
+def test_a_shell_shows_the_tables_too() -> None:
+    model = Model(8)
+    model.layers[0](torch.zeros(2, 4))
+    for explanation in (fusible.explain(model), model.layers[0].explain()):
+        assert repr(explanation) == str(explanation)
+
+
 def test_names_cannot_break_html() -> None:
     class Odd(fusible.Op):
         def fwd(self, x: torch.Tensor):

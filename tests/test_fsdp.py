@@ -62,6 +62,18 @@ def test_two_processes_train_as_one(devices: str) -> None:
     assert ("hopper (activation in the epilogue)" in done.stdout) == bool(devices)
 
 
+def test_the_script_of_the_docs_runs_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    page = (ROOT / "docs" / "fsdp.md").read_text()
+    script.write_text(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("RoutedMLP") == 1  # the first process prints
+
+
 def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
     x, plain, sharded = torch.randn(5, 6), experts(), fully_shard(experts(), mesh=mesh)
     y = sharded(x, **CALL)

@@ -98,6 +98,16 @@ def test_commands_of_contributors_exist() -> None:
         assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), target
 
 
+def test_hooks_and_templates_name_commands_that_exist() -> None:
+    hooks = re.findall(r"entry: make (\w+)$", read(".pre-commit-config.yaml"), re.MULTILINE)
+    template = re.search(r"`make ([a-z ]+)` passes", read(".github/pull_request_template.md"))
+
+    assert hooks == ["lint", "types"]
+    assert template is not None
+    for target in {*hooks, *template[1].split()}:
+        assert re.search(rf"^{target}:", read("Makefile"), re.MULTILINE), target
+
+
 def test_what_the_quick_tests_leave_out_exists() -> None:
     names = re.findall(r'^    "(test_\w+)": "', read("tests/conftest.py"), re.MULTILINE)
 

@@ -163,13 +163,22 @@ def test_pop_returns_the_module():
     assert Sequential(Identity(), op).pop(1) is op
 
 
-@pytest.mark.parametrize("kind", [OrderedDict, dict])
-def test_children_may_be_named(kind):
-    model = Sequential(kind(first=Bias(4), x=ConstantScale(2.0)))
+@pytest.mark.parametrize(
+    "build",
+    [lambda m: Sequential(OrderedDict(m)), Sequential, lambda m: Sequential(**m)],
+    ids=["OrderedDict", "dict", "**"],
+)
+def test_children_may_be_named(build):
+    model = build({"first": Bias(4), "x": ConstantScale(2.0)})
 
     assert list(model.state_dict()) == ["first.bias"]
     assert model.first is model[0]
     assert torch.equal(model(torch.ones(2, 4)), 2 * torch.ones(2, 4))
+
+
+def test_children_beside_named_ones_raise():
+    with pytest.raises(TypeError, match="all modules have names, or none has; second, third came beside unnamed ones"):
+        Sequential(Identity(), second=Identity(), third=Identity())
 
 
 def test_adding_what_is_no_container_raises():

@@ -35,7 +35,7 @@ def optional(types: OpTypes) -> Optional:
 class Match:
     """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
 
-    Parameters that a parametrization computes are not computed for it: all but their values can be read.
+    Parametrized parameters are not computed for it: everything but their values can be read.
     """
 
     graph: OpGraph
@@ -84,7 +84,7 @@ class Pattern:
         """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``.
 
         Raises:
-            TypeError: a role that is no class of :class:`Op`, or tuple of such.
+            TypeError: a role that is neither a subclass of :class:`Op` nor a tuple of them.
             ValueError: no role.
         """
         types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
@@ -98,29 +98,29 @@ class Pattern:
         return cls(types, optional_roles=missing_ok, chain=tuple(roles))
 
     def edge(self, source: str, reader: str, port: str) -> Pattern:
-        """Asks that ``reader`` reads an output of ``source`` at ``port``; roles of a :meth:`path`."""
+        """Requires that ``reader`` reads an output of ``source`` at ``port``; both are roles of a :meth:`path`."""
         self._check(source, reader)
         return replace(self, edges=(*self.edges, (source, reader, port)))
 
     def shares(self, port: str, *roles: str) -> Pattern:
-        """Asks that the roles read one and the same tensor at ``port``."""
+        """Requires that the roles read one and the same tensor at ``port``."""
         self._check(*roles)
         reason = f"{' and '.join(roles)} read different {port}"
         return self.where(reason, lambda m: len({m.source(role, port) for role in roles if role in m.nodes}) == 1)
 
     def absent(self, port: str, role: str) -> Pattern:
-        """Asks that the call does not give the keyword ``port`` to the op of a role."""
+        """Requires that the call does not give the keyword ``port`` to the op of a role."""
         self._check(role)
         return self.where(f"{role} has {port!r}", lambda m: not m.reads(role, port))
 
     def where(self, reason: str, holds: Callable[[Match], bool]) -> Pattern:
-        """Adds a condition; ``reason`` is what ``explain`` says where it does not hold.
+        """Adds a condition; ``reason`` is what ``explain`` says if it does not hold.
 
         A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what
         :class:`Match` offers. It must not read shapes or values of inputs.
 
         Raises:
-            TypeError: ``reason`` is no string, or ``holds`` cannot be called.
+            TypeError: ``reason`` is not a string, or ``holds`` is not callable.
         """
         if not isinstance(reason, str) or not callable(holds):
             raise TypeError(f"Pattern.where: expected a reason and a predicate, got {reason!r} and {holds!r}")

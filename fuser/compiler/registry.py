@@ -68,7 +68,7 @@ class Registry:
         """Adds a fusion; it counts from the next call of any container on.
 
         Raises:
-            ValueError: a fusion of that name is there already.
+            ValueError: there is already a fusion of that name.
         """
         if any(f.name == fusion.name for f in self._fusions):
             raise ValueError(
@@ -136,12 +136,12 @@ def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None
 
     Args:
         pattern: what to look for; its roles are what the class is built with.
-        priority: higher is tried first; fusions of equal priority are tried in the order in which they came.
+        priority: higher is tried first; fusions of equal priority are tried in the order of registration.
         name: what ``explain`` and ``config(disable_fusions=...)`` call it; the name of the class by default.
 
     Raises:
-        TypeError: ``pattern`` is no :class:`Pattern`, or the class no :class:`FusedOp`.
-        ValueError: a fusion of that name is there already.
+        TypeError: ``pattern`` is not a :class:`Pattern`, or the class not a :class:`FusedOp`.
+        ValueError: there is already a fusion of that name.
     """
     if not isinstance(pattern, Pattern):
         raise TypeError(

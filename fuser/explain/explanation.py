@@ -107,13 +107,13 @@ class ExplainedFusion:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
 
     Attributes:
-        fusions: that were taken or refused. Those that only cover a part of one that was taken are left out.
-        near_misses: that would fit, if it were not for one op.
+        fusions: those that were taken or refused, but for those that cover only a part of one that was taken.
+        near_misses: fusions that would fit but for one op.
         replay: whether the call replays captured launches, and if not, why; empty where a device launches nothing. It
             depends on earlier calls, so two explanations that differ in it alone are equal.
     """
@@ -147,7 +147,7 @@ class Explanation:
 
     @property
     def saved_bytes_per_row(self) -> float:
-        """Bytes kept for the backward, a row of ``x``."""
+        """Bytes kept for the backward, per row of ``x``."""
         return sum(step.saved_bytes for step in self.steps) / max(1, self.rows)
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Explanation:
         return str(self.graph)
 
     def to_mermaid(self) -> str:
-        """The op graph for Mermaid, fused ops as boxes around theirs."""
+        """The op graph for Mermaid, with a box around the ops of each fused op."""
         return draw.mermaid(self.graph, self._boxes())
 
     def to_dot(self) -> str:
@@ -189,6 +189,8 @@ class Explanation:
 
     def __str__(self) -> str:
         return "\n".join([*draw.table(self._steps()), *self._lines(), "", *draw.table(self._fusions())])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The tables, for notebooks."""

@@ -79,7 +79,7 @@ class ExplainedLayer:
         return (self.path, self.kind, names, kernels, backward, self.routing or "-", *sizes, self.reason)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelExplanation:
     """What the containers of a model ran in their last calls. ``layers`` has the details.
 
@@ -94,6 +94,8 @@ class ModelExplanation:
 
     def __str__(self) -> str:
         return "\n".join(draw.table(self._rows())) if self.layers else _NO_LAYER
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""

@@ -40,7 +40,7 @@ def _pattern() -> Pattern:
 class RoutedLoRA(FusedOp):
     """Keeps the tokens, the permutation, the pre-activation, and R numbers a row for each adapter.
 
-    The activation is computed again, and the rows are gathered again. A frozen weight has no gradient product.
+    The activation is computed again, and the rows are gathered again. A frozen weight needs no gradient product.
     """
 
     dispatch: Dispatch

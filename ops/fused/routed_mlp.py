@@ -61,7 +61,7 @@ def _pattern() -> Pattern:
     priority=40,
 )
 class RoutedMLP(FusedOp):
-    """Keeps the tokens, the permutation, and what :class:`GroupedMLP` keeps but for its input."""
+    """Keeps the tokens, the permutation, and what :class:`GroupedMLP` keeps except its input."""
 
     dispatch: Dispatch
     fc1: GroupedLinear

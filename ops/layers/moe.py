@@ -36,7 +36,7 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Experts of the form ``down(act(up(x)))``, of which every token goes to ``top_k``; none is ever dropped.
+    """Experts of the form ``down(act(up(x)))``. Every token goes to ``top_k`` of them; none is ever dropped.
 
     ``experts`` is a :class:`Sequential`, so ``layer.experts.explain()`` says what runs. Nothing waits for the device.
 
@@ -61,8 +61,8 @@ class MoE(nn.Module):
         shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
 
     Raises:
-        ArgumentError: sizes that are no positive ints; in a call, tokens that are not [..., H].
-        ValueError: no such activation, layout or scores; choices that the experts do not offer.
+        ArgumentError: sizes that are not positive ints; in a call, tokens that are not [..., H].
+        ValueError: an unknown activation, layout or scores; more choices than there are experts.
 
     >>> import torch, fusible
     >>> layer = fusible.MoE(hidden=8, ffn=16, experts=4, top_k=2, balance_loss=0.01)
@@ -140,10 +140,10 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, group: Any = None) -> None:
-        """Moves the selection bias towards an even load; to be called once for each optimiser step.
+        """Moves the selection bias towards an even load. Call it once per optimiser step.
 
         It looks at the tokens of all calls in training mode since the last update, which are counted in ``load``, and
-        starts to count anew. Activation checkpointing counts tokens twice, which changes no sign.
+        resets the count. Activation checkpointing counts tokens twice, which changes no sign.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.

@@ -31,7 +31,7 @@ class Routes(NamedTuple):
 
 
 class Router(nn.Module):
-    """Sends every token to the ``top_k`` experts of the highest scores. It computes in float32, also under autocast.
+    """Sends every token to the ``top_k`` experts with the highest scores. It computes in float32, also under autocast.
 
     Args:
         features: H, the width of a token.
@@ -39,15 +39,15 @@ class Router(nn.Module):
         top_k: how many experts each token goes to.
         scores: ``"softmax"`` over the experts, or ``"sigmoid"`` of each (DeepSeek-V3, arxiv 2412.19437, equation 15).
         normalize: the weights of a token are divided by their sum.
-        scale: every weight is multiplied by this, last of all.
+        scale: a factor of every weight, applied last.
         groups: experts lie in this many groups of neighbours. A token may choose from ``top_groups`` of them, those
             with the highest sums of their two best scores.
         top_groups: see there.
-        selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores for
-            the choice of experts, and is no part of the weights.
+        selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores when
+            experts are chosen, but is not part of the weights.
 
     Raises:
-        ArgumentError: sizes that are no positive ints.
+        ArgumentError: sizes that are not positive ints.
         ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few.
     """
 
