@@ -11,7 +11,7 @@ Activation = tuple[int, bool, float, float, float, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block."""
 
 class Capture:
-    """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""
+    """Notes the launches of this thread while it is entered. ``fuser/replay/capture.py`` says what its methods do."""
 
     refusal: str | None
     def __init__(self, given: list[tuple[int, int]], rows: int) -> None: ...

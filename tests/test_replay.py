@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
-from fusible.fuser.replay import capture, captured
+from fusible.fuser.replay import capture, program
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -221,7 +221,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "LARGE", 512)
+    monkeypatch.setattr(program, "LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -270,7 +270,7 @@ LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 def test_rows_may_differ_in_every_step(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
 ) -> None:
-    monkeypatch.setattr(captured, "LARGE", large)
+    monkeypatch.setattr(program, "LARGE", large)
     experts, counts = Experts(**how), []
     for rows in LENGTHS:
         experts.give(rows)
