@@ -328,6 +328,19 @@ def test_no_rows_are_not_those_of_others(runs: Runs) -> None:
     assert not experts.fc1.weight.grad.any()
 
 
+def test_no_rows_that_came_first_are_not_those_of_others(runs: Runs) -> None:
+    experts = Experts()
+    experts.sizes = torch.zeros(GROUPS, dtype=torch.int64)
+    for rows in (0, T, T + 3, T + 1):
+        experts.give(rows)
+        experts.forward()
+
+    assert experts.model.explain().replay == "replayed"
+    experts.give(0)
+    counts = [runs.of(experts.forward) for _ in range(2)]
+    assert [again for _, again in counts] == [0, 0]
+
+
 def test_sizes_that_nobody_declares_are_replayed_at_their_own_length(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, emulation: harness.Emulation
 ) -> None:

@@ -71,6 +71,10 @@ class DynamicRows(Entry):
         """Whether the form of these is one of them."""
         return self._check(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
 
+    def serves(self, rows: int) -> bool:
+        """Whether it has a capture that holds for this number of rows."""
+        return self.state is CAPTURED and 0 < rows < _MANY_ROWS
+
     def add(self, captured: Captured) -> None:
         """Adds what was captured for a number of rows; the second time it becomes a capture for any number."""
         if self.first is None:
@@ -131,12 +135,11 @@ class GuardedCache:
         """The entry for these, or that for any number of rows where it has a capture; a new one if there is none."""
         for entry in self._entries.get((key, rows), ()):
             if entry.matches(*tensors):
-                dynamic = entry.dynamic_rows
-                return dynamic if entry.state is SEEN and dynamic.state is CAPTURED else entry
+                return entry.dynamic_rows if entry.state is SEEN and entry.dynamic_rows.serves(rows) else entry
         if self._count >= _MANY:
             self.clear()
         dynamic = self._dynamic_rows(key, tensors, rows)
-        if dynamic.state is CAPTURED and 0 < rows < _MANY_ROWS:
+        if dynamic.serves(rows):
             return dynamic
         self._count += 1
         self._entries.setdefault((key, rows), []).append(GuardedEntry(tensors, dynamic))
