@@ -105,15 +105,16 @@ class CapturedStep(NamedTuple):
     def run(self, replay: Replay, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
         reads = self.reads
-        if reads is None:
-            call = pool[:], addresses[:], rows, stream
-        else:
-            call = [pool[i] for i in reads], [addresses[i] for i in reads], rows, stream
         outputs: Sequence[Tensor]
-        if self.inputs:
-            outputs = apply(lambda flags: self._result(replay.run(*call)), *[pool[i] for i in self.inputs])
+        if reads is None:
+            tensors, starts = pool[:], addresses[:]
         else:
-            outputs = replay.run(*call)
+            tensors, starts = [pool[i] for i in reads], [addresses[i] for i in reads]
+        if self.inputs:
+            inputs = [pool[i] for i in self.inputs]
+            outputs = apply(lambda flags: self._result(replay.run(tensors, starts, rows, stream)), *inputs)
+        else:
+            outputs = replay.run(tensors, starts, rows, stream)
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
         for i in self.last_uses:
