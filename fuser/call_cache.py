@@ -19,8 +19,8 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay.calls import CallKey, Calls, call_key, refusal, start_capture
-from .replay.guards import CAPTURED
+from .replay.calls import CallKey, call_key, refusal, replay_call, start_capture
+from .replay.guards import CAPTURED, GuardedCache
 from .runtime.autograd import Runtime
 from .spec import TensorSpec
 
@@ -38,19 +38,19 @@ class CallCache:
         self.layout, self.last, self.version = layout, last, registry.version
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
-        self.calls: Calls = Calls()
+        self.calls = GuardedCache()
 
     def run(self, call: BoundArguments, runtime: Runtime) -> Any:
         key = call_key(self.layout, call, runtime)
         if isinstance(key, str):
             return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
         entry, addresses = self.calls.entry(*key), list(map(Tensor.data_ptr, key.pool))
-        reason, captured = refusal(entry, key.pool, addresses), entry.capture
+        reason, captured = refusal(entry, key.pool, addresses), entry.captured
         if reason is not None:
             return self.note(call, runtime, reason)(call.values, runtime)
         if captured is not None:
-            self.last = captured.last or LastCall.of(captured.plan, call, runtime, CAPTURED.value)
-            return captured.run(key.pool, addresses, key.rows)
+            self.last = captured.last or LastCall.of(captured.call.plan, call, runtime, CAPTURED.value)
+            return replay_call(captured, key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
         last = self.last = LastCall.of(plan, call, runtime, CAPTURED.value)
         session = start_capture(entry, plan, key, len(call.values))

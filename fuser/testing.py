@@ -147,9 +147,9 @@ def _check_fires(name: str, container: Sequential, x: Tensor, keywords: dict[str
     if name not in fusions:
         raise KeyError(f"no fusion is named {name!r}; there are {', '.join(fusions)}")
     explanation = container.explain(x, **keywords)
-    found = [each for each in (*explanation.fusions, *explanation.near_misses) if each.name == name]
-    reasons = "; ".join(each.reason for each in found) or "its pattern fits nowhere"
-    assert any(each.taken for each in found), f"{name} does not fire: {reasons}"
+    decisions = [each for each in (*explanation.fusions, *explanation.near_misses) if each.name == name]
+    reasons = "; ".join(each.reason for each in decisions) or "its pattern fits nowhere"
+    assert any(each.taken for each in decisions), f"{name} does not fire: {reasons}"
     owned = {id(parameter) for parameter in container.parameters()}
     for match in fusions[name].pattern.matches(explanation.graph):
         fused = fusions[name].op(**match.ops())
@@ -194,18 +194,18 @@ def _numbered(outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
     return {f"output {i}": output.detach() for i, output in enumerate(outputs)}
 
 
-def _compare(what: str, ours: Mapping[str, Any], truth: Mapping[str, Any], exact: bool = False) -> None:
+def _compare(subject: str, ours: Mapping[str, Any], truth: Mapping[str, Any], exact: bool = False) -> None:
     """That each of ours is what it is in truth."""
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     for name, tensor in ours.items():
         right = truth[name]
         if tensor is None or right is None:
-            assert tensor is right, f"{what} {name} has {'no' if tensor is None else 'a'} gradient, unlike expected"
+            assert tensor is right, f"{subject} {name} has {'no' if tensor is None else 'a'} gradient, unlike expected"
             continue
         try:
             torch.testing.assert_close(tensor, right, equal_nan=True, **tolerance)
         except AssertionError as error:
-            raise AssertionError(f"{what} {name} differs: {error}") from None
+            raise AssertionError(f"{subject} {name} differs: {error}") from None
 
 
 def _floats(outputs: Any) -> tuple[Tensor, ...]:

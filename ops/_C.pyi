@@ -12,7 +12,7 @@ Activation = tuple[int, bool, float, float, float, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
 
 class Capture:
-    """Notes the launches of this thread while it is entered. ``fuser/replay/captured.py`` says what its methods do."""
+    """Notes the launches of this thread while it is entered. ``fuser/replay/capture.py`` says what its methods do."""
 
     refusal: str | None
     def __init__(self, spans: list[tuple[int, int]], rows: int) -> None: ...

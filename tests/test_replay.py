@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
-from fusible.fuser.replay import capture, captured
+from fusible.fuser.replay import capture, program
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -221,7 +221,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "LARGE", 512)
+    monkeypatch.setattr(program, "LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -270,7 +270,7 @@ LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 def test_rows_may_differ_in_every_step(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
 ) -> None:
-    monkeypatch.setattr(captured, "LARGE", large)
+    monkeypatch.setattr(program, "LARGE", large)
     experts, counts = Experts(**how), []
     for rows in LENGTHS:
         experts.give(rows)
@@ -326,6 +326,19 @@ def test_no_rows_are_not_those_of_others(runs: Runs) -> None:
     y.backward(experts.dy)
     assert y.shape == (0, K)
     assert not experts.fc1.weight.grad.any()
+
+
+def test_no_rows_that_came_first_are_not_those_of_others(runs: Runs) -> None:
+    experts = Experts()
+    experts.sizes = torch.zeros(GROUPS, dtype=torch.int64)
+    for rows in (0, T, T + 3, T + 1):
+        experts.give(rows)
+        experts.forward()
+
+    assert experts.model.explain().replay == "replayed"
+    experts.give(0)
+    counts = [runs.of(experts.forward) for _ in range(2)]
+    assert [again for _, again in counts] == [0, 0]
 
 
 def test_sizes_that_nobody_declares_are_replayed_at_their_own_length(

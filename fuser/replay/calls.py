@@ -7,7 +7,7 @@ be replayable, so none of them looks at its arguments again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -20,16 +20,22 @@ from ..compiler.binding import BoundArguments
 from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..config import active_config
-from ..op import Op
 from ..parametrized import computes_parameters
 from ..runtime.autograd import Runtime
 from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
-from .capture import PLAIN, Capture
-from .captured import replay_of
-from .guards import DynamicRows, GuardedCache, GuardedEntry
+from .capture import PLAIN, Capture, Recording
+from .guards import DynamicRows, GuardedEntry
+from .program import Captured
 from .step import CapturedContext, CapturedStep
+
+_OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
+    ("a profiler is active", torch._C._autograd._profiler_enabled),
+    ("a transform is active", torch._C._are_functorch_transforms_active),
+    ("a dispatch mode sees every operation", torch._C._len_torch_dispatch_stack),  # an export, a counter
+)
+"""Who observes or transforms what a call does: why it is not replayed, and whether that is so now."""
 
 
 class CallKey(NamedTuple):
@@ -52,12 +58,11 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
         return ""
     if any(layout.hooks):
         return "hooks observe an op"
-    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active():
-        return "a profiler or a transform is active"
+    for reason, is_active in _OBSERVERS:
+        if is_active():
+            return reason
     if forward_ad._current_level >= 0:
         return "forward-mode gradients are active"
-    if torch._C._len_torch_dispatch_stack():  # an export, a counter
-        return "a dispatch mode sees every operation"
     key: list[Any] = [call.reads, runtime, active_config().token]
     key += [op.attribute_version for op in layout.ops]
     pool = [*call.values]
@@ -69,62 +74,47 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
         if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
             return "an argument is not a dense tensor of torch's own type"
     x = pool[0]
-    return CallKey((*key, len(pool)), pool, x.shape[0] if x.dim() else 0)
+    return CallKey((*key, len(pool)), pool, x.shape[0] if x.ndim else 0)
+
+
+def refusal(entry: GuardedEntry | DynamicRows, pool: Sequence[Tensor], addresses: list[int]) -> str | None:
+    """Why a call on these tensors is neither captured nor replayed; None: it may be."""
+    if entry.refusal is not None:
+        return str(entry)
+    if reduce(or_, addresses) & 15:  # some kernels choose their way by the last bits of an address
+        return "not replayed: an address is not aligned to 16 bytes"
+    call = entry.captured
+    if call is not None and call.call.plan.buffers and call.call.overlaps(pool, addresses):
+        return "not replayed: a buffer may share memory with another tensor"
+    return None
 
 
 class CapturedCall(NamedTuple):
-    """A call that is replayed. ``last`` is what ``explain()`` needs of it, None where that depends on the rows."""
+    """A call that is replayed, for whatever number of rows."""
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
     results: tuple[int, ...]
-    last: Any
-
-    @classmethod
-    def joined(cls, several: Sequence[CapturedCall]) -> CapturedCall | None:
-        """For any number of rows, from calls of different ones; None where they do not fit together."""
-        steps = list[CapturedStep]()
-        for same in zip(*[call.steps for call in several], strict=True):
-            joined = CapturedStep.joined(same)
-            if joined is None:
-                return None
-            steps.append(joined)
-        return several[0]._replace(steps=tuple(steps), last=None)
 
     def overlaps(self, pool: Sequence[Tensor], addresses: Sequence[int]) -> bool:
         """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
-        ends = [a + (t.nbytes if t.is_contiguous() else _reach(t)) for a, t in zip(addresses, pool, strict=True)]
+        ends = [t.nbytes + a if t.is_contiguous() else extent(t)[1] + 1 for a, t in zip(addresses, pool, strict=True)]
         for buffer in self.plan.buffers:
             first, end = addresses[buffer.slot], ends[buffer.slot]
             if sum([a < end and first < e for a, e in zip(addresses, ends, strict=True)]) > 1:
                 return True
         return False
 
-    def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
-        """Runs on a pool, to which the steps add their outputs."""
-        stream = stream_of(pool[0])
-        for step in self.steps:
-            step.run(pool, addresses, rows, stream)
-        return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
+
+def replay_call(captured: Captured, pool: list[Any], addresses: list[int], rows: int) -> Any:
+    """Replays a call on a pool, to which the steps add their outputs."""
+    stream, call = stream_of(pool[0]), captured.call
+    for step, replay in zip(call.steps, captured.replays):  # noqa: B905
+        step.run(replay, pool, addresses, rows, stream)
+    return pool[call.results[0]] if len(call.results) == 1 else tuple([pool[i] for i in call.results])
 
 
-Calls = GuardedCache[CapturedCall]
-Entry = GuardedEntry[CapturedCall] | DynamicRows[CapturedCall]
-
-
-def refusal(entry: Entry, pool: Sequence[Tensor], addresses: list[int]) -> str | None:
-    """Why a call on these tensors is neither captured nor replayed; None: it may be."""
-    if entry.refusal is not None:
-        return str(entry)
-    if reduce(or_, addresses) & 15:  # some kernels choose their way by the last bits of an address
-        return "not replayed: an address is not aligned to 16 bytes"
-    call = entry.capture
-    if call is not None and call.plan.buffers and call.overlaps(pool, addresses):
-        return "not replayed: a buffer may share memory with another tensor"
-    return None
-
-
-def start_capture(entry: Entry, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
+def start_capture(entry: GuardedEntry | DynamicRows, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
     """Captures a call, but not the first of its form if no other number of rows has been seen either."""
     assert isinstance(entry, GuardedEntry)  # the others have a capture
     if plan.replay_refusal is not None:
@@ -134,52 +124,41 @@ def start_capture(entry: Entry, plan: Plan, key: CallKey, values: int) -> Captur
     return None
 
 
-def _reach(tensor: Tensor) -> int:
-    first, last = extent(tensor)
-    return last + 1 - first
-
-
 class CaptureSession:
     """Captures the steps of a call while they run, and files the captured call under its entry."""
 
-    def __init__(self, entry: GuardedEntry[CapturedCall], plan: Plan, key: CallKey, values: int) -> None:
-        self._entry = entry
-        self._contexts: list[CapturedContext] = entry.dynamic_rows.contexts
-        self._plan, self._values, self._before, self._rows = plan, values, len(key.pool), key.rows
+    def __init__(self, entry: GuardedEntry, plan: Plan, key: CallKey, values: int) -> None:
+        self._entry, self._plan, self._rows = entry, plan, key.rows
+        self._values, self._held = values, len(key.pool) - values
         self._position_of = {id(t): position for position, t in enumerate(key.pool)}
         self._pool: list[Any] = list(key.pool)  # so that no other tensor can have their ids
-        self._steps: list[CapturedStep] = []
+        self._recordings, self._steps = list[Recording](), list[CapturedStep]()
         self._refusal = "two tensors of the call are one" if len(self._position_of) < len(self._pool) else None
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
-        given = step.inputs(inputs[0])
-        with Capture(given, self._rows) as capture:
+        tensors = step.inputs(inputs[0])
+        with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
-        captured = capture.result(result.outputs, (*result.kept, *result.lent) if wanted else ())
-        replay = captured and replay_of([captured])
-        if captured is None or replay is None:
+        recording = capture.recording(result.outputs, (*result.kept, *result.lent) if wanted else ())
+        if recording is None:
             self._refuse(f"{type(step.op).__name__}: {capture.refusal}")
-        elif any(id(t) not in self._position_of for t in (*inputs, *given)):
+        elif any(id(t) not in self._position_of for t in (*inputs, *tensors)):
             self._refuse(f"{type(step.op).__name__} reads a tensor that is neither an argument nor held by an op")
         else:
-            asked, reads = (tuple([self._position_of[id(t)] for t in ts]) for ts in (inputs if wanted else (), given))
-            dead = tuple(map(self._position, self._plan.steps[len(self._steps)].last_uses))
-            context, count = self._context(step, result), len(result.kept)
-            kept = replay.kept[:count], replay.kept[count:]
+            context = self._context(CapturedContext.of(result.context, step.op))
+            differentiated, reads = (
+                tuple([self._position_of[id(t)] for t in each]) for each in (inputs if wanted else (), tensors)
+            )
             whole = reads == tuple(range(len(self._pool)))
-            self._steps.append(CapturedStep(replay, *kept, context, asked, None if whole else reads, dead, captured))
+            last_uses = tuple(map(self._position, self._plan.steps[len(self._steps)].last_uses))
+            outputs, saved = len(result.outputs), len(result.outputs) + len(result.kept)
+            self._recordings.append(recording)
+            self._steps.append(
+                CapturedStep(context, differentiated, None if whole else reads, last_uses, outputs, saved)
+            )
             return result._replace(context=context)
         return result
-
-    def _context(self, step: EagerStep, result: ForwardResult) -> CapturedContext:
-        """That of an equal capture with another number of rows, whose backwards are captured together; or a new one."""
-        new = CapturedContext.of(result.context, tuple([op for op in step.op.modules() if isinstance(op, Op)]))
-        for context in self._contexts:
-            if context == new:
-                return context
-        self._contexts.append(new)
-        return new
 
     def add_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Adds the outputs of the step that has run."""
@@ -194,11 +173,19 @@ class CaptureSession:
         if self._refusal is not None:
             self._entry.refuse(self._refusal)
         else:
-            results = tuple(map(self._position, self._plan.results))
-            self._entry.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, last))
+            call = CapturedCall(self._plan, tuple(self._steps), tuple(map(self._position, self._plan.results)))
+            self._entry.file(Captured.of(self._recordings, call, last))
+
+    def _context(self, context: CapturedContext) -> CapturedContext:
+        """That of the same step with another number of rows if they are equal: their backwards are one family."""
+        first, number = self._entry.dynamic_rows.first, len(self._steps)
+        if first is not None and number < len(first.call.steps) and first.call.steps[number].context == context:
+            return first.call.steps[number].context  # type: ignore[no-any-return]
+        return context
 
     def _refuse(self, reason: str) -> None:
         self._refusal = self._refusal or reason
 
     def _position(self, slot: int) -> int:
-        return slot if slot < self._values else slot + self._before - self._values
+        """In the pool, where the tensors that ops hold stand between the values of the call and the outputs."""
+        return slot if slot < self._values else slot + self._held

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import pairwise
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
-from .captured import Allocation, Captured, Library, Origin, ValueRef
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -23,36 +24,107 @@ _ALLOCATIONS = {
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class _Libraries:
-    """Finds the library whose launches can be captured."""
+class Launches(Protocol):
+    """Captured launches, of the library that made them."""
 
-    find: Callable[[], Library | None] = staticmethod(lambda: None)
+    def scratch_bytes(self, rows: int, /) -> int:
+        """What a run needs behind the addresses of tensors."""
+
+    def run(self, addresses: list[int], rows: int, stream: int, /) -> None:
+        """Makes all launches, in order."""
 
 
-def register_library(find: Callable[[], Library | None]) -> None:
-    """Names the library whose launches can be captured; ``find`` returns None where it is not built."""
-    _Libraries.find = staticmethod(find)
+class LaunchRecorder(AbstractContextManager[Any], Protocol):
+    """The library's own capture: of a run on tensors with given first addresses and sizes in bytes.
+
+    It notes the launches of its thread while it is entered.
+
+    Attributes:
+        refusal: why they cannot be made again, or None.
+    """
+
+    refusal: str | None
+
+    def allocated(self, address: int, nbytes: int, per_row: bool, /) -> bool:
+        """Tells of memory; returns whether it is a workspace whose size the library was asked for just before."""
+
+    def launches(self, other: Any, positions: list[int], /) -> Launches | None:
+        """What is captured here, for its number of rows; with another capture, for any. None if they do not fit.
+
+        ``positions`` says of each allocation which address a run is given for it; -1: it is a piece of scratch memory.
+        """
+
+
+class Memory(NamedTuple):
+    """Memory that a run allocates."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_workspace: bool
+    nbytes: int
+
+
+class Result(NamedTuple):
+    """What a result of a run is.
+
+    Attributes:
+        source: which tensor it is; allocations are numbered behind the inputs.
+        view: of an input, which view: strides, and how many elements it starts behind; None if it is the tensor itself.
+        is_detached: whether that view is the input as it is, without its gradient.
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    view: tuple[tuple[int, ...], int] | None = None
+    is_detached: bool = False
+
+
+class Recording(NamedTuple):
+    """What a run did. Holds no tensors."""
+
+    rows: int
+    recorder: LaunchRecorder
+    inputs: int
+    memory: tuple[Memory, ...]
+    results: tuple[Result | None, ...]
+    written: tuple[int, ...]
+
+    def form(self) -> tuple[Any, ...]:
+        """What does not depend on the number of rows, besides launches."""
+        results = [result and result._replace(shape=()) for result in self.results]
+        return self.inputs, results, self.written, [a._replace(shape=(), nbytes=0) for a in self.memory]
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
 
     Args:
-        given: the tensors that the run reads and writes.
+        inputs: the tensors that the run reads and writes.
         rows: the number of rows of the call.
+
+    Attributes:
+        find_library: finds the compiled library whose launches can be captured, or returns None.
     """
 
-    def __init__(self, given: Sequence[Tensor], rows: int) -> None:
+    find_library: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refusal: str | None = None
-        self._given, self._rows, self._written = given, rows, list[int]()
-        self._allocations = list[tuple[Allocation, int]]()
-        self._spans = [_span(tensor) for tensor in given]
-        self._check_given()
-        library = _Libraries.find()
+        self._inputs, self._rows, self._written = inputs, rows, list[int]()
+        self._memory, self._number_at = list[Memory](), dict[int, int]()
+        ends = [extent(t) if t.numel() else (0, -1) for t in inputs]
+        self._spans = [(first, last + 1 - first) for first, last in ends]
+        library = self.find_library()
         self._recorder = None if library is None else library.Capture(self._spans, rows)
         if library is None:
             self.refuse("no library is built whose launches can be captured")
+        spans = sorted([span for span in self._spans if span[1]])
+        if any(first + size > following for (first, size), (following, _) in pairwise(spans)):
+            self.refuse("inputs overlap, so that an address does not say whose it is")
+        if any(type(t) not in PLAIN for t in inputs):
+            self.refuse("a tensor is of a type of its own")
 
     def __enter__(self) -> Capture:
         _active.capture = self
@@ -84,89 +156,59 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refusal = self._refusal or reason
 
     def written(self, tensor: Tensor) -> None:
-        """Notes a tensor that is given and that a launch writes, so that its version must change."""
-        numbers = [i for i, given in enumerate(self._given) if given.data_ptr() == tensor.data_ptr()]
+        """Notes an input that a launch writes, so that its version must change."""
+        numbers = [i for i, each in enumerate(self._inputs) if each.data_ptr() == tensor.data_ptr()]
         if len(numbers) != 1:
-            self.refuse("a tensor is written that is not one of those given")
+            self.refuse("a tensor is written that is not one of the inputs")
         self._written += numbers
 
-    def result(self, made: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> Captured | None:
+    def recording(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> Recording | None:
         """What the run did; None where that cannot be replayed.
 
         Args:
-            made: its results: each allocated in the run, a given tensor detached, or None.
-            kept: what else it leaves: allocated in the run, given, or views of what was given.
+            outputs: each allocated in the run, an input detached, or None.
+            kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
-        taken = set[int]()
-        refs = [[None if t is None else self._ref_of(t, taken) for t in group] for group in (made, kept)]
-        if any(ref is not None and ref.origin in (Origin.GIVEN, Origin.VIEW) for ref in refs[0]):
-            self.refuse("a result was given")
+        results = [None if tensor is None else self._result(tensor) for tensor in (*outputs, *kept)]
+        allocated = [each.source for each in results if each is not None and each.source >= len(self._inputs)]
+        if len(set(allocated)) < len(allocated):
+            self.refuse("two results are one allocation")
+        if any(r and r.source < len(self._inputs) and not r.is_detached for r in results[: len(outputs)]):
+            self.refuse("a result is an input")
         if self._recorder is None or self.refusal is not None:
             return None
-        allocations, written = tuple([allocation for allocation, _ in self._allocations]), tuple(self._written)
-        all_made, all_kept = map(tuple, refs)
-        return Captured(self._rows, self._recorder, len(self._given), allocations, all_made, all_kept, written)
+        memory, written = tuple(self._memory), tuple(self._written)
+        return Recording(self._rows, self._recorder, len(self._inputs), memory, tuple(results), written)
 
-    def _check_given(self) -> None:
-        reached = 0
-        for first, size in sorted(self._spans):
-            if size and first < reached:
-                self.refuse("given tensors overlap, so that an address does not say whose it is")
-            reached = max(reached, first + size)
-        if any(type(t) not in PLAIN for t in self._given):
-            self.refuse("a given tensor is of a type of its own")
-
-    def _allocated(self, made: Tensor) -> None:
-        is_bytes, workspace = made.dtype is torch.uint8, False  # bytes are workspaces, whose sizes may be rounded
+    def _allocated(self, tensor: Tensor) -> None:
+        is_bytes, workspace = tensor.dtype is torch.uint8, False  # bytes are workspaces, whose sizes may be rounded
         if self._recorder is not None:
-            workspace = self._recorder.allocated(made.data_ptr(), made.nbytes, not is_bytes)
-        allocation = Allocation(tuple(made.shape), made.dtype, made.device, is_bytes or workspace)
-        self._allocations.append((allocation, made.data_ptr()))
-        if not made.is_contiguous():
+            workspace = self._recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes)
+        self._number_at[tensor.data_ptr()] = len(self._memory)  # the latest, if memory was freed meanwhile
+        form = tuple(tensor.shape), tensor.dtype, tensor.device
+        self._memory.append(Memory(*form, is_bytes or workspace, tensor.nbytes))
+        if not tensor.is_contiguous():
             self.refuse("strided memory is allocated")
 
-    def _find(self, address: int) -> tuple[int, int]:
-        """The tensor or (from -1 down) the latest allocation that an address is in, and the distance from its start."""
-        spans = [(first, allocation.nbytes) for allocation, first in reversed(self._allocations)] + self._spans
-        for i, (first, size) in enumerate(spans):
+    def _result(self, result: Tensor) -> Result:
+        shape, strides, address = tuple(result.shape), result.stride(), result.data_ptr()
+        for i, (tensor, (first, size)) in enumerate(zip(self._inputs, self._spans, strict=True)):
+            if result is tensor:
+                return Result(i, shape)
             if first <= address < first + size:
-                return i - len(self._allocations), address - first
-        self.refuse("a result is neither given nor allocated")
-        return 0, 0
-
-    def _ref_of(self, result: Tensor, taken: set[int]) -> ValueRef:
-        for i, given in enumerate(self._given):
-            if result is given:
-                return ValueRef(Origin.GIVEN, i)
-        source, distance = self._find(result.data_ptr()) if result.numel() else (0, 0)
-        shape, strides = tuple(result.shape), result.stride()
-        if not result.numel() or type(result) is not Tensor:
-            self.refuse("a result is empty or of a type of its own")
-        elif source >= 0:
-            given = self._given[source]
-            if result.dtype != given.dtype:
-                self.refuse("a result is a given tensor in another dtype")
-            same = distance == 0 and given.shape == shape and given.stride() == strides and not result._is_view()
-            origin = Origin.DETACHED if same else Origin.VIEW
-            return ValueRef(origin, source, shape, strides, distance // result.element_size())
-        else:
-            self._take_allocation(~source, distance, result, taken)
-        return ValueRef(Origin.ALLOCATION, ~source, shape)
-
-    def _take_allocation(self, number: int, distance: int, result: Tensor, taken: set[int]) -> None:
-        allocation, _ = self._allocations[number]
-        whole = distance == 0 and result.numel() * result.element_size() == allocation.nbytes and result.is_contiguous()
-        if not whole or number in taken or result.dtype != allocation.dtype:
-            self.refuse("a result is a part of what was allocated, or two are one")
-        taken.add(number)
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first address, and how many bytes the tensor reaches."""
-    if not tensor.numel():
-        return 0, 0
-    first, last = extent(tensor)
-    return first, last + 1 - first
+                if result.dtype != tensor.dtype:
+                    self.refuse("a result is an input in another dtype")
+                start = (address - first) // result.element_size()
+                same = not start and tensor.shape == shape and tensor.stride() == strides and not result._is_view()
+                return Result(i, shape, (strides, start), same)
+        number = self._number_at.get(address)
+        if number is None or not result.numel() or type(result) is not Tensor:
+            self.refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation")
+            return Result(0, shape)
+        memory = self._memory[number]
+        if result.nbytes != memory.nbytes or result.dtype != memory.dtype or not result.is_contiguous():
+            self.refuse("a result is a part of an allocation")
+        return Result(len(self._inputs) + number, shape)
 
 
 class _Active(local):
@@ -174,6 +216,11 @@ class _Active(local):
 
 
 _active = _Active()
+
+
+def register_library(find: Callable[[], Any]) -> None:
+    """Names the library whose launches can be captured; ``find`` returns None where it is not built."""
+    Capture.find_library = staticmethod(find)
 
 
 def written(tensors: Tensor | Sequence[Tensor]) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .program import Captured
 from .stats import counts
 
-_guards: Any = torch._C._dynamo.guards  # torch's own look at tensors before it runs compiled code
 _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
-ENOUGH = 2  # captures with different numbers of rows
 
 
 class State(Enum):
@@ -29,78 +28,34 @@ class State(Enum):
 NEW, SEEN, CAPTURED, UNSUPPORTED = State  # found at once; Python 3.11 looks up members of an enum by a function
 
 
-class Capture(Protocol):
-    """What is captured of calls, or of backwards, of one form."""
-
-    @classmethod
-    def joined(cls: type[T], several: Sequence[Any], /) -> T | None:
-        """For any number of rows, from captures with different ones; None where they do not fit together."""
-
-
-T = TypeVar("T", bound=Capture)
-
-
-class Entry(Generic[T]):
+class Entry:
     """What is known of calls, or of backwards, of one form.
 
     Attributes:
-        capture: what is replayed; None unless the state is CAPTURED.
+        captured: what is replayed; None unless the state is CAPTURED.
         refusal: why they cannot be replayed; None unless the state is UNSUPPORTED.
     """
 
-    __slots__ = ("capture", "refusal", "state")
+    __slots__ = ("captured", "refusal", "state")
 
     def __init__(self) -> None:
         self.state: State = NEW
-        self.capture: T | None = None
+        self.captured: Captured | None = None
         self.refusal: str | None = None
 
     def __str__(self) -> str:
         return self.state.value if self.refusal is None else f"{self.state.value}: {self.refusal}"
 
 
-class GuardedEntry(Entry[T]):
-    """The entry for tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch."""
-
-    __slots__ = ("dynamic_rows", "matches")
-
-    def __init__(self, tensors: Sequence[Tensor], dynamic_rows: DynamicRows[T]) -> None:
-        super().__init__()
-        self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        self.dynamic_rows = dynamic_rows
-
-    def see(self) -> bool:
-        """Takes note of a call that is about to run; returns whether it is to be captured.
-
-        The first of a form is not, unless one with another number of rows came before.
-        """
-        if self.state is not NEW or self.dynamic_rows.is_collecting:
-            return True
-        self.state = SEEN
-        if self.dynamic_rows.state is NEW:
-            self.dynamic_rows.state = SEEN
-        return False
-
-    def file(self, rows: int, capture: T) -> None:
-        """Files what was captured, and with it those that differ in the number of rows alone."""
-        counts.captured += 1
-        self.state, self.capture = CAPTURED, capture
-        self.dynamic_rows.add(rows, capture)
-
-    def refuse(self, reason: str) -> None:
-        """Files why calls of the form cannot be replayed."""
-        counts.refused(reason)
-        self.state, self.refusal = UNSUPPORTED, reason
-        self.dynamic_rows.captures = None
-
-
-class DynamicRows(Entry[T]):
-    """The forms that differ in the number of rows alone: in the first size of the tensors that have as many rows.
+class DynamicRows(Entry):
+    """The entry for the forms that differ in the number of rows alone: in the first size of tensors with as many rows.
 
     Attributes:
-        captures: by number of rows, while they are collected; None once they are not.
-        contexts: of the captured forwards.
+        first: the first capture, for its own number of rows.
+        is_collecting: whether it and one for another number may still become one for any.
     """
+
+    __slots__ = ("_check", "_long", "first", "is_collecting")
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
@@ -108,65 +63,99 @@ class DynamicRows(Entry[T]):
         sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
         for i in self._long:
             sizes[i][0] = None
-        strides = [list(t.stride()) for t in tensors]
-        guards = _guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._matches = guards.check
-        self.captures: dict[int, T] | None = {}
-        self.contexts: list[Any] = []
+        self._check = _tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
+        self.first: Captured | None = None
+        self.is_collecting = True
 
     def matches(self, tensors: Sequence[Tensor], rows: int) -> bool:
         """Whether the form of these is one of them."""
-        return self._matches(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
+        return self._check(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether a call is to be captured although there was none with its number of rows."""
-        return self.state is SEEN and self.captures is not None
+    def serves(self, rows: int) -> bool:
+        """Whether it has a capture that holds for this number of rows."""
+        return self.state is CAPTURED and 0 < rows < _MANY_ROWS
 
-    def add(self, rows: int, capture: T) -> None:
-        """Adds what was captured for a number of rows; once there is enough, makes a capture for any number."""
-        if self.captures is None:
-            return
-        self.captures[rows] = capture
-        if len(self.captures) == ENOUGH:
-            self.capture, self.captures = capture.joined(list(self.captures.values())), None
-            if self.capture is not None:
-                self.state = CAPTURED
+    def add(self, captured: Captured) -> None:
+        """Adds what was captured for a number of rows; the second time it becomes a capture for any number."""
+        if self.first is None:
+            self.first = captured
+        elif self.is_collecting:
+            self.captured, self.is_collecting = self.first.joined(captured), False
+            self.state = self.state if self.captured is None else CAPTURED
 
 
-class GuardedCache(Generic[T]):
+class GuardedEntry(Entry):
+    """The entry for tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch."""
+
+    __slots__ = ("dynamic_rows", "matches")
+
+    def __init__(self, tensors: Sequence[Tensor], dynamic_rows: DynamicRows) -> None:
+        super().__init__()
+        self.matches, self.dynamic_rows = _tensor_guards(tensors), dynamic_rows
+
+    def see(self) -> bool:
+        """Takes note of a call that is about to run; returns whether it is to be captured.
+
+        The first of a form is not, unless one with another number of rows came before.
+        """
+        dynamic = self.dynamic_rows
+        if self.state is not NEW or (dynamic.state is SEEN and dynamic.is_collecting):
+            return True
+        self.state = SEEN
+        if dynamic.state is NEW:
+            dynamic.state = SEEN
+        return False
+
+    def file(self, captured: Captured) -> None:
+        """Files what was captured, and with it those that differ in the number of rows alone."""
+        counts.captured += 1
+        self.state, self.captured = CAPTURED, captured
+        self.dynamic_rows.add(captured)
+
+    def refuse(self, reason: str) -> None:
+        """Files why calls of the form cannot be replayed."""
+        counts.refused(reason)
+        self.state, self.refusal = UNSUPPORTED, reason
+        self.dynamic_rows.is_collecting = False
+
+
+class GuardedCache:
     """Entries by key and form. Where they are many, all are dropped."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], list[GuardedEntry[T]]] = {}
-        self._dynamic: dict[tuple[Any, ...], list[DynamicRows[T]]] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops them all."""
+        self._entries: dict[tuple[Any, ...], list[GuardedEntry]] = {}
+        self._dynamic: dict[tuple[Any, ...], list[DynamicRows]] = {}
         self._count = 0
 
-    def entry(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> GuardedEntry[T] | DynamicRows[T]:
+    def entry(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> GuardedEntry | DynamicRows:
         """The entry for these, or that for any number of rows where it has a capture; a new one if there is none."""
         for entry in self._entries.get((key, rows), ()):
             if entry.matches(*tensors):
-                dynamic = entry.dynamic_rows
-                return dynamic if entry.state is SEEN and dynamic.state is CAPTURED else entry
+                return entry.dynamic_rows if entry.state is SEEN and entry.dynamic_rows.serves(rows) else entry
         if self._count >= _MANY:
             self.clear()
         dynamic = self._dynamic_rows(key, tensors, rows)
-        if dynamic.state is CAPTURED and 0 < rows < _MANY_ROWS:
+        if dynamic.serves(rows):
             return dynamic
         self._count += 1
         self._entries.setdefault((key, rows), []).append(GuardedEntry(tensors, dynamic))
         return self._entries[key, rows][-1]
 
-    def _dynamic_rows(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> DynamicRows[T]:
-        several = self._dynamic.setdefault(key, [])
-        for each in several:
-            if each.matches(tensors, rows):
-                return each
-        several.append(DynamicRows(tensors, rows))
-        return several[-1]
+    def _dynamic_rows(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> DynamicRows:
+        entries = self._dynamic.setdefault(key, [])
+        for entry in entries:
+            if entry.matches(tensors, rows):
+                return entry
+        entries.append(DynamicRows(tensors, rows))
+        return entries[-1]
 
-    def clear(self) -> None:
-        """Drops them all."""
-        self._entries.clear()
-        self._dynamic.clear()
-        self._count = 0
+
+def _tensor_guards(tensors: Sequence[Tensor], sizes: Any = None, strides: Any = None) -> Callable[..., bool]:
+    """Checks whether tensors are of the form of these; None among the sizes stands for any."""
+    guards = torch._C._dynamo.guards.TensorGuards  # as torch itself does before compiled code
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
