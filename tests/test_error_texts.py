@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -52,6 +53,26 @@ def test_a_fused_op_that_is_built_by_hand() -> None:
 def test_a_keyword_with_a_slip() -> None:
     with pytest.raises(ArgumentError, match=r"no op takes the keyword 'split_size'.*; did you mean 'split_sizes'\?"):
         Sequential(GroupedLinear(2, 3, 4))(X, split_size=[2, 2])
+
+
+def test_a_keyword_of_an_op_alone_with_a_slip() -> None:
+    words = "GroupedLinear takes no 'split_size'; its keywords are: grad_input, output, split_sizes; did you mean"
+    with pytest.raises(ArgumentError, match=rf"^{words} 'split_sizes'\?$"):
+        GroupedLinear(2, 3, 4, bias=False)(X, split_size=[2, 2])
+
+
+@pytest.mark.parametrize(
+    ("op_kwargs", "words"),
+    [
+        ({"fc1": {"split_size": [2, 2]}}, r"op fc1 \(GroupedLinear\) takes no 'split_size'; .*mean 'split_sizes'\?$"),
+        ({"fcl": {"split_sizes": [2, 2]}}, r"no op is named 'fcl'; .*op fc1 .*; did you mean 'fc1'\?$"),
+    ],
+    ids=["keyword", "name"],
+)
+def test_op_kwargs_with_a_slip(op_kwargs: Any, words: str) -> None:
+    model = Sequential(OrderedDict(fc1=GroupedLinear(2, 3, 4), out=GroupedLinear(2, 4, 4)))
+    with pytest.raises(ArgumentError, match=f"^op_kwargs: {words}"):
+        model(X, op_kwargs=op_kwargs)
 
 
 def test_no_guess_where_nothing_is_near() -> None:
