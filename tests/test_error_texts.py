@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +39,32 @@ def test_gradients_without_names(grads: Any, came: str) -> None:
     words = f"Returning.bwd must return gradients by name, such as {{'x': dx}}, it returned {came}"
     with pytest.raises(RuntimeError, match=re.escape(words)):
         Sequential(Returning(grads))(X).sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (4, 2), (3,), (4, 1)], ids=str)
+def test_a_gradient_of_another_shape(shape: tuple[int, ...]) -> None:
+    words = f"Returning.bwd returned a gradient of shape {list(shape)} for 'x', whose shape is [4, 3]"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(words)}$"):
+        Sequential(Returning({"x": torch.ones(shape)}))(X).sum().backward()
+
+
+def test_a_gradient_that_was_broadcast_is_summed() -> None:
+    (gradient,) = torch.autograd.grad(Returning({"x": torch.ones(5, 4, 3)})(X).sum(), [X])
+    assert torch.equal(gradient, torch.full((4, 3), 5.0))
+
+
+class Uninitialised(Returning):
+    """An op whose ``__init__`` forgets that of its base."""
+
+    def __init__(self) -> None:
+        self.grads = {}
+
+
+@pytest.mark.parametrize("call", [lambda op: op(X), lambda op: Sequential(op)(X)], ids=["alone", "in a container"])
+def test_an_op_whose_base_is_not_initialised(call: Callable[[Op], Tensor]) -> None:
+    words = r"^Uninitialised\.__init__ must call super\(\)\.__init__\(\) before it does anything else$"
+    with pytest.raises(TypeError, match=words):
+        call(Uninitialised())
 
 
 def test_a_condition_whose_arguments_are_swapped() -> None:
