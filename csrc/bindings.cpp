@@ -105,6 +105,8 @@ PYBIND11_MODULE(_C, module) {
       "CUDA kernels of fusible. Takes pointers and sizes as integers; importing it does not initialise CUDA.";
   module.def("cuda_version", &fusible::cuda_version, "Version of the CUDA runtime that is linked in, e.g. 13000.");
   module.def("device_properties", &device_properties, "device"_a);
+  module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
+             "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");

@@ -16,7 +16,7 @@ def shown(value: object) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """What to add to an error about a name that nobody has: the nearest that somebody has, or nothing."""
-    near = get_close_matches(name, list(names), 1)
+    near = get_close_matches(name, list(names), 1) if len(name) <= _LONG else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

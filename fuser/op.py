@@ -77,6 +77,15 @@ class Delivery(NamedTuple):
     side_effects: Callable[[], SideEffects]
 
 
+class _Uninitialised:
+    """Stands in the class for what ``nn.Module.__init__`` gives an object, which hides it from then on."""
+
+    def __get__(self, op: Op | None, kind: type[Op]) -> Any:
+        if op is None:
+            return self
+        raise TypeError(f"{kind.__name__}.__init__ must call super().__init__() before it does anything else")
+
+
 class StandaloneRunner(Protocol):
     """Runs, compiles and explains ops that are called outside of a container.
 
@@ -125,6 +134,8 @@ class Op(nn.Module, ABC):
     """
 
     __slots__ = ("_container_of_one",)
+    _backward_hooks: Any = _Uninitialised()  # what a call reads first
+    _modules: dict[str, nn.Module | None] = _Uninitialised()  # type: ignore[assignment]  # what a container reads first
     keywords: Mapping[str, Keyword] = {}
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()

@@ -1,6 +1,6 @@
 """Importing this registers the experts implementation ``"fusible"`` with Hugging Face transformers.
 
-    import fusible.integrations.transformers
+``import fusible`` does so once a program imports transformers' models, before or after it.
 
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusible")
 

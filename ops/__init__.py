@@ -4,6 +4,7 @@ from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from .device_errors import check_device_errors
 from .functional import grouped_gemm
 from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, RoutedLoRA, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
@@ -48,6 +49,7 @@ __all__ = [
     "ScaledClampedSwiGLU",
     "ScaledSwiGLU",
     "SwiGLU",
+    "check_device_errors",
     "grouped_gemm",
     "interleaved",
 ]

@@ -254,7 +254,7 @@ def test_keywords_that_are_no_mapping_raise(keywords):
 
 
 def test_keyword_that_the_op_does_not_take_raises():
-    message = "op_kwargs: op 1 (Scale) takes no 'scale'; its keywords are: scales"
+    message = "op_kwargs: op 1 (Scale) takes no 'scale'; its keywords are: scales; did you mean 'scales'?"
 
     assert refusal(unrunnable(), op_kwargs={1: {"scale": ONE}}) == message
 

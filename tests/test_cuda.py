@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
 
 import models
@@ -12,7 +13,8 @@ from checks.device import needs_hopper
 from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
-from fusible import ArgumentError, GroupedLinear, RefusedError, Sequential, config, grouped_gemm
+from fusible import ArgumentError, GroupedLinear, RefusedError, Sequential, check_device_errors, config, grouped_gemm
+from fusible.ops.kernels.hopper.extension import device_refusal
 
 pytestmark = [
     pytest.mark.cuda,
@@ -327,10 +329,15 @@ def test_fast_path_is_named():
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_sizes_beyond_the_rows_are_clamped(dtype):
-    op, tensors, dy = layer(dtype), {"x": on_device(T, K, dtype=dtype)}, on_device(T, N, dtype=dtype, grad=False)
-    beyond, within = (sizes_of(sizes) for sizes in ([200, 200, -5, 7, 0], [200, 56, 0, 0, 0]))
+    op, x = layer(dtype), on_device(T, K, dtype=dtype)
+    beyond = op(x, split_sizes=sizes_of([200, 200, -5, 7, 0]))
+    torch.cuda.synchronize()
+    reported = device_refusal(torch.cuda.current_device()) is None
+    with pytest.raises(RuntimeError, match="group 1 is 200, more than") if reported else nullcontext():
+        check_device_errors()
+    within = op(x, split_sizes=sizes_of([200, 56, 0, 0, 0]))
 
-    assert_same(*(run(lambda x, sizes=sizes: op(x, split_sizes=sizes), tensors, dy) for sizes in (beyond, within)))
+    assert_same({"y": beyond.detach()}, {"y": within.detach()})
 
 
 @pytest.mark.parametrize(

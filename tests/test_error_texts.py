@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,6 +41,32 @@ def test_gradients_without_names(grads: Any, came: str) -> None:
         Sequential(Returning(grads))(X).sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(3, 3), (4, 2), (3,), (4, 1)], ids=str)
+def test_a_gradient_of_another_shape(shape: tuple[int, ...]) -> None:
+    words = f"Returning.bwd returned a gradient of shape {list(shape)} for 'x', whose shape is [4, 3]"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(words)}$"):
+        Sequential(Returning({"x": torch.ones(shape)}))(X).sum().backward()
+
+
+def test_a_gradient_that_was_broadcast_is_summed() -> None:
+    (gradient,) = torch.autograd.grad(Returning({"x": torch.ones(5, 4, 3)})(X).sum(), [X])
+    assert torch.equal(gradient, torch.full((4, 3), 5.0))
+
+
+class Uninitialised(Returning):
+    """An op whose ``__init__`` forgets that of its base."""
+
+    def __init__(self) -> None:
+        self.grads = {}
+
+
+@pytest.mark.parametrize("call", [lambda op: op(X), lambda op: Sequential(op)(X)], ids=["alone", "in a container"])
+def test_an_op_whose_base_is_not_initialised(call: Callable[[Op], Tensor]) -> None:
+    words = r"^Uninitialised\.__init__ must call super\(\)\.__init__\(\) before it does anything else$"
+    with pytest.raises(TypeError, match=words):
+        call(Uninitialised())
+
+
 def test_a_condition_whose_arguments_are_swapped() -> None:
     with pytest.raises(TypeError, match=r"Pattern\.where: expected a reason and a predicate, got <function"):
         Pattern.path(linear=Linear).where(lambda m: True, "the linear has a bias")  # type: ignore[arg-type]
@@ -52,6 +80,26 @@ def test_a_fused_op_that_is_built_by_hand() -> None:
 def test_a_keyword_with_a_slip() -> None:
     with pytest.raises(ArgumentError, match=r"no op takes the keyword 'split_size'.*; did you mean 'split_sizes'\?"):
         Sequential(GroupedLinear(2, 3, 4))(X, split_size=[2, 2])
+
+
+def test_a_keyword_of_an_op_alone_with_a_slip() -> None:
+    words = "GroupedLinear takes no 'split_size'; its keywords are: grad_input, output, split_sizes; did you mean"
+    with pytest.raises(ArgumentError, match=rf"^{words} 'split_sizes'\?$"):
+        GroupedLinear(2, 3, 4, bias=False)(X, split_size=[2, 2])
+
+
+@pytest.mark.parametrize(
+    ("op_kwargs", "words"),
+    [
+        ({"fc1": {"split_size": [2, 2]}}, r"op fc1 \(GroupedLinear\) takes no 'split_size'; .*mean 'split_sizes'\?$"),
+        ({"fcl": {"split_sizes": [2, 2]}}, r"no op is named 'fcl'; .*op fc1 .*; did you mean 'fc1'\?$"),
+    ],
+    ids=["keyword", "name"],
+)
+def test_op_kwargs_with_a_slip(op_kwargs: Any, words: str) -> None:
+    model = Sequential(OrderedDict(fc1=GroupedLinear(2, 3, 4), out=GroupedLinear(2, 4, 4)))
+    with pytest.raises(ArgumentError, match=f"^op_kwargs: {words}"):
+        model(X, op_kwargs=op_kwargs)
 
 
 def test_no_guess_where_nothing_is_near() -> None:

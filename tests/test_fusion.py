@@ -220,7 +220,8 @@ def test_disabled_fusion_does_not_fire_and_says_so():
 
 
 def test_name_of_no_fusion_is_warned_of():
-    with config(disable_fusions={"GroupedMPL"}), pytest.warns(UserWarning, match="no fusion GroupedMPL; there are "):
+    words = "no fusion GroupedMPL; there are .*; did you mean 'GroupedMLP'"
+    with config(disable_fusions={"GroupedMPL"}), pytest.warns(UserWarning, match=words):
         mlp()(torch.randn(3, 4), split_sizes=SIZES, scales=torch.ones(3))
 
 

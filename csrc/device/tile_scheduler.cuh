@@ -46,7 +46,9 @@ class TileScheduler {
     float total = 0.f;
     for (int base = 0; base < sizes.groups; base += 32) {
       const int group = base + lane;
-      const auto [start, size] = rows_of_lane(sizes, group, shape.tokens, tokens_before, lane);
+      const GroupRows<int> rows = rows_of_lane(sizes, group, shape.tokens, tokens_before, lane);
+      const auto [start, size, cut] = rows;
+      if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
       if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
       if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);

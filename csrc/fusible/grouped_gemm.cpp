@@ -10,6 +10,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
+#include "fusible/wrong_sizes.h"
 #include "kernels/prepare.h"
 #include "kernels/scale_groups.h"
 
@@ -75,6 +76,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
                   .may_halve = config.may_halve,
                   .counter = workspace.counter,
                   .coordinates = workspace.coordinates};
+  params.shape.sizes.wrong = wrong_size_word(current_device());
   params.epilogue = {.bias = call.epilogue.bias.data,
                      .biases = workspace.biases,
                      .bias_type = call.epilogue.bias.type,

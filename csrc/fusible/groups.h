@@ -13,6 +13,7 @@ struct SplitSizes {
   const void* sizes;
   int groups;
   bool int64_sizes;
+  uint64_t* wrong = nullptr;  // where a kernel reports sizes that do not fit (fusible/wrong_sizes.h); null: nowhere
 };
 
 }  // namespace fusible

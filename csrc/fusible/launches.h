@@ -28,6 +28,7 @@
 #include "fusible/activation.h"
 #include "fusible/error.h"
 #include "fusible/pointwise.h"
+#include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -227,6 +228,7 @@ void Capture::asked(const Workspace& workspace) {
 // Makes a launch, and lets the capture note it if there is one. Whatever launches calls this.
 template <class Launch>
 void launch_now(Launch& launch) {
+  raise_wrong_sizes(launch.device);
   launch.complete();
   launch.run();
   if (Capture* capture = Capture::active()) capture->launched(launch);
@@ -271,6 +273,7 @@ class Launches {
     zeroing_.counters.clear(), zeroing_.tails.clear();
     OnStream last;
     for (const auto& launch : launches_) last = launch->prepare(zeroing_);
+    raise_wrong_sizes(last.device);
     zero(zeroing_, last.device, last.stream);
     for (const auto& launch : launches_) launch->run();
   }

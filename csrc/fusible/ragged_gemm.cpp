@@ -6,6 +6,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
+#include "fusible/wrong_sizes.h"
 
 namespace fusible {
 namespace {
@@ -31,7 +32,8 @@ RaggedParams make_params(const RaggedGemm& call) {
   p.a = model_map(workspace.maps, call.operand, 2, 64);
   p.b = model_map(workspace.maps, call.operand, 4, depth_first ? kTile.tile_n / 2 : tile_k(call.operand));
   p.out = model_map(workspace.maps, call.output, 4, 64);
-  p.shape = {.sizes = {nullptr, static_cast<int>(call.groups), false}, .counter = workspace.counter};
+  p.shape = {.sizes = {nullptr, static_cast<int>(call.groups), false, wrong_size_word(current_device())},
+             .counter = workspace.counter};
   p.epilogue = {.bias = call.epilogue.bias.data,
                 .bias_type = call.epilogue.bias.type,
                 .columns = static_cast<int>(call.epilogue.bias.pitch),

@@ -36,7 +36,7 @@ __device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit vis
   int64_t before = 0, chunks = 0;
   for (int base = 0; base <= sizes.groups; base += 32) {
     const int group = base + lane;
-    const auto [start, size] = rows_of_lane(sizes, group, tokens, before, lane);
+    const auto [start, size, cut] = rows_of_lane(sizes, group, tokens, before, lane);
     const int64_t rows = group == sizes.groups ? tokens - start : size, of_group = (rows + kChunkRows - 1) / kChunkRows,
                   after = chunks + scan(of_group, lane);
     const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - of_group, of_group));

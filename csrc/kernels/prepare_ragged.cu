@@ -47,6 +47,22 @@ __device__ bool reachable(const void* data, int64_t start, int64_t pitch, int el
   return (reinterpret_cast<uintptr_t>(data) + start * element) % 16 == 0 && pitch * element % 16 == 0;
 }
 
+__device__ int64_t stated(const Dims& dims, int group) {
+  return dims.sizes.sizes ? read_index(dims.sizes.sizes, dims.sizes.int64_sizes, group) : dims.uniform;
+}
+
+// Tells the host of the first group with a negative dim, or with a matrix that ends behind the data. By all threads of
+// one block, each with the matrices of its group.
+__device__ void report_misfit(const RaggedParams& p, const RaggedSource& s, int g, const Packed& a, const Packed& b,
+                              const Packed& out) {
+  int64_t size = 0;
+  if (g < p.shape.sizes.groups)
+    for (const Dims* dims : {&s.a.rows, &s.a.columns, &s.b.rows, &s.b.columns}) size = min(size, stated(*dims, g));
+  for (const Packed* m : {&a, &b, &out})
+    if (size == 0 && !m->fits) size = m->start + m->rows * m->columns;
+  if (scan_block(size != 0) == 1 && size != 0) report(p.shape.sizes.wrong, {SizesOf::kMatrices, g, size});
+}
+
 // By thread g; `end` is where the outputs of this and all groups before it end.
 __device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, int g, int64_t& end) {
   const bool exists = g < p.shape.sizes.groups;
@@ -57,6 +73,7 @@ __device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, 
   const bool a_transposed = s.layout == Layout::kTN, b_transposed = s.layout == Layout::kNT;
   const Packed out = find(a_transposed ? a.columns : a.rows, b_transposed ? b.rows : b.columns, s.out_elements);
   end = min(out.start + out.rows * out.columns, s.out_elements);
+  if (blockIdx.x == 0) report_misfit(p, s, g, a, b, out);
   const int64_t depth = min(a_transposed ? a.rows : a.columns, b_transposed ? b.columns : b.rows);
   RaggedGroup group{.a = a.start, .b = b.start, .out = out.start};
   group.m = static_cast<int>(out.fits ? out.rows : 0), group.n = static_cast<int>(out.fits ? out.columns : 0);

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, did_you_mean, shown
 from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
@@ -117,8 +117,8 @@ def _entry_for(layout: FlatContainer, addressee: Addressee, name: str) -> int:
         parts = " and ".join(layout.entries[entry].label for entry in takers)
         raise ArgumentError(f"op_kwargs: {shown(name)} of {addressee} could be for {parts}; address the part")
     names = {k for entry in addressee.entries for k in getattr(layout.entries[entry].op, "keywords", ())}
-    keywords = ", ".join(sorted(names)) or "none"
-    raise ArgumentError(f"op_kwargs: {addressee} takes no {shown(name)}; its keywords are: {keywords}")
+    keywords, hint = ", ".join(sorted(names)) or "none", did_you_mean(name, names)
+    raise ArgumentError(f"op_kwargs: {addressee} takes no {shown(name)}; its keywords are: {keywords}{hint}")
 
 
 def _give(layout: FlatContainer, assignments: Assignments, entry: int, name: str, value: Any) -> None:

@@ -192,7 +192,8 @@ class FlatContainer:
 
     def _of_name(self, key: str) -> Addressee:
         if key not in self._by_name:
-            raise ArgumentError(f"op_kwargs: no op is named {shown(key)}; the container has {self._all()}")
+            hint = did_you_mean(key, self._by_name)
+            raise ArgumentError(f"op_kwargs: no op is named {shown(key)}; the container has {self._all()}{hint}")
         return self._by_name[key]
 
     def _of_index(self, key: int) -> Addressee:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ..composite import FusedOp
 from ..config import Config
+from ..errors import did_you_mean
 from . import legality
 from .graph import OpGraph
 from .pattern import Match, Pattern
@@ -100,9 +101,10 @@ class Registry:
         """Tries every fusion, in order. The first to take an op has it."""
         names = {fusion.name for fusion in self}
         if not config.disable_fusions <= names:
-            unknown = ", ".join(sorted(config.disable_fusions - names))
+            unknown = sorted(config.disable_fusions - names)
+            there, hint = ", ".join(sorted(names)), did_you_mean(unknown[0], sorted(names))
             warnings.warn(
-                f"config(disable_fusions): no fusion {unknown}; there are {', '.join(sorted(names))}", stacklevel=2
+                f"config(disable_fusions): no fusion {', '.join(unknown)}; there are {there}{hint}", stacklevel=2
             )
         taken: dict[str, str] = {}
         for fusion in self:

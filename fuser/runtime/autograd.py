@@ -108,7 +108,8 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner)
+                shapes = () if op.replayable else tuple([t.shape for t in tensors])
+                step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(_forward, step, tensors, session), *tensors)
     return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
 

@@ -25,6 +25,7 @@ class BackwardContext:
         config: the switches of the forward.
         order: the order of the saved tensors in ``rest``; None if it is that in which they were saved.
         sources: of the tensors that autograd saves one by one. They follow ``number`` others.
+        shapes: of the tensors with those names, where the gradients are to be checked.
     """
 
     op: Op
@@ -35,6 +36,7 @@ class BackwardContext:
     order: tuple[int, ...] | None = None
     sources: tuple[Source, ...] = ()
     number: int = 0
+    shapes: tuple[torch.Size, ...] = ()
 
     def gradients(
         self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
@@ -76,7 +78,22 @@ class BackwardContext:
                     f"which it does not read; it returned {sorted(grads)}"
                 )
         grads = {name: gradient for name, gradient in grads.items() if name in wanted}
-        return [evaluate(grads.pop(name)) if name in wanted else None for name in self.names]
+        gradients = [evaluate(grads.pop(name)) if name in wanted else None for name in self.names]
+        if self.shapes:
+            self._refuse_misshapen(gradients)
+        return gradients
+
+    def _refuse_misshapen(self, gradients: Sequence[Tensor | None]) -> None:
+        """Raises where autograd would, which does not know whose gradient it is. It sums what was broadcast."""
+        for name, shape, gradient in zip(self.names, self.shapes, gradients, strict=True):
+            if gradient is None or gradient.is_nested or gradient.shape == shape:
+                continue
+            sizes = zip(reversed(shape), reversed(gradient.shape), strict=False)
+            if len(gradient.shape) < len(shape) or any(size not in (1, of_grad) for size, of_grad in sizes):
+                raise RuntimeError(
+                    f"{type(self.op).__name__}.bwd returned a gradient of shape {list(gradient.shape)} for {name!r}, "
+                    f"whose shape is {list(shape)}"
+                )
 
     def requested(self, deliveries: Sequence[Delivery], node: Any) -> tuple[list[Delivery], frozenset[str]]:
         """The deliveries that the running backward wants, and the names of all gradients that it wants.
@@ -142,6 +159,7 @@ class EagerStep(NamedTuple):
     Attributes:
         names: the tensors whose gradients autograd may want.
         x_is_inner: whether the call has computed x, rather than been given it.
+        shapes: of those tensors, where their gradients are to be checked.
     """
 
     op: Op
@@ -149,6 +167,7 @@ class EagerStep(NamedTuple):
     autocast_dtype: torch.dtype | None
     names: tuple[str, ...]
     x_is_inner: bool = False
+    shapes: tuple[torch.Size, ...] = ()
 
     def run(self, x: Tensor, wanted: frozenset[str]) -> ForwardResult:
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype, self.x_is_inner)
@@ -157,12 +176,13 @@ class EagerStep(NamedTuple):
         op = self.op if self.op._outline is None else self.op._outline
         config = active_config()
         if not apart:
-            return ForwardResult(outputs, once, (), lent, BackwardContext(op, self.names, wanted, rest, config, order))
+            context = BackwardContext(op, self.names, wanted, rest, config, order, shapes=self.shapes)
+            return ForwardResult(outputs, once, (), lent, context)
         sources, one_by_one = [], list[Tensor]()
         for each in apart:
             sources.append(each.source)
             one_by_one += each.tensors
-        context = BackwardContext(op, self.names, wanted, rest, config, order, tuple(sources), len(once))
+        context = BackwardContext(op, self.names, wanted, rest, config, order, tuple(sources), len(once), self.shapes)
         return ForwardResult(outputs, once, one_by_one, lent, context)
 
     def inputs(self, x: Tensor) -> list[Tensor]:

@@ -30,6 +30,7 @@ from .dispatch import (
 )
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
+from .hopper.extension import raise_wrong_sizes
 from .problem import (
     Activate,
     ActivateBackward,
@@ -44,7 +45,7 @@ from .problem import (
 )
 from .ragged import RaggedGemm
 
-__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs"]
+__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs", "raise_wrong_sizes"]
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:

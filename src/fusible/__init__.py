@@ -55,6 +55,7 @@ from .ops import (
     ScaledSwiGLU,
     SReGLU,
     SwiGLU,
+    check_device_errors,
     grouped_gemm,
     interleaved,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "SwiGLU",
     "TensorSpec",
     "__version__",
+    "check_device_errors",
     "config",
     "explain",
     "functional",

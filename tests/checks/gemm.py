@@ -11,8 +11,10 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
+from fusible import check_device_errors
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import Layout
@@ -230,3 +232,5 @@ def check_sizes_that_lie_stay_inside(device: str, layout: Layout) -> None:
     problem = Problem(device, Case(layout, (0, 150, 250, 0), tail=0))
     problem.sizes = torch.tensor([-5, 150, 1 << 30, 77], dtype=torch.int32, device=device)
     problem.check()
+    with pytest.raises(RuntimeError, match="the size of group 0 is -5, which is negative"):
+        check_device_errors(0)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+import pytest
 import torch
 
-from fusible import GroupedTensor, config, grouped_gemm
+from fusible import GroupedTensor, check_device_errors, config, grouped_gemm
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
 from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.ragged import RaggedGemm
@@ -209,6 +211,8 @@ def check_dims_that_lie_stay_inside(device: str, layout: Layout) -> None:
             assert torch.equal(problem.out.data._base.view(bits), around.view(bits))
             assert not problem.out.data.isnan().any()
             dims.copy_(kept)
+            with pytest.raises(RuntimeError, match="group 1") if t is not problem.out else nullcontext():
+                check_device_errors(0)
     problem.out.data.copy_(problem.before)
     problem.check()
 

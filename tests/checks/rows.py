@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+import pytest
 import torch
 from torch import Tensor
 
+from fusible import check_device_errors
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.kernels.hopper import rows
 from fusible.ops.kernels.problem import ActivationGrads
@@ -87,6 +90,9 @@ def check_zero_tail_writes_the_tail_and_nothing_else(
     assert out[:valid].eq(1).all()
     assert out[valid:T].eq(0).all()
     assert out[T].eq(1).all()
+    wrong = min(sizes) < 0 or sum(sizes) > T
+    with pytest.raises(RuntimeError, match="split_sizes on the device") if wrong else nullcontext():
+        check_device_errors(0)
 
 
 def by_group(sizes: list[int], rows: int) -> Iterator[slice]:

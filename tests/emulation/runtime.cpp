@@ -1,6 +1,7 @@
 // The few calls of the CUDA runtime that csrc makes, for one device that is this process.
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 
@@ -47,6 +48,9 @@ cudaError_t cudaMemset2DAsync(void* to, size_t pitch, int value, size_t width, s
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) { return cudaMemset2DAsync(to, bytes, value, bytes, 1, stream); }
+
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) { return *memory = std::aligned_alloc(128, bytes), cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   emulation::check(attribute == cudaFuncAttributeMaxDynamicSharedMemorySize, "function attribute ", static_cast<int>(attribute), " is not emulated");

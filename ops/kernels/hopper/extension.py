@@ -41,6 +41,12 @@ def _find_library() -> Any:
 capture.register_library(_find_library)
 
 
+def raise_wrong_sizes(device: int) -> None:
+    """Raises what kernels on a CUDA device have reported of split sizes, and forgets it; waits for nothing."""
+    if (extension := _find_library()) is not None:
+        extension.raise_wrong_sizes(device)
+
+
 def address(tensor: Tensor | None) -> int:
     """Of a tensor; 0 for one that is not there."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,83 @@
+"""Kernels report split sizes that do not fit, on the emulated device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import wrong_sizes
+from checks.wrong_sizes import CASES, Product, fits, raised
+from emulation import build, harness
+
+import fusible
+from fusible.ops.kernels.problem import Layout
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+
+LAYOUTS = list(Layout)
+
+
+@pytest.mark.parametrize(("sizes", "group", "size", "why"), CASES)
+def test_what_is_reported(sizes: list[int], group: int, size: int, why: str) -> None:
+    wrong_sizes.check_report("cpu", Layout.NT, torch.int32, sizes, group, size, why)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_reports(layout: Layout, index: torch.dtype) -> None:
+    for case in CASES[:2]:
+        wrong_sizes.check_report("cpu", layout, index, *case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sizes_that_fit_report_nothing(layout: Layout) -> None:
+    wrong_sizes.check_sizes_that_fit_report_nothing("cpu", layout)
+
+
+def test_the_next_launch_raises() -> None:
+    wrong_sizes.check_the_next_launch_raises("cpu")
+
+
+def test_a_report_is_raised_once() -> None:
+    wrong_sizes.check_a_report_is_raised_once("cpu")
+
+
+def test_a_huge_size() -> None:
+    wrong_sizes.check_a_huge_size("cpu")
+
+
+@pytest.mark.parametrize(("sizes", "group", "size", "why"), CASES)
+def test_zeroed_tails(sizes: list[int], group: int, size: int, why: str) -> None:
+    wrong_sizes.check_zeroed_tails("cpu", sizes, group, size, why)
+
+
+@pytest.mark.parametrize(("dims", "message"), wrong_sizes.DIMS)
+def test_dims(dims: list[int], message: str) -> None:
+    wrong_sizes.check_dims("cpu", dims, message)
+
+
+def test_captured_launches(emulation: harness.Emulation) -> None:
+    """A replay reports, and the next one raises before it launches anything."""
+    sizes, *wrong = CASES[0]
+    product, given = Product("cpu", Layout.NT, len(sizes)), torch.tensor(fits(sizes), dtype=torch.int32)
+    tensors = [product.a, product.b, product.out, given]
+    with emulation.Capture([(t.data_ptr(), t.nbytes) for t in tensors], wrong_sizes.ROWS) as capture:
+        product.launch(given)
+    assert capture.refusal is None
+    replay = capture.launches(capture, [])
+
+    def run() -> None:
+        replay.run([t.data_ptr() for t in tensors], wrong_sizes.ROWS, 0)
+
+    given.copy_(torch.tensor(sizes))
+    run()
+    product.out.zero_()
+    with raised(*wrong):
+        run()
+    assert not product.out.any()
+    given.copy_(torch.tensor(fits(sizes)))
+    run()
+    assert product.out.any()
+    fusible.check_device_errors(0)
