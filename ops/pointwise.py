@@ -145,6 +145,20 @@ class Pointwise(Op):
             return None
         return _spec(self.program, self._constants, _block(self.halves))
 
+    def compile_kernels(self, dtype: torch.dtype = torch.bfloat16) -> int:
+        """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
+
+        Both directions, over rows and as the epilogue of a grouped linear. A call then waits for no compiler. It takes
+        seconds, and needs NVRTC but no GPU: at install time, or on one rank before the others.
+
+        Raises:
+            CompileError: NVRTC is missing, or refuses.
+            ValueError: kernels do not know the function.
+        """
+        if self.program is None:
+            raise ValueError(f"Pointwise: {self.refusal}")
+        return kernels.compile_ahead(self.program, self.spec, dtype)
+
     @property
     def _program_inputs(self) -> tuple[str, ...]:
         return (*self._x_inputs, *self._row_inputs.values(), *self._column_inputs.values())

@@ -3,7 +3,7 @@
 #pragma once
 #include "device/ptx.cuh"
 #include "fusible/groups.h"
-#include "fusible/wrong_sizes.h"
+#include "fusible/wrong_size.h"
 
 namespace fusible {
 
@@ -45,10 +45,19 @@ struct GroupRows {
   bool cut;
 };
 
+// Never zero.
+DEVICE uint64_t word_of(const WrongSize& wrong) {
+  constexpr int64_t kMost = WrongSize::kMost;
+  const int64_t saturated = wrong.size > kMost ? kMost : wrong.size < -kMost ? -kMost : wrong.size;
+  return uint64_t{1} << 63 | static_cast<uint64_t>(wrong.what) << 62 |
+         static_cast<uint64_t>(wrong.group) << WrongSize::kSizeBits |
+         (static_cast<uint64_t>(saturated) & ((uint64_t{1} << WrongSize::kSizeBits) - 1));
+}
+
 // Tells the host, which reads the word at any time. The first report stays until then.
 DEVICE void report(uint64_t* to, const WrongSize& wrong) {
   auto* word = static_cast<volatile uint64_t*>(to);  // past all caches, and whole
-  if (word && *word == 0) *word = wrong.word();
+  if (word && *word == 0) *word = word_of(wrong);
 }
 
 // Of 32 neighbouring groups, reports the first that was cut. By one warp of one block.

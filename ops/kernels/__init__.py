@@ -31,6 +31,8 @@ from .dispatch import (
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .hopper.extension import raise_wrong_sizes
+from .jit.ahead import compile_ahead
+from .jit.cache import kernel_cache
 from .problem import (
     Activate,
     ActivateBackward,
@@ -45,7 +47,16 @@ from .problem import (
 )
 from .ragged import RaggedGemm
 
-__all__ = ["ActivationGrads", "Layout", "Matrices", "grouped_gemm", "outputs", "raise_wrong_sizes"]
+__all__ = [
+    "ActivationGrads",
+    "Layout",
+    "Matrices",
+    "compile_ahead",
+    "grouped_gemm",
+    "kernel_cache",
+    "outputs",
+    "raise_wrong_sizes",
+]
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: ``fusible info | explain | demo | roofline | bench``, or ``python -m fusible …``."""
+"""The command line: ``fusible info | cache | explain | demo | roofline | bench``, or ``python -m fusible …``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from . import __version__
 from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline, routing
-from .commands import explain, info
+from .commands import cache, explain, info
 from .examples import moe_lm
 
 
@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
+    "cache": (cache.main, "kernels of user-written functions that are kept on disk: list, remove, compile ahead"),
     "explain": (explain.main, "what the experts of a model run, and why; tables or a drawing"),
     "demo": (moe_lm.main, "train a small language model for a minute, and see how its experts run"),
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +46,9 @@ class Emulation:
     def Capture(self, spans: list[tuple[int, int]], rows: int) -> Any:
         return _Capture(self._module.Capture(spans, rows), self)
 
-    def load_function(self, text: str) -> int:
-        """The handle of the kernel of a source: in place of NVRTC and the driver."""
+    def load_function(self, texts: Sequence[str]) -> int:
+        """The handle of the kernel of the last of the sources: in place of NVRTC and the driver."""
+        text = texts[-1]
         if text not in self.functions:
             kernel = ctypes.CDLL(str(build.build_function(text, self._path))).kernel
             self.functions[text] = ctypes.cast(kernel, ctypes.c_void_p).value or 0
@@ -55,7 +56,7 @@ class Emulation:
 
     def kernel_function(self, form: KernelForm, device: int) -> int:
         """The handle of a kernel that is compiled while the program runs: its address."""
-        return self.load_function(form.source())
+        return self.load_function([form.source()])
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

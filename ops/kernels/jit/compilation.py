@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
 from .cache import kernel_cache, key_of
-from .nvrtc import compiler
+from .nvrtc import SpillError, compiler
 from .shims import SHIMS
 
 _OPTIONS = (
@@ -21,15 +23,21 @@ _OPTIONS = (
 _HEADERS = (("device", ".cuh"), ("kernels", ".cuh"), ("kernels", ".h"), ("fusible", ".h"))
 
 
-def compiled(text: str, architecture: str) -> bytes:
-    """The cubin of a source.
+def compiled(texts: Sequence[str], architecture: str) -> bytes:
+    """The cubin of the first of the sources that does not spill registers, kept under all of them.
 
     Raises:
         CompileError: see :func:`nvrtc.compiler`, :meth:`nvrtc.Compiler.compile`.
     """
     options = (f"--gpu-architecture={architecture}", *_OPTIONS)
-    key = key_of(text, _headers_digest(), options, compiler().version)
-    return kernel_cache().find(key, lambda: compiler().compile(text, _headers(), options))
+
+    def compile_first() -> bytes:
+        for text in texts[:-1]:
+            with suppress(SpillError):
+                return compiler().compile(text, _headers(), options)
+        return compiler().compile(texts[-1], _headers(), options)
+
+    return kernel_cache().find(key_of(*texts, _headers_digest(), options, compiler().version), compile_first)
 
 
 @cache

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,11 +17,11 @@ from ..hopper.extension import library
 from ..problem import Layout
 from .compilation import compiled
 from .driver import LoadedKernel
-from .nvrtc import CompileError, SpillError
+from .nvrtc import CompileError
 
-_ARCHITECTURE = "sm_90a"
+ARCHITECTURE = "sm_90a"
 _ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-_NARROW = 8  # columns of a vector
+NARROW = 8  # columns of a vector
 _log = logging.getLogger("fusible")
 
 
@@ -50,7 +49,7 @@ def form(
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
-    concat, narrow = gated and not backward and width == columns, gated and width < _NARROW
+    concat, narrow = gated and not backward and width == columns, gated and width < NARROW
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
 
 
@@ -68,10 +67,9 @@ def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
     """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
-    variants = library().BACKWARD_VARIANTS if kernels.backward else library().ACTIVATION_VARIANTS
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: _load(kernels, variant), variants))
+        loaded = tuple(_in_threads(lambda variant: load(sources(kernels, variant)), _variants(kernels)))
     except CompileError as error:
         return str(error).partition("\n")[0]
     direction = "backward" if kernels.backward else "forward"
@@ -101,17 +99,34 @@ extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
 """
 
 
-def _load(kernels: EpilogueForm, variant: int) -> int:
-    """Two vectors of gate and up hide each other's latencies. A long function has registers for one of them only."""
-    if kernels.backward and len(kernels.program.arguments) == 2 and not kernels.narrow:
-        with suppress(SpillError):
-            return load(source(kernels, variant, vectors=2))
-    return load(source(kernels, variant, vectors=1))
+def sources(kernels: EpilogueForm, variant: int) -> list[str]:
+    """The sources of a kernel, of which the first one is taken that registers suffice for.
+
+    Two vectors of gate and up hide each other's latencies. A long function has registers for one of them only.
+    """
+    by_two = kernels.backward and len(kernels.program.arguments) == 2 and not kernels.narrow
+    return [source(kernels, variant, vectors) for vectors in ((2, 1) if by_two else (1,))]
 
 
-def load(text: str) -> int:
-    """The handle of the kernel of a source."""
-    return LoadedKernel(compiled(text, _ARCHITECTURE)).handle
+def compile_ahead(kernels: EpilogueForm) -> int:
+    """Compiles all kernels of a form into the cache on disk; returns how many. Needs no GPU.
+
+    Raises:
+        CompileError: see :func:`compiled`.
+    """
+    variants = _variants(kernels)
+    _in_threads(lambda variant: len(compiled(sources(kernels, variant), ARCHITECTURE)), variants)
+    return len(variants)
+
+
+def load(texts: list[str]) -> int:
+    """The handle of the kernel of the first source that registers suffice for."""
+    return LoadedKernel(compiled(texts, ARCHITECTURE)).handle
+
+
+def _variants(kernels: EpilogueForm) -> list[int]:
+    built: list[int] = library().BACKWARD_VARIANTS if kernels.backward else library().ACTIVATION_VARIANTS
+    return built
 
 
 def _epilogue(kernels: EpilogueForm) -> str:

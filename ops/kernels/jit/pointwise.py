@@ -111,7 +111,7 @@ def kernel_function(form: KernelForm, device: int) -> int:
 
 @cache
 def _loaded(text: str, architecture: str) -> LoadedKernel:
-    return LoadedKernel(compiled(text, architecture))
+    return LoadedKernel(compiled([text], architecture))
 
 
 def device_refusal(device: int) -> str | None:

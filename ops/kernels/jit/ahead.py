@@ -1,0 +1,46 @@
+"""Kernels of user-written functions, compiled before a program needs them. Needs a compiler, but no GPU."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from ...activation_spec import ActivationSpec
+from ...programs.program import Program
+from ..hopper.extension import is_built
+from ..problem import Layout
+from . import epilogue
+from .compilation import compiled
+from .epilogue import EpilogueForm
+from .pointwise import KernelForm
+
+_ROWS_ARCHITECTURE = "sm_90"
+
+
+def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dtype) -> int:
+    """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
+
+    Those over rows, and with ``spec``, where the extension is built, those in the grouped GEMM: both directions,
+    weights of either orientation, with a bias and without.
+
+    Raises:
+        CompileError: there is no compiler, or it refuses.
+    """
+    rows = [KernelForm(direction, program, dtype, torch.float32) for direction in ("forward", "backward")]
+    for form in rows:
+        compiled([form.source()], _ROWS_ARCHITECTURE)
+    if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
+        return len(rows)
+    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype))
+
+
+def _forms(program: Program, block: int | None, dtype: torch.dtype) -> list[EpilogueForm]:
+    narrow = block is not None and block < epilogue.NARROW
+    concat = len(program.arguments) == 2 and block is None
+    layouts = (Layout.NT, Layout.NN)
+    forward = [
+        EpilogueForm(program, False, layout, dtype, concat, narrow, bias)
+        for layout, bias in product(layouts, (False, True))
+    ]
+    return [*forward, *(EpilogueForm(program, True, layout, dtype, False, narrow, False) for layout in layouts)]
