@@ -16,8 +16,8 @@ DEVICE int group_of_row(const SplitSizes& s, int64_t rows, int64_t row) {
   int64_t before = 0;
   for (int first = 0; first < s.groups; first += 32) {
     const GroupRows<int64_t> group = rows_of_lane(s, first + lane, rows, before, lane);
-    const unsigned found = __ballot_sync(~0u, row >= group.start && row < group.start + group.size);
-    if (found) return first + __ffs(found) - 1;
+    const unsigned lanes = __ballot_sync(~0u, row >= group.start && row < group.start + group.size);
+    if (lanes) return first + __ffs(lanes) - 1;
   }
   return -1;
 }
