@@ -223,9 +223,9 @@ def pointwise(
     """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
     y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
-        recording.pointwise(x, rows, y)
+        recording.pointwise(program, x, rows, y)
     elif not x.is_meta:
-        pointwise_choice(x, rows)[0].forward(program, rows, y)
+        pointwise_choice(program, x, rows)[0].forward(program, rows, y)
     return y
 
 
@@ -248,9 +248,9 @@ def pointwise_backward(
     out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, want_x, want_numbers, want_vectors)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
-        recording.pointwise(dy, rows, x, *out)
+        recording.pointwise(program, dy, rows, x, *out)
     elif not dy.is_meta:
-        pointwise_choice(dy, rows)[0].backward(program, rows, dy, out)
+        pointwise_choice(program, dy, rows)[0].backward(program, rows, dy, out)
     return out
 
 

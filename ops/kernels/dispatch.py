@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
+from ..programs.program import Program
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
 from .hopper import ragged as hopper_ragged
@@ -149,9 +150,9 @@ def activation_choice(preact: Tensor, scales: Tensor | None, *rows: Tensor | Non
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 
 
-def pointwise_choice(columns: Tensor, rows: PointwiseRows) -> tuple[PointwiseKernels, str]:
+def pointwise_choice(program: Program, columns: Tensor, rows: PointwiseRows) -> tuple[PointwiseKernels, str]:
     """For a pointwise program over such columns, with what else it reads; and why not our own."""
-    refusal = partial(jit_pointwise.refusal, columns, rows)
+    refusal = partial(jit_pointwise.refusal, program, columns, rows)
     return _ours_or(pytorch_pointwise, jit_pointwise, refusal, "pointwise function", columns)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fuser import tracing as trace
+from ..programs.program import Program
 from . import unfused
 from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue
@@ -47,9 +48,9 @@ def activation(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> N
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 
-def pointwise(columns: Tensor, rows: PointwiseRows, *moved: Tensor | None) -> None:
+def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Tensor | None) -> None:
     """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
-    kernels, reason = pointwise_choice(columns, rows)
+    kernels, reason = pointwise_choice(program, columns, rows)
     kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"
     trace.record(
         trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, rows.numbers, rows.vectors, *moved))

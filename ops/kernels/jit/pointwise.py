@@ -64,14 +64,14 @@ extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_cons
 """
 
 
-def refusal(columns: Tensor, rows: PointwiseRows) -> str | None:
+def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | None:
     """Why these kernels do not take such rows, None: they do."""
     if columns.dtype not in _ELEMENTS:
         return f"computes no {_name(columns.dtype)}"
     if rows.numbers is not None and rows.numbers.dtype not in _ELEMENTS:
         return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
-    if len(rows.constants) > MOST_CONSTANTS:
-        return f"takes at most {MOST_CONSTANTS} constants, got {len(rows.constants)}"
+    if len(program.constants) > MOST_CONSTANTS:
+        return f"takes at most {MOST_CONSTANTS} constants, got {len(program.constants)}"
     if rows.vectors is not None and rows.vectors.dtype not in _ELEMENTS:
         return f"reads no numbers of a column in {_name(rows.vectors.dtype)}"
     return device_refusal(columns.get_device())
