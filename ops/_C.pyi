@@ -170,6 +170,11 @@ def pointwise(
     dx: int,
     numbers: int,
     dnumbers: int,
+    vectors: int,
+    dcolumns: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
     constants: tuple[float, ...],
 ) -> None: ...
 def linear_activation(

@@ -221,3 +221,39 @@ def test_graphs_of_replayed_calls():
     x.copy_(torch.randn(64, 96))
     graph.replay()
     assert torch.equal(y, op(x, s=s))
+
+
+@pytest.mark.parametrize("vectors", STEP, ids=str)
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("sizes", [None, [700, 0, 300], [1, 0, 5], [3, 0] * 40 + [500]], ids=lambda s: str(s)[:12])
+def test_columns(sizes, dtype, vectors):
+    """Against PyTorch, which runs the same program."""
+    groups = len(sizes or [0])
+    start = {name: torch.randn(groups, 72, device="cuda").to(vectors) for name in ("alpha", "beta")}
+    op = Pointwise(
+        lambda x, alpha, beta: x * torch.sigmoid(beta * x) + alpha,
+        columns=start if sizes else {n: t[0] for n, t in start.items()},
+    )
+    x = torch.randn(1001, 72, device="cuda").to(dtype).requires_grad_()
+    dy, results = torch.randn_like(x), []
+    keywords = {} if sizes is None else {"split_sizes": torch.tensor(sizes, device="cuda")}
+    for backend in ("auto", "loop"):
+        with fusible.config(backend=backend):
+            y = op(x, **keywords)
+            results.append([y.detach(), *torch.autograd.grad(y, [x, op.alpha, op.beta], dy)])
+    steps = [STEP[dtype]] * 2 + [max(STEP[vectors], 1e-4)] * 2
+    for computed, expected, rtol in zip(*results, steps, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=rtol, atol=max(rtol / 4, 2e-4))
+
+
+@needs_extension
+def test_columns_are_replayed():
+    op = Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.rand(3, 64).cuda()})
+    x, sizes = torch.randn(50, 64, device="cuda").bfloat16().requires_grad_(), torch.tensor([20, 0, 25], device="cuda")
+    results = []
+    for _ in range(4):
+        before = replay.stats().replayed
+        y = op(x, split_sizes=sizes)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, op.beta], torch.ones_like(y))])
+    assert replay.stats().replayed == before + 2
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[-1], strict=True))

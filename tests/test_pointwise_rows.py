@@ -86,6 +86,54 @@ def test_several_numbers_and_constants():
     check(Pointwise(function, constants={"b": 0.5, "a": -0.25}), 9, 40, torch.float16)
 
 
+def shifted_swish(gate, up, s, alpha, beta):
+    return gate * torch.sigmoid(beta * gate) * (up + alpha) * s
+
+
+def check_columns(sizes, dtype, vectors, columns=40):
+    """The kernels against PyTorch, which runs the same program."""
+    rows, groups = 9, len(sizes or [0])
+    op = Pointwise(shifted_swish, halves="concat", columns={"alpha": (groups, columns), "beta": (groups, columns)})
+    split_sizes = None if sizes is None else torch.tensor(sizes, dtype=torch.int32 if groups == 3 else torch.int64)
+    x, dy = torch.randn(rows, 2 * columns).to(dtype), torch.randn(rows, columns).to(dtype)
+    numbers, both = torch.rand(1, rows), torch.randn(2, groups, columns).to(vectors)
+    read, results = PointwiseRows(x, None, numbers, (), both, split_sizes), []
+    for kernels in (jit, reference):
+        y, out = torch.empty_like(dy), PointwiseGrads(*map(torch.empty_like, (x, numbers, both)))
+        kernels.forward(op.program, read, y)
+        kernels.backward(op.program, read, dy, out)
+        results.append((y, *out))
+    for computed, expected, step in zip(*results, [STEP[dtype]] * 2 + [1e-4, STEP[vectors]], strict=True):
+        torch.testing.assert_close(computed, expected, rtol=step, atol=max(step / 4, 2e-5))
+
+
+@pytest.mark.parametrize("vectors", STEP, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("sizes", [None, [4, 0, 5], [1, 2, 3], [9], [0] * 40 + [3, 0, 5]], ids=str)
+def test_columns(sizes, dtype, vectors):
+    check_columns(sizes, dtype, vectors)
+
+
+def test_columns_that_fit_no_vector():
+    check_columns([4, 0, 3], BF16, FP32, columns=5)
+
+
+def test_columns_in_calls_that_are_replayed():
+    sizes, counted = torch.tensor([2, 0, 3]), []
+    op = Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.rand(3, 16).to(BF16)})
+    with replay.simulated("cpu"):
+        for rows in (6, 6, 6, 6, 9, 9, 5, 6):
+            x, dy = torch.randn(rows, 16).to(BF16).requires_grad_(), torch.randn(rows, 16).to(BF16)
+            before, results = replay.stats().replayed, []
+            for each in (op, copy.deepcopy(op)):
+                y = each(x, split_sizes=sizes)
+                results.append([y.detach(), *torch.autograd.grad(y, [x, each.beta], dy)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            counted.append(replay.stats().replayed - before)
+    assert counted[0] == 0
+    assert counted[-1] == 2, counted
+
+
 class Calls:
     """A container of one function, its arguments, and what a call gives: the output and all gradients."""
 
@@ -147,8 +195,8 @@ def test_another_constant_compiles_nothing(emulation: harness.Emulation):
 
 def test_the_extension_launches_what_it_is_told(emulation: harness.Emulation):
     x = torch.ones(2, 8, dtype=BF16)
-    nothing = dict.fromkeys(("dy", "dx", "numbers", "dnumbers", "stream", "device"), 0)
-    sizes = {"rows": 2, "columns": 8, "block": 8}
+    absent = "dy", "dx", "numbers", "dnumbers", "vectors", "dcolumns", "sizes", "int64_sizes", "stream", "device"
+    nothing, sizes = dict.fromkeys(absent, 0), {"rows": 2, "columns": 8, "block": 8, "groups": 1}
     with pytest.raises(RuntimeError, match="there is no compiled kernel"):
         emulation.pointwise(function=0, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nothing)
     with pytest.raises(RuntimeError, match="takes at most 16 constants, got 17"):

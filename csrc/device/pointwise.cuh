@@ -2,18 +2,20 @@
 // What a pointwise program computes for an element: the contract between generated functions and the kernels that take
 // them. A function is a type with
 //
-//   kGated, kRows, kConstants   whether there is an up half; how many numbers of the row and how many constants it
-//   reads forward(x, u, r)            the value for x (the gate), u (the up) and r: the numbers of the row, then the
-//   constants backward(x, u, r, dy)       that value again, and the gradients of x, u and the numbers of the row
+//   kGated                 whether there is an up half
+//   kRows, kColumns        how many numbers of the row, and of the column, it reads
+//   kConstants             and how many constants
+//   forward(x, u, r)       the value for x (the gate), u (the up) and r, in which all these numbers follow one another
+//   backward(x, u, r, dy)  that value again, and the gradients of x, u and, in dr, of all of r but the constants
 #pragma once
 #include "device/math.cuh"
 
 namespace fusible {
 
-template <int kRows>
+template <int kNumbers>
 struct Gradients {
   float y, dx, du;
-  float dr[kRows ? kRows : 1];
+  float dr[kNumbers ? kNumbers : 1];
 };
 
 }  // namespace fusible

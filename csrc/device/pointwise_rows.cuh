@@ -2,31 +2,67 @@
 // A pointwise function over dense rows, for one that follows no product. A warp has a row, whose gradients of the row's
 // numbers it sums. Lanes walk the columns in vectors.
 #pragma once
+#include "device/groups.cuh"
 #include "device/pointwise.cuh"
 #include "device/vector.cuh"
 #include "fusible/pointwise_params.h"
 
 namespace fusible {
 
-// Number: the type of the numbers of rows.
-template <class F, class Number>
+// The group of a row, by a warp; -1 past the last one.
+DEVICE int group_of_row(const SplitSizes& s, int64_t rows, int64_t row) {
+  if (!s.sizes) return 0;
+  const int lane = threadIdx.x % 32;
+  int64_t before = 0;
+  for (int first = 0; first < s.groups; first += 32) {
+    const GroupRows<int64_t> group = rows_of_lane(s, first + lane, rows, before, lane);
+    const unsigned lanes = __ballot_sync(~0u, row >= group.start && row < group.start + group.size);
+    if (lanes) return first + __ffs(lanes) - 1;
+  }
+  return -1;
+}
+
+// Number, Column: the types of the numbers of rows and of columns.
+template <class F, class Number, class Column>
 struct PointwiseRow {
-  static constexpr int kOperands = F::kRows + F::kConstants, kCount = kOperands ? kOperands : 1;
+  static constexpr int kOperands = F::kRows + F::kColumns + F::kConstants, kCount = kOperands ? kOperands : 1;
+  static constexpr int kVectors = F::kColumns ? F::kColumns : 1;
 
   DEVICE PointwiseRow(const PointwiseParams& p, int64_t row)
-      : first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
+      : params(p), first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
+    if constexpr (F::kColumns > 0) group = group_of_row(p.sizes, p.rows, row);
     const Number* numbers = static_cast<const Number*>(p.numbers);
 #pragma unroll
     for (int i = 0; i < F::kRows; ++i) r[i] = numbers ? static_cast<float>(numbers[i * p.rows + row]) : 0.f;
 #pragma unroll
-    for (int i = 0; i < F::kConstants; ++i) r[F::kRows + i] = p.constants[i];
+    for (int i = 0; i < F::kConstants; ++i) r[F::kRows + F::kColumns + i] = p.constants[i];
   }
   // Where the gate of a column stands in the row; its up stands `block` columns further.
   DEVICE static unsigned gate_column(unsigned column, unsigned block) {
     return F::kGated && column >= block ? column / block * 2 * block + column % block : column;
   }
 
+  // The numbers of neighbouring columns; zeros past the last group.
+  template <int kVector>
+  DEVICE void load_columns(float (&b)[kVectors][kVector], unsigned column) const {
+#pragma unroll
+    for (int j = 0; j < F::kColumns; ++j) {
+      const int64_t vector = static_cast<int64_t>(j) * params.sizes.groups + group;
+      if (params.vectors && group >= 0)
+        load(b[j], static_cast<const Column*>(params.vectors) + vector * params.columns + column);
+    }
+  }
+  // Everything but x and u that the function reads in column `i` of a vector.
+  template <int kVector>
+  DEVICE void read(float (&all)[kCount], const float (&b)[kVectors][kVector], int i) const {
+#pragma unroll
+    for (int j = 0; j < kOperands; ++j)
+      all[j] = j >= F::kRows && j < F::kRows + F::kColumns ? b[F::kColumns ? j - F::kRows : 0][i] : r[j];
+  }
+
+  const PointwiseParams& params;
   int64_t first, first_of_x;  // elements
+  int group = 0;
   float r[kCount];
 };
 
@@ -40,13 +76,15 @@ DEVICE void each_row_of_warp(int64_t rows, Body body) {
 template <class T>
 DEVICE bool rows_have_vectors(const PointwiseParams& p) {
   const auto bits = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
-  return (bits(p.x) | bits(p.dy) | bits(p.y) | bits(p.dx)) % 16 == 0 && (p.columns | p.block) % (16 / sizeof(T)) == 0;
+  return (bits(p.x) | bits(p.dy) | bits(p.y) | bits(p.dx) | bits(p.vectors)) % 16 == 0 &&
+         (p.columns | p.block) % (16 / sizeof(T)) == 0;
 }
 
-template <class T, class F, class Number, int kVector>
+template <class T, class F, class Number, class Column, int kVector>
 DEVICE void forward_rows(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
-    const PointwiseRow<F, Number> row(p, number);
+    using Row = PointwiseRow<F, Number, Column>;
+    const Row row(p, number);
     const T* from = static_cast<const T*>(p.x) + row.first_of_x;
     T* to = static_cast<T*>(p.y) + row.first;
 #pragma unroll 2
@@ -55,18 +93,24 @@ DEVICE void forward_rows(const PointwiseParams& p) {
       const unsigned at = row.gate_column(column, p.block);
       load(x, from + at);
       if constexpr (F::kGated) load(u, from + at + p.block);
+      float b[Row::kVectors][kVector] = {}, r[Row::kCount];
+      row.load_columns(b, column);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) x[i] = F::forward(x[i], u[i], row.r);
+      for (int i = 0; i < kVector; ++i) {
+        row.read(r, b, i);
+        x[i] = F::forward(x[i], u[i], r);
+      }
       store(to + column, x);
     }
   });
 }
 
 // `x` may be null where no gradient reads it.
-template <class T, class F, class Number, int kVector>
+template <class T, class F, class Number, class Column, int kVector>
 DEVICE void backward_rows(const PointwiseParams& p) {
   each_row_of_warp(p.rows, [&](int64_t number) INLINE {
-    const PointwiseRow<F, Number> row(p, number);
+    using Row = PointwiseRow<F, Number, Column>;
+    const Row row(p, number);
     const T *from = static_cast<const T*>(p.x) + row.first_of_x, *above = static_cast<const T*>(p.dy) + row.first;
     T* to = static_cast<T*>(p.dx) + row.first_of_x;
     float sums[F::kRows ? F::kRows : 1] = {};
@@ -77,12 +121,21 @@ DEVICE void backward_rows(const PointwiseParams& p) {
       if constexpr (F::kGated)
         if (p.x) load(u, from + at + p.block);
       load(dy, above + column);
+      float b[Row::kVectors][kVector] = {}, r[Row::kCount];
+      row.load_columns(b, column);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        const auto d = F::backward(x[i], u[i], row.r, dy[i]);
+        row.read(r, b, i);
+        const auto d = F::backward(x[i], u[i], r, dy[i]);
         x[i] = d.dx, u[i] = d.du;
 #pragma unroll
         for (int j = 0; j < F::kRows; ++j) sums[j] += d.dr[j];
+#pragma unroll
+        for (int j = 0; j < F::kColumns; ++j) b[j][i] = d.dr[F::kRows + j];
+      }
+      if (p.dcolumns) {
+#pragma unroll
+        for (int j = 0; j < F::kColumns; ++j) store(p.dcolumns + (j * p.rows + number) * p.columns + column, b[j]);
       }
       if (p.dx) {
         store(to + at, x);
@@ -98,16 +151,16 @@ DEVICE void backward_rows(const PointwiseParams& p) {
   });
 }
 
-template <class T, class F, class Number>
+template <class T, class F, class Number, class Column>
 DEVICE void pointwise_forward(const PointwiseParams& p) {
-  if (rows_have_vectors<T>(p)) forward_rows<T, F, Number, 16 / sizeof(T)>(p);
-  else forward_rows<T, F, Number, 1>(p);
+  if (rows_have_vectors<T>(p)) forward_rows<T, F, Number, Column, 16 / sizeof(T)>(p);
+  else forward_rows<T, F, Number, Column, 1>(p);
 }
 
-template <class T, class F, class Number>
+template <class T, class F, class Number, class Column>
 DEVICE void pointwise_backward(const PointwiseParams& p) {
-  if (rows_have_vectors<T>(p)) backward_rows<T, F, Number, 16 / sizeof(T)>(p);
-  else backward_rows<T, F, Number, 1>(p);
+  if (rows_have_vectors<T>(p)) backward_rows<T, F, Number, Column, 16 / sizeof(T)>(p);
+  else backward_rows<T, F, Number, Column, 1>(p);
 }
 
 }  // namespace fusible

@@ -240,7 +240,9 @@ struct PointwiseLaunch : OnStream {
     PointwiseParams& p = call.params;
     v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
     v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
-    v.field("numbers", p.numbers), v.field("dnumbers", p.dnumbers), v.field("constants", call.constants);
+    v.field("numbers", p.numbers), v.field("dnumbers", p.dnumbers), v.field("vectors", p.vectors);
+    v.field("dcolumns", p.dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
+    v.field("constants", call.constants);
   }
   void complete() {}
   void run() const { pointwise(call, device, stream); }

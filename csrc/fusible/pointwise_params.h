@@ -4,6 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "fusible/groups.h"
+
 namespace fusible {
 
 inline constexpr int kPointwiseThreads = 256, kPointwiseConstants = 16;
@@ -16,6 +18,9 @@ struct PointwiseParams {
   void *y, *dx;
   const void* numbers;  // [kRows, rows]
   void* dnumbers;       // in their type
+  const void* vectors;  // [kColumns, groups, columns]
+  float* dcolumns;      // [kColumns, rows, columns]: the gradients of the vectors, before they are summed by group
+  SplitSizes sizes;     // of the groups; null sizes: there is one, of all rows
   float constants[kPointwiseConstants];
 };
 

@@ -257,7 +257,7 @@ def pointwise_backward(
     constants: tuple[float, ...] = (),
 ) -> PointwiseGrads:
     """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C]."""
-    out = outputs.new_pointwise_grads(dy, program, numbers, split_sizes, want_x, want_numbers, want_vectors)
+    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, want_x, want_numbers, want_vectors)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
         recording.pointwise(program, dy, rows, x, *out)

@@ -67,6 +67,7 @@ def new_pointwise_grads(
     dy: Tensor,
     program: Program,
     numbers: Tensor | None,
+    vectors: Tensor | None,
     split_sizes: Tensor | None,
     want_x: bool,
     want_numbers: bool,
@@ -78,7 +79,8 @@ def new_pointwise_grads(
     dnumbers = dy.new_empty((len(program.rows), dy.shape[0]), dtype=dtype) if want_numbers else None
     groups = 1 if split_sizes is None else split_sizes.shape[0]
     shape = len(program.columns), groups, dy.shape[1]
-    dvectors = dy.new_empty(shape, dtype=compute_dtype(dy, None)) if want_vectors else None
+    dtype = compute_dtype(dy, None) if vectors is None else vectors.dtype
+    dvectors = dy.new_empty(shape, dtype=dtype) if want_vectors else None
     return PointwiseGrads(dx, dnumbers, dvectors)
 
 

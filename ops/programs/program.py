@@ -201,24 +201,24 @@ def parse(text: str) -> Program:
     keyword, *inputs = head.split(" ")
     if keyword != "in" or not inputs:
         raise ValueError(f"a program starts with its inputs, 'in x dy'; got {head!r}")
-    lines, outputs, known = list[Line](), list[tuple[str, Value]](), set(inputs)
+    lines, outputs, names = list[Line](), list[tuple[str, Value]](), set(inputs)
     for number, row in enumerate(rest, start=2):
         name, _, value = row.partition(" = ")
         words = value.split(" ")
-        if not value or name in known:
+        if not value or name in names:
             raise ValueError(f"line {number} of a program: expected a new name, '=' and a value, got {row!r}")
         if len(words) == 1:
-            outputs.append((name, _value(words[0], known)))
+            outputs.append((name, _value(words[0], names)))
         elif outputs or words[0] not in OPERATIONS:
             raise ValueError(f"line {number} of a program: {words[0]!r} is no operation, or follows an output")
         else:
-            lines.append(Line(name, words[0], tuple([_value(word, known) for word in words[1:]])))
-            known.add(name)
+            lines.append(Line(name, words[0], tuple([_value(word, names) for word in words[1:]])))
+            names.add(name)
     program = Program(tuple(inputs), tuple(lines), tuple(outputs))
     if program.text != text:
         raise ValueError("the text of a program is not in canonical form")
     return program
 
 
-def _value(word: str, known: set[str]) -> Value:
-    return word if word in known else float(word)
+def _value(word: str, names: set[str]) -> Value:
+    return word if word in names else float(word)

@@ -57,11 +57,11 @@ class Compiler:
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
-    def _read(self, program: ctypes.c_void_p, what: str) -> bytes:
+    def _read(self, program: ctypes.c_void_p, part: str) -> bytes:
         size = ctypes.c_size_t()
-        self._check(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        self._check(getattr(self._library, f"nvrtcGet{part}Size")(program, ctypes.byref(size)))
         content = ctypes.create_string_buffer(size.value)
-        self._check(getattr(self._library, f"nvrtcGet{what}")(program, content))
+        self._check(getattr(self._library, f"nvrtcGet{part}")(program, content))
         return content.raw
 
     def _check(self, status: int) -> None:

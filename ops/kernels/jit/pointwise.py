@@ -8,9 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...programs.columns import sums
 from ...programs.cpp import function_type
 from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
+from ..hopper import rows as hopper_rows
 from ..hopper.extension import address, is_built, library, stream
 from ..problem import PointwiseGrads, PointwiseRows
 from . import pointwise_driver
@@ -25,23 +27,24 @@ _ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "_
 
 
 class KernelForm(NamedTuple):
-    """What a kernel is compiled for: the direction, the program, and the types of columns and of numbers of rows."""
+    """What a kernel is compiled for: direction, program, the types of y, of numbers of rows and of vectors."""
 
     direction: str
     program: Program
     columns: torch.dtype
     numbers: torch.dtype
+    vectors: torch.dtype
 
     def source(self) -> str:
         """The CUDA source."""
         function = function_type(self.program, fast=self.columns != torch.float32)
-        arguments = f"{_ELEMENTS[self.columns]}, fusible::Function, {_ELEMENTS[self.numbers]}"
+        columns, numbers, vectors = _ELEMENTS[self.columns], _ELEMENTS[self.numbers], _ELEMENTS[self.vectors]
         return f"""#include "device/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
 static_assert(sizeof(fusible::PointwiseParams) == {PARAMS_BYTES} && fusible::kPointwiseThreads == {THREADS});
 extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_constant__ fusible::PointwiseParams p) {{
-  fusible::pointwise_{self.direction}<{arguments}>(p);
+  fusible::pointwise_{self.direction}<{columns}, fusible::Function, {numbers}, {vectors}>(p);
 }}
 """
 
@@ -52,32 +55,53 @@ def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | Non
         return f"computes no {_name(columns.dtype)}"
     if rows.numbers is not None and rows.numbers.dtype not in _ELEMENTS:
         return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
-    if len(rows.constants) > MOST_CONSTANTS:
-        return f"takes at most {MOST_CONSTANTS} constants, got {len(rows.constants)}"
-    if rows.vectors is not None or program.columns:
-        return "reads a number for each column"
+    if len(program.constants) > MOST_CONSTANTS:
+        return f"takes at most {MOST_CONSTANTS} constants, got {len(program.constants)}"
+    if rows.vectors is not None and rows.vectors.dtype not in _ELEMENTS:
+        return f"reads no numbers of a column in {_name(rows.vectors.dtype)}"
     return device_refusal(columns.get_device())
 
 
 def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
     """Fills ``out`` [rows, C]."""
-    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None))
+    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None), None)
 
 
 def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
     """Fills what ``out`` has tensors for."""
-    _launch("backward", program, rows, dy, None, out)
+    of_columns = None
+    if out.vectors is not None:
+        of_columns = dy.new_empty((len(program.columns), *dy.shape), dtype=torch.float32)
+    _launch("backward", program, rows, dy, None, out, of_columns)
+    if of_columns is not None and out.vectors is not None:
+        _sum_by_group(of_columns, rows.split_sizes, out.vectors)
+
+
+def _sum_by_group(of_columns: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
+    """``out`` [K, groups, C] = the sums of [K, rows, C] over the rows of each group."""
+    if split_sizes is None or hopper_rows.groups_refusal(of_columns[0], split_sizes, out) is not None:
+        out.copy_(sums(of_columns, split_sizes))
+        return
+    for by_row, by_group in zip(of_columns, out, strict=True):
+        hopper_rows.column_sums(by_row, split_sizes, by_group, None)
 
 
 def _launch(
-    direction: str, program: Program, rows: PointwiseRows, dy: Tensor | None, y: Tensor | None, grads: PointwiseGrads
+    direction: str,
+    program: Program,
+    rows: PointwiseRows,
+    dy: Tensor | None,
+    y: Tensor | None,
+    grads: PointwiseGrads,
+    dcolumns: Tensor | None,
 ) -> None:
     columns, numbers = y if dy is None else dy, grads.numbers if rows.numbers is None else rows.numbers
     assert columns is not None
     if not columns.numel():
         return
     device, (count, width) = columns.get_device(), columns.shape
-    form = KernelForm(direction, program, columns.dtype, torch.float32 if numbers is None else numbers.dtype)
+    types = [torch.float32 if tensor is None else tensor.dtype for tensor in (numbers, rows.vectors)]
+    form, sizes = KernelForm(direction, program, columns.dtype, *types), rows.split_sizes
     launches = library() if is_built() else pointwise_driver
     launches.pointwise(
         function=kernel_function(form, device),
@@ -92,6 +116,11 @@ def _launch(
         dx=address(grads.x),
         numbers=address(rows.numbers),
         dnumbers=address(grads.numbers),
+        vectors=address(rows.vectors),
+        dcolumns=address(dcolumns),
+        groups=1 if sizes is None else sizes.shape[0],
+        sizes=address(sizes),
+        int64_sizes=sizes is not None and sizes.dtype == torch.int64,
         constants=rows.constants,
     )
 
