@@ -1,0 +1,99 @@
+"""``torch.nn.functional.grouped_mm`` on a CPU: the same products as those of the loop, without a loop in Python.
+
+It gives memory of its own, so it is for products whose memory is allocated here. Epilogues follow over all rows, which
+are few enough to be still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..problem import Activate, GroupedGemm, Layout
+from . import activation, loop
+from .grouped_mm import NAME, row_ends
+
+__all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPS_PER_ROW = 4
+"""With more groups than that for each row, the loop is faster: grouped_mm takes 1 µs for a group without rows."""
+
+
+def torch_grouped_mm() -> Callable[..., Tensor] | None:
+    """The function, None where this torch has none."""
+    return getattr(torch.nn.functional, "grouped_mm", None)
+
+
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why the problem is not run here, because it cannot be, or because the loop is faster; None: it is."""
+    p, b = problem, problem.b
+    if torch_grouped_mm() is None:
+        return f"torch {torch.__version__} has no grouped_mm"
+    if not p.fresh:
+        return "gives memory of its own, and cannot write into a buffer"
+    if not isinstance(b, Tensor):
+        return "needs stacked matrices"
+    if p.a.device.type != "cpu" or p.a.dtype not in _DTYPES:
+        return f"needs a CPU and 16 or 32 bits, got {p.a.device.type} and {p.a.dtype}"
+    if not (p.is_product_alone or p.is_scaled_product):
+        return "takes one dtype alone, no bias, and no factor but scales of rows"
+    if p.layout is not Layout.TN and p.rows * _GROUPS_PER_ROW < p.groups:
+        return "takes longer than a loop over the few groups that have rows"
+    if p.epilogue is not None and not loop.runs_at_once(p):
+        return "would take all rows from the cache before the activation reads them"
+    return _misaligned(p.a, b)
+
+
+def epilogue_refusal(problem: GroupedGemm) -> str | None:
+    """None: those that are not refused with their product run here."""
+    return None
+
+
+def run(problem: GroupedGemm) -> None:
+    """Computes ``problem.out``, and what its epilogue gives; rows past the last group become zero."""
+    p, epilogue = problem, problem.epilogue
+    assert isinstance(p.out, Tensor)
+    loop.keep_freed_memory()
+    result = _product(p)
+    if epilogue is None:
+        _take_memory(p.out, result)
+    elif isinstance(epilogue, Activate):
+        activation.forward(result, epilogue.spec, epilogue.scales, p.out)
+        if epilogue.preact is not None:
+            _take_memory(epilogue.preact, result)
+    else:
+        activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
+
+
+def _product(p: GroupedGemm) -> Tensor:
+    multiply, b, ends = torch_grouped_mm(), p.b, row_ends(p.split_sizes, p.rows)
+    assert multiply is not None
+    assert isinstance(b, Tensor)
+    if p.layout is Layout.TN:
+        return multiply(p.a.mT, b, offs=ends)
+    result = multiply(p.a, b.mT if p.layout is Layout.NT else b, offs=ends)
+    end = int(ends[-1])
+    if end < p.rows:
+        result[end:].zero_()
+    return result if p.row_scale is None else result.mul_(p.row_scale.unsqueeze(-1))
+
+
+def _take_memory(fresh: Tensor, result: Tensor) -> None:
+    """Makes a tensor that holds nothing yet the result, without a copy where it lies as the tensor would."""
+    if result.stride() == fresh.stride():
+        fresh.set_(result)  # type: ignore[call-overload]
+    else:
+        fresh.copy_(result)
+
+
+def _misaligned(*operands: Tensor) -> str | None:
+    """Rows must be dense and multiples of 16 bytes."""
+    for tensor in operands:
+        pitch, step = tensor.stride()[-2:]
+        size = tensor.element_size()
+        if step != 1 or pitch * size % 16 or tensor.shape[-1] * size % 16:
+            return "needs dense rows of a multiple of 16 bytes"
+    return None
