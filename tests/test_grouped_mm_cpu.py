@@ -122,7 +122,7 @@ def test_many_groups_without_rows_run_in_the_loop():
 
 def test_many_rows_before_an_activation_run_in_the_loop():
     p = problem()
-    p.a, p.epilogue = rows(loop._SPAN + 1, K), Activate(SILU, None, None)
+    p.a, p.epilogue = rows(loop.SPAN + 1, K), Activate(SILU, None, None)
 
     assert "from the cache" in grouped_mm_cpu.refusal(p)
 

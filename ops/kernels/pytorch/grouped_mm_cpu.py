@@ -57,7 +57,14 @@ def run(problem: GroupedGemm) -> None:
     p, epilogue = problem, problem.epilogue
     assert isinstance(p.out, Tensor)
     loop.keep_freed_memory()
-    result = _product(p)
+    ends = row_ends(p.split_sizes, p.rows)
+    result = product(p, ends)
+    if p.layout is not Layout.TN:
+        end = int(ends[-1])
+        if end < p.rows:
+            result[end:].zero_()
+    if p.row_scale is not None:
+        result.mul_(p.row_scale.unsqueeze(-1))
     if epilogue is None:
         _take_memory(p.out, result)
     elif isinstance(epilogue, Activate):
@@ -68,17 +75,15 @@ def run(problem: GroupedGemm) -> None:
         activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
 
 
-def _product(p: GroupedGemm) -> Tensor:
-    multiply, b, ends = torch_grouped_mm(), p.b, row_ends(p.split_sizes, p.rows)
+def product(p: GroupedGemm, ends: Tensor) -> Tensor:
+    """The product alone, given where each group ends; rows past the last may be anything."""
+    multiply, b = torch_grouped_mm(), p.b
     assert multiply is not None
     assert isinstance(b, Tensor)
+    _ = p.a.data_ptr(), b.data_ptr()  # raises for tensors of a transform, which have no memory to take
     if p.layout is Layout.TN:
         return multiply(p.a.mT, b, offs=ends)
-    result = multiply(p.a, b.mT if p.layout is Layout.NT else b, offs=ends)
-    end = int(ends[-1])
-    if end < p.rows:
-        result[end:].zero_()
-    return result if p.row_scale is None else result.mul_(p.row_scale.unsqueeze(-1))
+    return multiply(p.a, b.mT if p.layout is Layout.NT else b, offs=ends)
 
 
 def _take_memory(fresh: Tensor, result: Tensor) -> None:

@@ -13,7 +13,7 @@ from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, Matrices
 from . import activation
 
 NAME = "loop"
-_SPAN = 512
+SPAN = 512
 
 
 class Span(NamedTuple):
@@ -42,7 +42,7 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 def runs_at_once(problem: GroupedGemm) -> bool:
     """Whether an epilogue takes all rows at once."""
-    return problem.rows <= _SPAN
+    return problem.rows <= SPAN
 
 
 def epilogue_refusal(problem: GroupedGemm) -> str | None:
@@ -61,6 +61,12 @@ def run(problem: GroupedGemm) -> None:
         keep_freed_memory()
         sizes = group_sizes(problem.split_sizes, problem.rows)
         _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
+
+
+def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
+    """The product of NT or NN alone, given where each group ends."""
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
@@ -206,13 +212,13 @@ def _matrices(weights: Matrices, groups: list[int], transposed: bool) -> list[Te
 
 
 def _spans(problem: GroupedGemm) -> Iterator[Span]:
-    """Neighbouring groups, with at least ``_SPAN`` rows but for the last."""
+    """Neighbouring groups, with at least ``SPAN`` rows but for the last."""
     sizes: list[int] = []
     first_group = first_row = count = 0
     for g, size in enumerate(group_sizes(problem.split_sizes, problem.rows), 1):
         sizes.append(size)
         count += size
-        if count >= _SPAN or g == problem.groups:
+        if count >= SPAN or g == problem.groups:
             end = first_row + count
             yield Span(sizes, first_group, slice(first_row, end))
             sizes, first_group, first_row, count = [], g, end, 0
