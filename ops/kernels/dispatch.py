@@ -10,10 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
+from . import float32
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
 from .hopper import ragged as hopper_ragged
@@ -106,6 +108,8 @@ def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if key in _first_takes:
         return _HOPPER
     choice = _ask(problem, only)
+    if choice.backend is loop and only == "auto" and problem.a.dtype == torch.float32 and problem.a.is_cuda:
+        float32.warn_once()
     if key is not None and choice.backend is hopper:
         _first_takes.add(key)
     return choice
