@@ -45,7 +45,9 @@ def by_both(p, *others):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sizes", [(15, 0, 20), (0, 40, 0), (0, 0, 0), (30, 30, 30), (50, -3, 2), (2**62,) * 3])
+@pytest.mark.parametrize(
+    "sizes", [(15, 0, 20), (0, 40, 0), (0, 0, 0), (30, 30, 30), (50, -3, 2), (50, -10, 0), (2**62,) * 3]
+)
 @pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
 def test_the_bits_of_the_loop(layout, sizes, dtype):
     ours, looped = by_both(problem(layout, dtype, sizes))

@@ -57,12 +57,10 @@ def run(problem: GroupedGemm) -> None:
     p, epilogue = problem, problem.epilogue
     assert isinstance(p.out, Tensor)
     loop.keep_freed_memory()
-    ends = row_ends(p.split_sizes, p.rows)
+    ends, end = _ends(p)
     result = product(p, ends)
-    if p.layout is not Layout.TN:
-        end = int(ends[-1])
-        if end < p.rows:
-            result[end:].zero_()
+    if end < p.rows and p.layout is not Layout.TN:
+        result[end:].zero_()
     if p.row_scale is not None:
         result.mul_(p.row_scale.unsqueeze(-1))
     if epilogue is None:
@@ -73,6 +71,16 @@ def run(problem: GroupedGemm) -> None:
             _take_memory(epilogue.preact, result)
     else:
         activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
+
+
+def _ends(p: GroupedGemm) -> tuple[Tensor, int]:
+    """Where each group ends, and the last; whatever the sizes say, inside the buffer."""
+    sizes = p.split_sizes.tolist()
+    end = sum(sizes)
+    if min(sizes) >= 0 and end <= p.rows:  # then one operation says it
+        return p.split_sizes.cumsum(0, dtype=torch.int32), end
+    ends = row_ends(p.split_sizes, p.rows)
+    return ends, int(ends[-1])
 
 
 def product(p: GroupedGemm, ends: Tensor) -> Tensor:
