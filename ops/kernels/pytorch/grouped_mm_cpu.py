@@ -28,23 +28,32 @@ def torch_grouped_mm() -> Callable[..., Tensor] | None:
 
 
 def refusal(problem: GroupedGemm) -> str | None:
-    """Why the problem is not run here, because it cannot be, or because the loop is faster; None: it is."""
-    p, b = problem, problem.b
-    if torch_grouped_mm() is None:
-        return f"torch {torch.__version__} has no grouped_mm"
+    """Why the problem is not run here, because it cannot be, or because the loop is faster; None: it is.
+
+    Every product of a CPU is asked, so conditions are written out: a call costs as much as several of them.
+    """
+    p, a, b, out = problem, problem.a, problem.b, problem.out
     if not p.fresh:
         return "gives memory of its own, and cannot write into a buffer"
-    if not isinstance(b, Tensor):
+    if not isinstance(b, Tensor) or not isinstance(out, Tensor):
         return "needs stacked matrices"
-    if p.a.device.type != "cpu" or p.a.dtype not in _DTYPES:
-        return f"needs a CPU and 16 or 32 bits, got {p.a.device.type} and {p.a.dtype}"
-    if not (p.is_product_alone or p.is_scaled_product):
+    dtype = a.dtype
+    if dtype not in _DTYPES or a.device.type != "cpu":
+        return f"needs a CPU and 16 or 32 bits, got {a.device.type} and {dtype}"
+    factors = p.alpha is not None or p.beta is not None or p.bias is not None or p.bias_scale is not None
+    if factors or b.dtype != dtype or out.dtype != dtype:
         return "takes one dtype alone, no bias, and no factor but scales of rows"
-    if p.layout is not Layout.TN and p.rows * _GROUPS_PER_ROW < p.groups:
+    if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
         return "takes longer than a loop over the few groups that have rows"
-    if p.epilogue is not None and not loop.runs_at_once(p):
+    if p.epilogue is not None and a.shape[0] > loop.SPAN:
         return "would take all rows from the cache before the activation reads them"
-    return _misaligned(p.a, b)
+    if torch_grouped_mm() is None:
+        return f"torch {torch.__version__} has no grouped_mm"
+    for tensor in (a, b):
+        *_, pitch, step = tensor.stride()
+        if step != 1 or pitch * dtype.itemsize % 16 or tensor.shape[-1] * dtype.itemsize % 16:
+            return "needs dense rows of a multiple of 16 bytes"
+    return None
 
 
 def epilogue_refusal(problem: GroupedGemm) -> str | None:
@@ -100,13 +109,3 @@ def _take_memory(fresh: Tensor, result: Tensor) -> None:
         fresh.set_(result)  # type: ignore[call-overload]
     else:
         fresh.copy_(result)
-
-
-def _misaligned(*operands: Tensor) -> str | None:
-    """Rows must be dense and multiples of 16 bytes."""
-    for tensor in operands:
-        pitch, step = tensor.stride()[-2:]
-        size = tensor.element_size()
-        if step != 1 or pitch * size % 16 or tensor.shape[-1] * size % 16:
-            return "needs dense rows of a multiple of 16 bytes"
-    return None

@@ -40,11 +40,6 @@ def refusal(problem: GroupedGemm) -> str | None:
     return "reads split sizes on the host, which a CUDA graph cannot" if _capturing(problem.a) else None
 
 
-def runs_at_once(problem: GroupedGemm) -> bool:
-    """Whether an epilogue takes all rows at once."""
-    return problem.rows <= SPAN
-
-
 def epilogue_refusal(problem: GroupedGemm) -> str | None:
     """None: the loop runs every epilogue, some groups at a time."""
     return None
