@@ -165,7 +165,8 @@ def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
     rows = span.rows
     out = out[: rows.stop - rows.start]
     parts = zip(p.a[rows].split_with_sizes(sizes), weights, out.split_with_sizes(sizes), strict=True)
-    if p.is_product_alone or p.is_scaled_product:
+    if p.is_product_alone or (p.is_scaled_product and (not p.a.is_cuda or p.a.dtype.itemsize > 2)):
+        # a CPU has no product from 16 bits to 32, so scales multiply what torch has rounded: thrice as fast
         for left, right, part in parts:
             torch.mm(left, right, out=part)
         if p.row_scale is not None:
