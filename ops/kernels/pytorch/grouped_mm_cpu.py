@@ -66,19 +66,20 @@ def run(problem: GroupedGemm) -> None:
     p, epilogue = problem, problem.epilogue
     assert isinstance(p.out, Tensor)
     loop.keep_freed_memory()
+    fresh = epilogue.preact if isinstance(epilogue, Activate) else p.out if epilogue is None else None
+    if fresh is not None:
+        fresh.set_()  # type: ignore[call-overload]  # lets go of memory that is not needed
     ends, end = _ends(p)
     result = product(p, ends)
     if end < p.rows and p.layout is not Layout.TN:
         result[end:].zero_()
     if p.row_scale is not None:
         result.mul_(p.row_scale.unsqueeze(-1))
-    if epilogue is None:
-        _take_memory(p.out, result)
-    elif isinstance(epilogue, Activate):
+    if fresh is not None:
+        fresh.set_(result.contiguous())  # type: ignore[call-overload]
+    if isinstance(epilogue, Activate):
         activation.forward(result, epilogue.spec, epilogue.scales, p.out)
-        if epilogue.preact is not None:
-            _take_memory(epilogue.preact, result)
-    else:
+    elif epilogue is not None:
         activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
 
 
@@ -101,11 +102,3 @@ def product(p: GroupedGemm, ends: Tensor) -> Tensor:
     if p.layout is Layout.TN:
         return multiply(p.a.mT, b, offs=ends)
     return multiply(p.a, b.mT if p.layout is Layout.NT else b, offs=ends)
-
-
-def _take_memory(fresh: Tensor, result: Tensor) -> None:
-    """Makes a tensor that holds nothing yet the result, without a copy where it lies as the tensor would."""
-    if result.stride() == fresh.stride():
-        fresh.set_(result)  # type: ignore[call-overload]
-    else:
-        fresh.copy_(result)
