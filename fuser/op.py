@@ -131,6 +131,8 @@ class Op(nn.Module, ABC):
         layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
+        values_checked_on_host: the keywords of whose tensors :meth:`check` may look at the values on the host, where
+            nobody waits for them; None: of any. What an op before gives has no values yet.
     """
 
     __slots__ = ("_container_of_one",)
@@ -145,6 +147,7 @@ class Op(nn.Module, ABC):
     layouts: frozenset[torch.layout] = frozenset({torch.strided})
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
     checks_values: bool = True
+    values_checked_on_host: frozenset[str] | None = None
     replayable: bool = False
     attribute_version: int = 0
     decision_version: int = 0
@@ -163,6 +166,8 @@ class Op(nn.Module, ABC):
             cls.passes_x_on = False
         if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
             cls.checks_values = True  # what a base class promises of its own check does not hold for this one
+        if "check" in cls.__dict__ and "values_checked_on_host" not in cls.__dict__:
+            cls.values_checked_on_host = None
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}

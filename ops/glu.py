@@ -17,6 +17,7 @@ class Activated(Op):
 
     spec: ActivationSpec
     checks_values = False
+    values_checked_on_host = frozenset()
     replayable = True
 
     class Saved(NamedTuple):

@@ -41,6 +41,7 @@ class GroupedLoRA(ExpertParameters):
     """
 
     checks_values = False
+    values_checked_on_host = frozenset({"split_sizes"})
 
     class Saved(NamedTuple):
         x: Tensor | None

@@ -55,6 +55,7 @@ class Dispatch(Op):
     extra_outputs = ("split_sizes", "scales", *ROUTING)
     output_to_caller = dict.fromkeys(extra_outputs, False)
     checks_values = False
+    values_checked_on_host = frozenset()
     replayable = True
 
     class Saved(NamedTuple):
@@ -123,6 +124,7 @@ class Combine(Op):
     """
 
     checks_values = False
+    values_checked_on_host = frozenset()
     replayable = True
 
     class Saved(NamedTuple):

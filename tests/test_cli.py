@@ -34,7 +34,7 @@ def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_info_tells_why_a_backend_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "grouped_mm needs a CUDA device, got cpu" in printed_by(capsys, "info")
+    assert "hopper needs a CUDA device, got cpu" in printed_by(capsys, "info")
 
 
 def test_explain_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from fusible.ops.activation_spec import gated, interleaved
 from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.hopper import gemm, rows
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.kernels.pytorch import activation, grouped_mm, loop
+from fusible.ops.kernels.pytorch import activation, grouped_mm, grouped_mm_cpu, loop
 
 T, E, F, K = 6, 2, 64, 32
 BF16 = torch.bfloat16
@@ -96,8 +96,8 @@ def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
         dispatch.choose(problem(epilogue), tracing=False)
 
 
-def test_a_cpu_asks_nobody():
-    assert dispatch.choose(with_block(24), tracing=False) == (loop, "", None)
+def test_a_cpu_asks_no_kernel_of_ours():
+    assert dispatch.choose(with_block(24), tracing=False) == (grouped_mm_cpu, "", None)
     assert dispatch.activation_choice(dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")
     with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
         dispatch.activation_kernels(dense(T, F), None)

@@ -227,7 +227,7 @@ def test_splits(sizes):
 
 @pytest.mark.parametrize("span", [1, 32, 40, 1000])
 def test_activations_by_spans_of_rows(span, monkeypatch):
-    monkeypatch.setattr("fusible.ops.kernels.pytorch.loop._SPAN", span)
+    monkeypatch.setattr("fusible.ops.kernels.pytorch.loop.SPAN", span)
     Case(place="both", scaled=(True, True), sizes=[20, 0, 15, 30, 1, 9]).check()
 
 

@@ -11,6 +11,7 @@ from test_grouped_mlp import Case
 
 from fusible import GroupedLinear, RefusedError, Sequential, config
 from fusible.ops import kernels
+from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problem import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import grouped_mm, loop
 
@@ -27,6 +28,7 @@ def _on_cpu(monkeypatch):
         grouped_mm, "refusal", lambda p: aligned(p) if p.a.dtype == BF16 else f"needs bfloat16, got {p.a.dtype}"
     )
     monkeypatch.setattr(kernels, "row_kernels", lambda *tensors: grouped_mm)
+    monkeypatch.setattr(dispatch, "_CPU_BACKENDS", dispatch._BACKENDS)
 
 
 def problem(layout, out_dtype=torch.float32, sizes=SIZES, listed=False, **how):

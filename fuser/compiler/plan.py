@@ -150,8 +150,24 @@ def _check_layouts(graph: OpGraph) -> None:
 
 def _checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    here = any(spec is None or spec.device.type not in current_stream for spec in graph.inputs())
-    return here or config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node)))
+    if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
+        return True
+    specs = graph.inputs()
+    if all([spec is not None and spec.device.type in current_stream for spec in specs]):
+        return False
+    return None in specs or any(_checks_values_on_host(graph, node) for node in graph.entries())
+
+
+def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
+    """Whether its op may look at values of what the call gives, rather than an op before it."""
+    op = graph.op(node)
+    if op is None:
+        return False
+    if op.values_checked_on_host is None:
+        return True
+    sources = graph.sources(node)
+    given_by_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
+    return not op.values_checked_on_host <= given_by_ops
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:

@@ -18,7 +18,7 @@ from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import foreseen, is_certain
 from ..spec import Specs, TensorSpec, check_layout
-from .call import BackwardContext, EagerStep, ForwardResult, with_reserved
+from .call import BackwardContext, EagerStep, ForwardResult, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -111,6 +111,8 @@ def run(
                 shapes = () if op.replayable else tuple([t.shape for t in tensors])
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(_forward, step, tensors, session), *tensors)
+    if session is None:  # nobody asks for what a backward would need
+        return call_fwd(op, x, keywords, _NOTHING, runtime.autocast_dtype, x_is_inner)[0]
     return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
 
 

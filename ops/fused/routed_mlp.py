@@ -22,7 +22,7 @@ from ..checks import product_dtype
 from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, one_call
+from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
@@ -121,11 +121,13 @@ class RoutedMLP(FusedOp):
     def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
         """The output, where one call of the extension, or a compiler's one op, gives it."""
         traced = type(x) is not Tensor and is_traced(x)
-        experts = self._stacked(x.dtype) if traced or (type(x) is Tensor and x.is_cuda) else None
+        experts = self._stacked(x.dtype) if traced or type(x) is Tensor else None
         if experts is None:
             return None
         if traced:
             return routed_mlp(x, top_k_index, top_k_weights, experts)
+        if not x.is_cuda:
+            return on_cpu(experts, x, top_k_index, top_k_weights)
         call = one_call(experts)
         return None if call is None else call(x, top_k_index, top_k_weights)
 

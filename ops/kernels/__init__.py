@@ -100,7 +100,7 @@ def grouped_gemm(
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
     choice = _run(problem)
     if choice is not None:
-        if fresh and isinstance(out, Tensor) and layout is not Layout.TN and choice.backend is not hopper:
+        if fresh and isinstance(out, Tensor) and layout is not Layout.TN and not choice.zeroes_tail:
             _zero_tail(out, split_sizes, choice)
     elif not problem.rows:
         outputs.fill_without_rows(problem)

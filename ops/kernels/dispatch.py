@@ -10,12 +10,14 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.config import active_config
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from . import float32
 from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
@@ -25,7 +27,7 @@ from .interface import ActivationKernels, Backend, PointwiseKernels, RowKernels
 from .jit import pointwise as jit_pointwise
 from .problem import GroupedGemm, PointwiseRows
 from .pytorch import activation as pytorch_activation
-from .pytorch import grouped_mm, loop, ragged_loop
+from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .ragged import RaggedGemm
 
@@ -60,11 +62,19 @@ class Choice(NamedTuple):
     reason: str = ""
     epilogue_reason: str | None = None
 
+    @property
+    def zeroes_tail(self) -> bool:
+        """Whether rows of a fresh result past the last group are zero."""
+        return self.backend in (hopper, grouped_mm_cpu)
+
 
 _BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
+_CPU_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm_cpu, loop)
 _RAGGED_BACKENDS: tuple[RaggedBackend, ...] = (hopper_ragged, ragged_loop)
 _HOPPER = Choice(hopper)
-_ON_CPU = Choice(loop)  # the only one for a CPU, with any epilogue; why, only a trace wants to know
+# on a CPU, with any epilogue; why, only a trace wants to know
+_LOOP_ON_CPU = Choice(loop)
+_GROUPED_MM_ON_CPU = Choice(grouped_mm_cpu)
 _first_takes: set[tuple[Hashable, ...]] = set()  # kinds of problems; as many as there are layers of different sizes
 
 
@@ -80,7 +90,7 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
     """
     only = active_config().backend
     if not tracing and not problem.a.is_cuda and only == "auto":
-        return _ON_CPU
+        return _LOOP_ON_CPU if grouped_mm_cpu.refusal(problem) is not None else _GROUPED_MM_ON_CPU
     choice = _choose_backend(problem, tracing, only)
     if problem.epilogue is None:
         return choice
@@ -101,13 +111,17 @@ def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if key in _first_takes:
         return _HOPPER
     choice = _ask(problem, only)
+    if choice.backend is loop and only == "auto" and problem.a.dtype == torch.float32 and problem.a.is_cuda:
+        float32.warn_once()
     if key is not None and choice.backend is hopper:
         _first_takes.add(key)
     return choice
 
 
 def _ask(problem: GroupedGemm, only: str) -> Choice:
-    return Choice(*_first_that_takes(_BACKENDS, problem, only, "grouped GEMM", problem.a.is_cuda))
+    on_cpu = not problem.a.is_cuda and problem.a.device.type == "cpu"
+    backends = _CPU_BACKENDS if on_cpu else _BACKENDS
+    return Choice(*_first_that_takes(backends, problem, only, "grouped GEMM", problem.a.is_cuda))
 
 
 def choose_ragged(problem: RaggedGemm) -> tuple[RaggedBackend, str]:

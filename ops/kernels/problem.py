@@ -150,6 +150,13 @@ class GroupedGemm:
         return all([extra is None for extra in extras]) and self.a.dtype == first(self.b).dtype == first(self.out).dtype
 
     @property
+    def is_scaled_product(self) -> bool:
+        """Whether ``out`` is :attr:`is_product_alone` times ``row_scale``."""
+        extras = (self.alpha, self.beta, self.bias, self.bias_scale)
+        same = self.a.dtype == first(self.b).dtype == first(self.out).dtype
+        return self.row_scale is not None and same and all([extra is None for extra in extras])
+
+    @property
     def flops(self) -> int:
         m, n, k = self.mnk
         return 2 * m * n * k

@@ -27,7 +27,9 @@ def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dt
     Raises:
         CompileError: there is no compiler, or it refuses.
     """
-    rows = [KernelForm(direction, program, dtype, torch.float32) for direction in ("forward", "backward")]
+    rows = [
+        KernelForm(direction, program, dtype, torch.float32, torch.float32) for direction in ("forward", "backward")
+    ]
     for form in rows:
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...activation_spec import ActivationSpec
+from ..function import FunctionKernels
 from ..problem import ActivationGrads
+from . import pointwise
 
 _aten = torch.ops.aten
 QUICK = 1.702
@@ -76,6 +78,8 @@ def _curve(spec: ActivationSpec) -> Curve:
 
 def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
     """``out`` [rows, F] = activation of ``preact`` [rows, C], times ``scales`` [rows] before the one rounding."""
+    if spec.program is not None:
+        return FunctionKernels(pointwise, spec.program).forward(preact, spec, scales, out)
     gate, up = _inputs(preact, spec)
     postact = _times(_curve(spec).value(gate), up).view(out.shape)
     _multiply_into(out, postact, None if scales is None else scales.unsqueeze(-1))
@@ -89,6 +93,8 @@ def backward(
     With v the curve's value: ``postact = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
     """
+    if spec.program is not None:
+        return FunctionKernels(pointwise, spec.program).backward(dpostact, preact, spec, scales, out)
     curve, (gate, up) = _curve(spec), _inputs(preact, spec)
     value, grad = curve.value(gate), dpostact.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
-from ..function import FunctionKernels
-from ..interface import ActivationKernels
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, Matrices
-from . import activation, pointwise
+from . import activation
 
 NAME = "loop"
-_SPAN = 512
+SPAN = 512
+
+
+class Span(NamedTuple):
+    """Neighbouring groups: their sizes, the first of them, and all their rows."""
+
+    sizes: list[int]
+    first_group: int
+    rows: slice
 
 
 @cache
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Lets glibc keep what is freed, once, on a CPU.
 
     It hands the free end of its heap back to the system beyond twice the largest block that was ever freed, up to
@@ -47,34 +53,36 @@ def run(problem: GroupedGemm) -> None:
     elif epilogue is not None:
         _activate_backward(problem, epilogue)
     else:
-        _keep_freed_memory()
+        keep_freed_memory()
         sizes = group_sizes(problem.split_sizes, problem.rows)
-        outs = problem.out if problem.layout is Layout.TN else _split(problem.out, sizes)  # type: ignore[arg-type]
-        _multiply_groups(problem, sizes, list(outs))
+        _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
+
+
+def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
+    """The product of NT or NN alone, given where each group ends."""
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
     """Some groups at a time, so that what the activation reads is still in the cache."""
     preact, out = epilogue.preact, problem.out
     assert type(out) is Tensor
-    for sizes, first_group, rows in _spans(problem):
+    for span in _spans(problem):
+        rows = span.rows
         part = out.new_empty((rows.stop - rows.start, problem.mnk[1])) if preact is None else preact[rows]
-        _multiply_groups(problem, sizes, _split(part, sizes), first_group, rows.start)
-        _kernels(epilogue.spec).forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
+        _multiply_groups(problem, span, part)
+        activation.forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
 
 
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
     preact, grads = epilogue.preact, epilogue.grads
-    for sizes, first_group, rows in _spans(problem):
+    for span in _spans(problem):
+        rows = span.rows
         dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
-        _multiply_groups(problem, sizes, _split(dpostact, sizes), first_group, rows.start)
-        scales = _rows(epilogue.scales, rows)
-        _kernels(epilogue.spec).backward(dpostact, preact[rows], epilogue.spec, scales, grads.rows(rows))
-
-
-def _kernels(spec: ActivationSpec) -> ActivationKernels:
-    return activation if spec.program is None else FunctionKernels(pointwise, spec.program)
+        _multiply_groups(problem, span, dpostact)
+        activation.backward(dpostact, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
 
 
 def multiply(
@@ -145,60 +153,71 @@ def row_bounds(split_sizes: Tensor, rows: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _multiply_groups(
-    p: GroupedGemm, sizes: list[int], outs: list[Tensor], first_group: int = 0, first_row: int = 0
-) -> None:
-    """The products of neighbouring groups of these sizes, the first of which begins at ``first_row``."""
-    end, groups = first_row + sum(sizes), slice(first_group, first_group + len(sizes))
-    rows = p.a[first_row:end]
+def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
+    """The products of the groups of a span. ``out`` has its rows, or under TN a matrix for each of its groups."""
     if p.layout is Layout.TN:
-        assert isinstance(p.b, Tensor)
-        a, b = rows.mT.split_with_sizes(sizes, 1), p.b[first_row:end].split_with_sizes(sizes)
-    else:
-        a, b = rows.split_with_sizes(sizes), _matrices(p.b[groups], p.layout is Layout.NT)
-    if p.is_product_alone:
-        for left, right, out in zip(a, b, outs, strict=True):
-            torch.mm(left, right, out=out)
+        _multiply_weights(p, span.sizes, out)
         return
-    start = first_row
-    for g, (left, right, out) in enumerate(zip(a, b, outs, strict=True), first_group):
-        group_rows = slice(start, start + sizes[g - first_group])
-        if group_rows.stop == start and p.layout is not Layout.TN:
-            continue  # no rows, nothing to write
-        start, bias = group_rows.stop, None if p.bias is None else p.bias[g]
-        multiply(
-            left,
-            right,
-            out,
-            factor_of(p.alpha, g),
-            factor_of(p.beta, g),
-            bias,
-            _rows(p.bias_scale, group_rows),
-            _rows(p.row_scale, group_rows),
-        )
+    assert isinstance(out, Tensor)
+    groups = [g for g, size in enumerate(span.sizes, span.first_group) if size]
+    sizes = [size for size in span.sizes if size]
+    weights = _matrices(p.b, groups, p.layout is Layout.NT)
+    rows = span.rows
+    out = out[: rows.stop - rows.start]
+    parts = zip(p.a[rows].split_with_sizes(sizes), weights, out.split_with_sizes(sizes), strict=True)
+    if p.is_product_alone or (p.is_scaled_product and (not p.a.is_cuda or p.a.dtype.itemsize > 2)):
+        # a CPU has no product from 16 bits to 32, so scales multiply what torch has rounded: thrice as fast
+        for left, right, part in parts:
+            torch.mm(left, right, out=part)
+        if p.row_scale is not None:
+            out.mul_(p.row_scale[rows].unsqueeze(-1))
+        return
+    start = rows.start
+    for g, (left, right, part) in zip(groups, parts, strict=True):
+        of_group = slice(start, start + left.shape[0])
+        start, bias = of_group.stop, None if p.bias is None else p.bias[g]
+        scales = _rows(p.bias_scale, of_group), _rows(p.row_scale, of_group)
+        multiply(left, right, part, factor_of(p.alpha, g), factor_of(p.beta, g), bias, *scales)
 
 
-def _matrices(weights: Matrices, transposed: bool) -> tuple[Tensor, ...]:
+def _multiply_weights(p: GroupedGemm, sizes: list[int], out: Matrices) -> None:
+    """TN: a matrix for each group, also for those without rows."""
+    assert isinstance(p.b, Tensor)
+    end = sum(sizes)
+    parts = zip(p.a[:end].mT.split_with_sizes(sizes, 1), p.b[:end].split_with_sizes(sizes), list(out), strict=True)
+    if p.is_product_alone:
+        for left, right, part in parts:
+            torch.mm(left, right, out=part)
+        return
+    for g, (left, right, part) in enumerate(parts):
+        bias = None if p.bias is None else p.bias[g]
+        multiply(left, right, part, factor_of(p.alpha, g), factor_of(p.beta, g), bias)
+
+
+def _matrices(weights: Matrices, groups: list[int], transposed: bool) -> list[Tensor]:
+    """Those of some groups; all at once where most are wanted."""
     if isinstance(weights, Tensor):
-        return (weights.mT if transposed else weights).unbind()
-    return tuple(weight.mT if transposed else weight for weight in weights)
+        weights = weights.mT if transposed else weights
+        if len(groups) == weights.shape[0]:
+            return list(weights.unbind())
+        if 4 * len(groups) < weights.shape[0]:
+            return [weights[g] for g in groups]
+        weights = weights.unbind()
+        return [weights[g] for g in groups]
+    return [weights[g].mT if transposed else weights[g] for g in groups]
 
 
-def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The rows of each group; those past the last group are in none."""
-    return list(rows[: sum(sizes)].split_with_sizes(sizes))
-
-
-def _spans(problem: GroupedGemm) -> Iterator[tuple[list[int], int, slice]]:
-    """Neighbouring groups: their sizes, the first one, and all their rows, at least ``_SPAN`` but for the last."""
+def _spans(problem: GroupedGemm) -> Iterator[Span]:
+    """Neighbouring groups, with at least ``SPAN`` rows but for the last."""
     sizes: list[int] = []
-    first_group = first_row = 0
+    first_group = first_row = count = 0
     for g, size in enumerate(group_sizes(problem.split_sizes, problem.rows), 1):
         sizes.append(size)
-        end = first_row + sum(sizes)
-        if end - first_row >= _SPAN or g == problem.groups:
-            yield sizes, first_group, slice(first_row, end)
-            sizes, first_group, first_row = [], g, end
+        count += size
+        if count >= SPAN or g == problem.groups:
+            end = first_row + count
+            yield Span(sizes, first_group, slice(first_row, end))
+            sizes, first_group, first_row, count = [], g, end, 0
 
 
 def _on_host(split_sizes: Tensor) -> list[int]:

@@ -1,0 +1,32 @@
+"""What is said of products in float32 on a GPU, for which there is no grouped kernel: one by one, by a library."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+
+
+@cache
+def warn_once() -> None:
+    """Says, once in a process, what float32 costs and what to do about it."""
+    cure = (
+        "" if allows_tf32() else "; or let a GPU round float32 operands: torch.backends.cuda.matmul.allow_tf32 = True"
+    )
+    warnings.warn(
+        "fusible: products of float32 run one expert after the other on a GPU, several times as slowly as in 16 bits, "
+        "and wait for the split sizes. Make the experts bfloat16, or call them under torch.autocast('cuda', "
+        f"torch.bfloat16){cure}. config(strict=True) makes it an error, config(backend='loop') says that it is meant",
+        stacklevel=2,
+    )
+
+
+def allows_tf32() -> bool:
+    """Whether the library that multiplies may round operands of float32, under the newer switch of torch or the older.
+
+    Torch raises where a program asks for the older after it has set the newer.
+    """
+    matmul = torch.backends.cuda.matmul
+    precision = getattr(matmul, "fp32_precision", None)
+    return bool(matmul.allow_tf32) if precision is None else precision == "tf32"

@@ -1,0 +1,104 @@
+"""``torch.nn.functional.grouped_mm`` on a CPU: the same products as those of the loop, without a loop in Python.
+
+It gives memory of its own, so it is for products whose memory is allocated here. Epilogues follow over all rows, which
+are few enough to be still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..problem import Activate, GroupedGemm, Layout
+from . import activation, loop
+from .grouped_mm import NAME, row_ends
+
+__all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GROUPS_PER_ROW = 4
+"""With more groups than that for each row, the loop is faster: grouped_mm takes 1 µs for a group without rows."""
+
+
+def torch_grouped_mm() -> Callable[..., Tensor] | None:
+    """The function, None where this torch has none."""
+    return getattr(torch.nn.functional, "grouped_mm", None)
+
+
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why the problem is not run here, because it cannot be, or because the loop is faster; None: it is.
+
+    Every product of a CPU is asked, so conditions are written out: a call costs as much as several of them.
+    """
+    p, a, b, out = problem, problem.a, problem.b, problem.out
+    if not p.fresh:
+        return "gives memory of its own, and cannot write into a buffer"
+    if not isinstance(b, Tensor) or not isinstance(out, Tensor):
+        return "needs stacked matrices"
+    dtype = a.dtype
+    if dtype not in _DTYPES or a.device.type != "cpu":
+        return f"needs a CPU and 16 or 32 bits, got {a.device.type} and {dtype}"
+    factors = p.alpha is not None or p.beta is not None or p.bias is not None or p.bias_scale is not None
+    if factors or b.dtype != dtype or out.dtype != dtype:
+        return "takes one dtype alone, no bias, and no factor but scales of rows"
+    if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
+        return "takes longer than a loop over the few groups that have rows"
+    if p.epilogue is not None and a.shape[0] > loop.SPAN:
+        return "would take all rows from the cache before the activation reads them"
+    if torch_grouped_mm() is None:
+        return f"torch {torch.__version__} has no grouped_mm"
+    for tensor in (a, b):
+        *_, pitch, step = tensor.stride()
+        if step != 1 or pitch * dtype.itemsize % 16 or tensor.shape[-1] * dtype.itemsize % 16:
+            return "needs dense rows of a multiple of 16 bytes"
+    return None
+
+
+def epilogue_refusal(problem: GroupedGemm) -> str | None:
+    """None: those that are not refused with their product run here."""
+    return None
+
+
+def run(problem: GroupedGemm) -> None:
+    """Computes ``problem.out``, and what its epilogue gives; rows past the last group become zero."""
+    p, epilogue = problem, problem.epilogue
+    assert isinstance(p.out, Tensor)
+    loop.keep_freed_memory()
+    fresh = epilogue.preact if isinstance(epilogue, Activate) else p.out if epilogue is None else None
+    if fresh is not None:
+        fresh.set_()  # type: ignore[call-overload]  # lets go of memory that is not needed
+    ends, end = _ends(p)
+    result = product(p, ends)
+    if end < p.rows and p.layout is not Layout.TN:
+        result[end:].zero_()
+    if p.row_scale is not None:
+        result.mul_(p.row_scale.unsqueeze(-1))
+    if fresh is not None:
+        fresh.set_(result.contiguous())  # type: ignore[call-overload]
+    if isinstance(epilogue, Activate):
+        activation.forward(result, epilogue.spec, epilogue.scales, p.out)
+    elif epilogue is not None:
+        activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
+
+
+def _ends(p: GroupedGemm) -> tuple[Tensor, int]:
+    """Where each group ends, and the last; whatever the sizes say, inside the buffer."""
+    sizes = p.split_sizes.tolist()
+    end = sum(sizes)
+    if min(sizes) >= 0 and end <= p.rows:  # then one operation says it
+        return p.split_sizes.cumsum(0, dtype=torch.int32), end
+    ends = row_ends(p.split_sizes, p.rows)
+    return ends, int(ends[-1])
+
+
+def product(p: GroupedGemm, ends: Tensor) -> Tensor:
+    """The product alone, given where each group ends; rows past the last may be anything."""
+    multiply, b = torch_grouped_mm(), p.b
+    assert multiply is not None
+    assert isinstance(b, Tensor)
+    _ = p.a.data_ptr(), b.data_ptr()  # raises for tensors of a transform, which have no memory to take
+    if p.layout is Layout.TN:
+        return multiply(p.a.mT, b, offs=ends)
+    return multiply(p.a, b.mT if p.layout is Layout.NT else b, offs=ends)

@@ -1,0 +1,147 @@
+"""The grouped_mm of torch on a CPU: the bits of the loop, where torch has one and it is faster."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import unit
+
+from fusible import GroupedLinear, RefusedError, config
+from fusible.ops.activation_spec import gated
+from fusible.ops.kernels import dispatch
+from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
+
+E, K, N, T = 3, 16, 24, 40
+SILU = gated("silu", None, 1.0, 0.0, "concat")
+
+
+def rows(*shape, dtype=torch.float32):
+    return unit(*shape, dtype=dtype, grad=False)
+
+
+def problem(layout="NT", dtype=torch.float32, sizes=(15, 0, 20), **options):
+    b, out = {"NT": ((E, N, K), (T, N)), "NN": ((E, K, N), (T, N)), "TN": ((T, N), (E, K, N))}[layout]
+    sizes = torch.tensor(sizes)
+    return GroupedGemm(
+        Layout[layout],
+        rows(T, K, dtype=dtype),
+        rows(*b, dtype=dtype),
+        sizes,
+        torch.full(out, 7.0).to(dtype),
+        **({"fresh": True} | options),
+    )
+
+
+def by_both(p, *others):
+    """What each backend makes of ``out`` and the others, without the tail of rows."""
+    end, results = loop.group_sizes(p.split_sizes, p.rows), []
+    for backend in (grouped_mm_cpu, loop):
+        assert backend.refusal(p) is None
+        backend.run(p)
+        results.append([(t if p.layout is Layout.TN else t[: sum(end)]).clone() for t in (p.out, *others)])
+        p.out.fill_(7)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(15, 0, 20), (0, 40, 0), (0, 0, 0), (30, 30, 30), (50, -3, 2), (50, -10, 0), (2**62,) * 3]
+)
+@pytest.mark.parametrize("layout", ["NT", "NN", "TN"])
+def test_the_bits_of_the_loop(layout, sizes, dtype):
+    ours, looped = by_both(problem(layout, dtype, sizes))
+
+    assert torch.equal(*ours, *looped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scales_of_rows(dtype):
+    ours, looped = by_both(problem(dtype=dtype, row_scale=rows(T)))
+
+    assert torch.equal(*ours, *looped)
+
+
+def test_rows_past_the_last_group_become_zero():
+    p = problem()
+    grouped_mm_cpu.run(p)
+
+    assert p.out[35:].eq(0).all()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_activation_follows(keep):
+    preact = torch.empty(T, N) if keep else None
+    p = problem()
+    p.out, p.epilogue = torch.empty(T, N // 2), Activate(SILU, rows(T), preact)
+    ours, looped = by_both(p, *([preact] if keep else []))
+
+    assert all(map(torch.equal, ours, looped))
+
+
+def test_the_backward_of_an_activation_follows():
+    p, preact = problem("NN"), rows(T, 2 * N)
+    grads = ActivationGrads(torch.empty(T, 2 * N), torch.empty(T), torch.empty(T, N))
+    p.out, p.epilogue = grads.preact, ActivateBackward(SILU, rows(T), preact, grads)
+    ours, looped = by_both(p, grads.scales, grads.postact)
+
+    assert all(map(torch.equal, ours, looped))
+
+
+REFUSED = {
+    "a buffer": ({"fresh": False}, "cannot write into a buffer"),
+    "a bias": ({"bias": torch.ones(E, N)}, "no bias"),
+    "a factor": ({"alpha": 0.5}, "no bias, and no factor"),
+    "float64": ({"dtype": torch.float64}, "needs a CPU and 16 or 32 bits, got cpu and torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_take_runs_in_the_loop(name):
+    options, reason = REFUSED[name]
+    p = problem(**options)
+
+    assert reason in grouped_mm_cpu.refusal(p)
+    assert dispatch.choose(p, tracing=False).backend is loop
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_run_in_the_loop():
+    p = problem()
+    p.a, p.b = rows(T, K + 1), rows(E, N, K + 1)
+
+    assert grouped_mm_cpu.refusal(p) == "needs dense rows of a multiple of 16 bytes"
+
+
+def test_many_groups_without_rows_run_in_the_loop():
+    sizes = torch.zeros(200, dtype=torch.int64)
+    sizes[7] = T
+    p = GroupedGemm(Layout.NT, rows(T, K), rows(200, N, K), sizes, torch.empty(T, N), fresh=True)
+
+    assert "few groups that have rows" in grouped_mm_cpu.refusal(p)
+    loop.run(p)
+    torch.testing.assert_close(p.out, p.a @ p.b[7].mT)
+
+
+def test_many_rows_before_an_activation_run_in_the_loop():
+    p = problem()
+    p.a, p.epilogue = rows(loop.SPAN + 1, K), Activate(SILU, None, None)
+
+    assert "from the cache" in grouped_mm_cpu.refusal(p)
+
+
+def test_a_torch_without_it_loops(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    p = problem()
+
+    assert "has no grouped_mm" in grouped_mm_cpu.refusal(p)
+    assert dispatch.choose(p, tracing=False).backend is loop
+
+
+def test_the_backend_asked_for_runs_or_raises():
+    op, x = GroupedLinear(E, K, N, bias=False), rows(T, K)
+    with config(backend="grouped_mm"):
+        y = op(x, split_sizes=[15, 0, 20])
+        with pytest.raises(RefusedError, match="no backend for this grouped GEMM: grouped_mm gives memory of its own"):
+            op(x, split_sizes=[15, 0, 20], output=torch.empty(T, N))
+    with config(backend="loop"):
+        assert torch.equal(y, op(x, split_sizes=[15, 0, 20]))
