@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ..fuser.config import active_config
 from .activation_spec import ActivationSpec
 from .kernels.hopper import routed_mlp as backend
