@@ -7,6 +7,7 @@
 #include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {

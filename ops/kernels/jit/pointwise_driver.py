@@ -11,7 +11,7 @@ from . import driver
 
 THREADS, MOST_CONSTANTS = 256, 16  # kPointwiseThreads, kPointwiseConstants in csrc/fusible/pointwise_params.h
 _BLOCKS_PER_MULTIPROCESSOR = 8
-_PARAMS = struct.Struct(f"@qII9Pi?3x{MOST_CONSTANTS}f")
+_PARAMS = struct.Struct(f"@qII9Pi?3xP{MOST_CONSTANTS}f")
 PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
 
 
@@ -38,7 +38,8 @@ def pointwise(
 ) -> None:
     """Launches a compiled kernel. What the keywords are is said in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
-    of_rows, of_columns = (numbers, dnumbers), (vectors, dcolumns, sizes, groups, int64_sizes)
+    nowhere = 0  # to report wrong sizes to, which is the extension's
+    of_rows, of_columns = (numbers, dnumbers), (vectors, dcolumns, sizes, groups, int64_sizes, nowhere)
     params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, *of_rows, *of_columns, *constants, *unused)
     blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row
     driver.launch(function, blocks, THREADS, params, device, stream)
