@@ -52,7 +52,7 @@ def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:
 
 def patched_half(op: Op) -> str | None:
     """Which half was set on the object itself, instead of its class's; None: neither."""
-    return next((half for half in ("fwd", "bwd") if half in op.__dict__), None)
+    return next((method for method in ("fwd", "bwd") if method in op.__dict__), None)
 
 
 def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:

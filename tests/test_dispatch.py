@@ -17,6 +17,7 @@ from fusible.ops.kernels.pytorch import activation, grouped_mm, grouped_mm_cpu, 
 
 T, E, F, K = 6, 2, 64, 32
 BF16 = torch.bfloat16
+SPEC = gated("silu", None, 1.0, 0.0, "concat")
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def with_block(block):
 def test_our_kernels_run_where_they_are_allowed(backend):
     with config(backend=backend):
         assert dispatch.choose(problem(), tracing=False).backend is gemm
-        assert dispatch.activation_kernels(dense(T, F), None) is rows
+        assert dispatch.activation_kernels(SPEC, dense(T, F), None) is rows
         assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is rows
         assert routing.refusal(torch.zeros(T, 2, dtype=torch.int64), E, BF16) is None
 
@@ -54,7 +55,7 @@ def test_our_kernels_run_where_they_are_allowed(backend):
 def test_another_backend_means_pytorch_everywhere():
     with config(backend="loop"):
         assert dispatch.choose(problem(), tracing=False).backend is loop
-        kernels, reason = dispatch.activation_choice(dense(T, F), None)
+        kernels, reason = dispatch.activation_choice(SPEC, dense(T, F), None)
         assert kernels is activation
         assert reason == "config(backend='loop')"
         assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is grouped_mm  # no sync on CUDA
@@ -64,7 +65,7 @@ def test_another_backend_means_pytorch_everywhere():
 @pytest.mark.usefixtures("gpu")
 def test_rows_that_our_kernels_do_not_take():
     wide = dense(T, F, dtype=torch.float64)
-    kernels, reason = dispatch.activation_choice(wide, None)
+    kernels, reason = dispatch.activation_choice(SPEC, wide, None)
     assert kernels is activation
     assert "needs dense rows of 16 or 32 bits, got torch.float64" in reason
     for switches in ({"strict": True}, {"backend": "hopper"}):
@@ -72,7 +73,7 @@ def test_rows_that_our_kernels_do_not_take():
             config(**switches),
             pytest.raises(RefusedError, match="the activation has no kernel of hopper, because it"),
         ):
-            dispatch.activation_kernels(wide, None)
+            dispatch.activation_kernels(SPEC, wide, None)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -98,8 +99,8 @@ def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
 
 def test_a_cpu_asks_no_kernel_of_ours():
     assert dispatch.choose(with_block(24), tracing=False) == (grouped_mm_cpu, "", None)
-    assert dispatch.activation_choice(dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")
+    assert dispatch.activation_choice(SPEC, dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")
     with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
-        dispatch.activation_kernels(dense(T, F), None)
+        dispatch.activation_kernels(SPEC, dense(T, F), None)
     with config(strict=True):  # a CPU has no other kernels: nothing fell back
-        assert dispatch.activation_kernels(dense(T, F), None) is activation
+        assert dispatch.activation_kernels(SPEC, dense(T, F), None) is activation

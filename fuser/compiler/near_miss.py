@@ -27,11 +27,11 @@ class NearMiss(NamedTuple):
 
 def near_misses(graph: OpGraph, fusions: Iterable[Fusion], decisions: Sequence[Decision]) -> list[NearMiss]:
     """Those of the graph. A fusion that fits some of the ops has been decided there, and is no near miss."""
-    found: list[NearMiss] = []
+    misses: list[NearMiss] = []
     for fusion in fusions:
         decided = {node for d in decisions if d.fusion is fusion for node in d.match.nodes.values()}
-        found += [miss for miss in _of(fusion, graph) if decided.isdisjoint(miss.nodes)]
-    return [miss for miss in found if not any(set(miss.nodes) < set(other.nodes) for other in found)]
+        misses += [miss for miss in _of(fusion, graph) if decided.isdisjoint(miss.nodes)]
+    return [miss for miss in misses if not any(set(miss.nodes) < set(other.nodes) for other in misses)]
 
 
 def covered(decision: Decision, decisions: Sequence[Decision]) -> bool:

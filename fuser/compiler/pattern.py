@@ -140,9 +140,9 @@ class Pattern:
     def _override(self, match: Match, role: str) -> str | None:
         """An op that computes something else than the class in the pattern is not what the pattern means."""
         op, types = getattr(match, role), self.roles[role]
-        half = patched_half(op)
-        if half:
-            return f"{role} has a {half} of its own, set on the object"
+        method = patched_half(op)
+        if method:
+            return f"{role} has a {method} of its own, set on the object"
         base = next(t for t in (types if isinstance(types, tuple) else (types,)) if isinstance(op, t))
         same = inspect.isabstract(base) or (type(op).fwd is base.fwd and type(op).bwd is base.bwd)
         return None if same else f"{role} is a {type(op).__name__}, which overrides {base.__name__}"

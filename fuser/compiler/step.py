@@ -86,8 +86,8 @@ class Step:
         for op in self.module.modules():
             if isinstance(op, Op) and not op.replayable:
                 return f"{self._label(op)} does not promise to be replayable"
-            if isinstance(op, Op) and (half := patched_half(op)) is not None:
-                return f"the {half} of {self._label(op)} is set on the object"
+            if isinstance(op, Op) and (method := patched_half(op)) is not None:
+                return f"the {method} of {self._label(op)} is set on the object"
         return None
 
     def _label(self, op: Op) -> str:

@@ -169,8 +169,8 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
 
 def _check_traceable(step: Step, runtime: Runtime) -> None:
     for entry, op in zip(step.entries, step.ops, strict=True):
-        if op and (half := patched_half(op)):
-            raise _Refused(f"{entry}: its {half} was set on the object, whose tensors compiled code does not see")
+        if op and (method := patched_half(op)):
+            raise _Refused(f"{entry}: its {method} was set on the object, whose tensors compiled code does not see")
         why = foreseen(op).trace_refusal() if op and runtime.grad_enabled else None
         if why:
             raise _Refused(f"{entry}: {why}")

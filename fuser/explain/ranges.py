@@ -33,10 +33,10 @@ def grouped(rows: Sequence[Row]) -> list[Row]:
     numbers: dict[object, list[int]] = {}
     firsts: dict[object, Row | Numbered] = {}
     for row in rows:
-        found = Numbered.of(row)
-        key = row if found is None else found.key
-        firsts.setdefault(key, row if found is None else found)
-        numbers.setdefault(key, []).extend([] if found is None else [found.number])
+        numbered = Numbered.of(row)
+        key = row if numbered is None else numbered.key
+        firsts.setdefault(key, row if numbered is None else numbered)
+        numbers.setdefault(key, []).extend([] if numbered is None else [numbered.number])
     return [_joined(first, numbers[key]) for key, first in firsts.items()]
 
 

@@ -25,7 +25,7 @@ from ..runtime.autograd import Runtime
 from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
-from .capture import PLAIN, Capture, Recording
+from .capture import TENSOR_TYPES, Capture, Recording
 from .guards import DynamicRows, GuardedEntry
 from .program import Captured
 from .step import CapturedContext, CapturedStep
@@ -71,7 +71,7 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
             return "a parametrization computes a parameter"
         pool += op.autograd_inputs(runtime.grad_enabled)
     for value in call.values:
-        if type(value) not in PLAIN or value.layout is not torch.strided or value.is_nested:
+        if type(value) not in TENSOR_TYPES or value.layout is not torch.strided or value.is_nested:
             return "an argument is not a dense tensor of torch's own type"
     x = pool[0]
     return CallKey((*key, len(pool)), pool, x.shape[0] if x.ndim else 0)

@@ -21,7 +21,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-PLAIN = (Tensor, torch.nn.Parameter)
+TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 
 
 class Launches(Protocol):
@@ -123,7 +123,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spans = sorted([span for span in self._spans if span[1]])
         if any(first + size > following for (first, size), (following, _) in pairwise(spans)):
             self.refuse("inputs overlap, so that an address does not say whose it is")
-        if any(type(t) not in PLAIN for t in inputs):
+        if any(type(t) not in TENSOR_TYPES for t in inputs):
             self.refuse("a tensor is of a type of its own")
 
     def __enter__(self) -> Capture:

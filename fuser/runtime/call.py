@@ -252,14 +252,14 @@ def evaluate(gradient: Gradient) -> Tensor | None:
 
 def with_reserved(
     op: Op,
-    half: str,
+    method: str,
     keywords: Mapping[str, Any],
     needs_grad: frozenset[str],
     autocast_dtype: torch.dtype | None,
     x_is_inner: bool = False,
 ) -> Mapping[str, Any]:
     """The keywords, and those reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
-    declared = op.reserved[half]
+    declared = op.reserved[method]
     if not declared:
         return keywords
     arguments = dict(keywords)

@@ -41,7 +41,7 @@ class _Hole:
 
 
 _HOLE, _LENT, _APART = _Hole(), _Hole(), _Hole()
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_VALUE_TYPES = frozenset({type(None), bool, int, float, str})
 
 
 def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
@@ -68,7 +68,7 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart
     rest: list[Any] = []
     for item in saved:
         kind = type(item)
-        if kind in _PLAIN:
+        if kind in _VALUE_TYPES:
             rest.append(item)
         elif kind is Apart:
             apart.append(item)
@@ -98,7 +98,7 @@ def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor],
             saved.append(CallerBuffer(next(lent)))
         elif item is _APART:
             saved.append(next(joined))
-        elif type(item) in _PLAIN:
+        elif type(item) in _VALUE_TYPES:
             saved.append(item)
         elif isinstance(item, tuple):
             saved.append(_like(item, _put(item, tensors, lent, joined)))

@@ -31,7 +31,7 @@ template <class A> inline constexpr bool is_same_v<A, A> = true;
 }
 """
 
-_HALF = """#pragma once
+_FLOAT16 = """#pragma once
 struct __half {
   unsigned short bits;
   __half() = default;
@@ -78,6 +78,6 @@ SHIMS = {
     "iosfwd": "#pragma once\nnamespace std { class ostream; }\n",
     "cuda.h": "#pragma once\nstruct alignas(64) CUtensorMap { unsigned long opaque[16]; };\n",
     "initializer_list": "#pragma once\n",  # NVRTC defines it
-    "cuda_fp16.h": _HALF,
+    "cuda_fp16.h": _FLOAT16,
     "cuda_bf16.h": _BFLOAT16,
 }
