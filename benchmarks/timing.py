@@ -138,7 +138,8 @@ def kept_bytes(function: Function, device: torch.device | str = "cpu") -> int:
 def _cpu_changes(function: Function) -> tuple[Any, list[int]]:
     """What a call returns, and each change of the memory of tensors; the CPU's allocator keeps no peak itself."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = function()
     kineto = profile.profiler
     assert kineto is not None

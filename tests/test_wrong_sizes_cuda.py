@@ -111,6 +111,7 @@ def test_a_graph_reports_in_every_replay() -> None:
         fusible.check_device_errors()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device() -> None:
     op, x, sizes = linear(), rows(), sizes_of(FITS)
     op(x, split_sizes=sizes)

@@ -12,6 +12,7 @@
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
+#include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -260,7 +261,11 @@ struct ZeroTailLaunch : OnStream {
     v.field("groups", sizes.groups), visit_sizes(v, sizes);
   }
   void complete() {}
-  void run() const { zero({{}, {{rows, sizes}}}, device, stream); }
+  void run() const {
+    SplitSizes reporting = sizes;
+    reporting.wrong = wrong_size_word(device);
+    zero({{}, {{rows, reporting}}}, device, stream);
+  }
 };
 
 template <class Visitor>

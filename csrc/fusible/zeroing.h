@@ -17,6 +17,8 @@ struct BufferRows {
   int64_t tokens, row_bytes, pitch_bytes;
 };
 
+// The zeroing before several launches may read sizes that one of them is yet to write: then it zeroes what is written
+// later, and must not report them.
 struct Tail {
   BufferRows rows;
   SplitSizes sizes;

@@ -7,7 +7,6 @@
 #include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -64,10 +63,8 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     piece.counter_count = take(zeroing.counters, i * Piece::kCounters, piece.counters);
     piece.tail_count = take(zeroing.tails, i * Piece::kTails, piece.tails);
     int64_t most = 1;
-    for (int t = 0; t < piece.tail_count; ++t) {
+    for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
-      piece.tails[t].sizes.wrong = wrong_size_word(device);
-    }
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
     zero_kernel<<<blocks, kThreads, 0, stream>>>(piece);
     FUSIBLE_CUDA_CHECK(cudaGetLastError(), "zeroing ", piece.counter_count, " counters and ", piece.tail_count,
