@@ -63,6 +63,13 @@ DEVICE void copy_async_wait() {
 }
 
 // Two floats, rounded to T, the first in the low half.
+// 16 bytes at once, where the compiler would store word by word.
+DEVICE void store_vector(void* to, const uint4& words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
 template <class T>
 DEVICE uint32_t pack(float low, float high);
 template <>

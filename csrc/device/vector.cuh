@@ -49,16 +49,16 @@ DEVICE void load(float (&to)[kCount], const T* from) {
 
 template <class T, int kCount>
 DEVICE void store(T* to, const float (&from)[kCount]) {
-  Vector<T, kCount> v;
-  if constexpr (sizeof(T) == 2 && kCount > 1) {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2)
-      reinterpret_cast<uint32_t*>(v.values)[i / 2] = ptx::pack<T>(from[i], from[i + 1]);
+  if constexpr (sizeof(T) == 2 && kCount == 8) {
+    ptx::store_vector(to, {ptx::pack<T>(from[0], from[1]), ptx::pack<T>(from[2], from[3]),
+                           ptx::pack<T>(from[4], from[5]), ptx::pack<T>(from[6], from[7])});
+  } else if constexpr (sizeof(T) == 4 && kCount == 4) {
+    const auto bits = [&](int i) INLINE { return __float_as_uint(from[i]); };
+    ptx::store_vector(to, {bits(0), bits(1), bits(2), bits(3)});
   } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) v.values[i] = static_cast<T>(from[i]);
+    for (int i = 0; i < kCount; ++i) to[i] = static_cast<T>(from[i]);
   }
-  *reinterpret_cast<Vector<T, kCount>*>(to) = v;
 }
 
 }  // namespace fusible

@@ -49,6 +49,8 @@ DEVICE void copy_async_commit() { emulation::current->copies.commit(); }
 template <int kPending>
 DEVICE void copy_async_wait() { emulation::current->copies.complete_all_but(kPending, [](auto& copy) { copy(); }); }
 
+DEVICE void store_vector(void* to, const uint4& words) { *static_cast<uint4*>(to) = words; }
+
 template <class T>
 DEVICE uint32_t pack(float low, float high) {
   const T pair[2] = {static_cast<T>(low), static_cast<T>(high)};
