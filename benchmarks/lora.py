@@ -70,14 +70,21 @@ def contestants(preset: Preset, tokens: int, rank: int, device: str) -> dict[str
         "full": step_of(layer(preset, *linears(preset, 0, device), "weight")),
     }
     if device == "cuda":
-        up, down = ({name: p for name, p in fc.named_parameters()} for fc in adapted)
+        up, down = (dict(fc.named_parameters()) for fc in adapted)
         steps["summed"] = _summed(up, down, x, index, weights, dy, preset)
     return steps
 
 
-def _summed(model: fusible.Sequential, x: Tensor, index: Tensor, weights: Tensor, dy: Tensor, preset: Preset) -> Step:
-    up, down = model[1], model[3]
-    leaves: list[nn.Parameter] = [up.lora_a, up.lora_b, down.lora_a, down.lora_b]  # type: ignore[list-item]
+def _summed(
+    up: Mapping[str, Tensor],
+    down: Mapping[str, Tensor],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    dy: Tensor,
+    preset: Preset,
+) -> Step:
+    leaves = [linear[name] for linear in (up, down) for name in ("lora_a", "lora_b")]
 
     def step() -> object:
         order = index.flatten().sort(stable=True)
