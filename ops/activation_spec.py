@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from .programs.activations import ACTIVATIONS, Curve, program_of
 from .programs.compose import is_linear_in_scale
 from .programs.program import Program
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 _SLOPED = ("silu",)
 
 
@@ -59,6 +59,16 @@ class ActivationSpec:
     def out_features(self, in_features: int) -> int:
         """Columns of the output."""
         return in_features // 2 if self.gated else in_features
+
+    @property
+    def curve(self) -> Curve:
+        """Of a name of :data:`ACTIVATIONS`."""
+        return Curve.of(self.name, self.alpha)
+
+    @property
+    def function(self) -> Program:
+        """What is computed, gradients included, of gate, up and the scale of the row: of every activation."""
+        return self.program or program_of(self.curve, self.gated, self.limit, self.linear_offset)
 
     @property
     def is_linear_in_scale(self) -> bool:
