@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from ..fuser.overrides import is_hooked
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from ..ops.routing import routed_by
-from .gates import activation_of
+from .gates import activation_of, constants_read
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+_constants_read: Callable[[type, Any, type | None], tuple[tuple[str, ...], tuple[str, ...]]] = cache(constants_read)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -205,7 +206,10 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     act = getattr(kind, "act_fn", None) if act is None else act
     gate = attributes["_apply_gate"] if "_apply_gate" in attributes else getattr(kind, "_apply_gate", None)
     has_hooks = act is not None and isinstance(act, nn.Module) and is_hooked(act)
-    return (*map(attributes.get, _FLAGS), *map(attributes.get, CONSTANTS), gate, act, has_hooks)
+    is_module = isinstance(act, nn.Module)
+    of_gate, of_act = _constants_read(kind, gate, type(act) if is_module else None)
+    constants = (*map(attributes.get, of_gate), *(map(act.__dict__.get, of_act) if is_module else ()))
+    return (*map(attributes.get, _FLAGS), *constants, gate, act, has_hooks)
 
 
 def built_before(experts: Any) -> Built | None:

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from .programs.activations import ACTIVATIONS, Curve, program_of
-from .programs.compose import is_linear_in_scale
+from .programs.compose import is_linear_in_scale, scaled
 from .programs.program import Program
 
 _SLOPED = ("silu",)
@@ -74,6 +74,13 @@ class ActivationSpec:
     def is_linear_in_scale(self) -> bool:
         """Whether the value is the scale of the row times what does not depend on it."""
         return self.program is None or is_linear_in_scale(self.program)
+
+
+def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
+    """The activation that computes a program, and its value times the scale where it has no number of the row."""
+    with_scale = program if program.rows else scaled(program)
+    gated = len(program.arguments) == 2
+    return ActivationSpec(f"function {program.digest}", gated=gated, block=block, program=with_scale)
 
 
 def activation(name: str) -> ActivationSpec:

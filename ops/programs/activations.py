@@ -104,7 +104,7 @@ def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset:
     """The program of an activation with these numbers, times the scale of the row."""
 
     def value(gate: Tensor, *up: Tensor) -> Tensor:
-        return _value(curve.name, gate, *up, alpha=curve.alpha, limit=limit, linear_offset=linear_offset)
+        return value_of(curve.name, gate, *up, alpha=curve.alpha, limit=limit, linear_offset=linear_offset)
 
     return scaled(trace(value, ("x", "u") if is_gated else ("x",)))
 
@@ -114,14 +114,15 @@ def program_with_constants(curve: str, is_limited: bool) -> Program:
 
     def value(gate: Tensor, up: Tensor, alpha: Number, *limited: Number) -> Tensor:
         limit, linear_offset = limited or (None, 0.0)
-        return _value(curve, gate, up, alpha=alpha, limit=limit, linear_offset=linear_offset)
+        return value_of(curve, gate, up, alpha=alpha, limit=limit, linear_offset=linear_offset)
 
     return scaled(trace(value, ("x", "u"), (1.25, 2.0, 0.5) if is_limited else (1.25,)))
 
 
-def _value(
+def value_of(
     curve: str, gate: Tensor, up: Tensor | None = None, *, alpha: Number, limit: Number | None, linear_offset: Number
 ) -> Tensor:
+    """The activation of x, or of gate and up; ``alpha`` is the slope inside silu."""
     if up is None:
         return CURVES[curve](gate, alpha)
     if limit is not None:
