@@ -35,9 +35,6 @@ class ModelActivation(Activated):
         super().__init__()
         self.spec = spec
 
-    def extra_repr(self) -> str:
-        return self.spec.name
-
 
 def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
     """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
