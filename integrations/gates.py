@@ -39,7 +39,7 @@ class ModelActivation(Activated):
 def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
     """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
     act = getattr(experts, "act_fn", None)
-    if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and is_hooked(act)):
+    if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and any(map(is_hooked, act.modules()))):
         return None, "this module's _apply_gate was replaced, or its act_fn has hooks"
     if (name := _unwatched(experts)) is not None:
         return None, f"its gate reads {name}, which may change"
@@ -134,18 +134,16 @@ def _spec(experts: Any) -> ActivationSpec:
 
 def _unwatched(experts: Any) -> str | None:
     """An attribute that the gate or the activation reads and that may change unseen: no number and no function."""
-    act, method = getattr(experts, "act_fn", None), getattr(type(experts), "_apply_gate", None)
-    if (name := _unwatched_of(experts, names_read(type(experts), method))) is not None or not isinstance(
-        act, nn.Module
-    ):
-        return name
-    return _unwatched_of(act, names_read(type(act), type(act).forward))
-
-
-def _unwatched_of(module: nn.Module, names: tuple[str, ...]) -> str | None:
-    registered = {*module._parameters, *module._buffers, *module._modules} - {"act_fn"}
-    values = vars(module)
-    return next((n for n in names if n in registered or not isinstance(values.get(n), _UNCHANGING)), None)
+    act, gate = getattr(experts, "act_fn", None), getattr(type(experts), "_apply_gate", None)
+    modules = [*act.modules()] if isinstance(act, nn.Module) else []
+    reads = [(experts, names_read(type(experts), gate)), *[(m, names_read(type(m), type(m).forward)) for m in modules]]
+    for module, names in reads:
+        children = {name for name, child in module._modules.items() if child not in modules}
+        registered = {*module._parameters, *module._buffers, *children}
+        for name in names:
+            if name in registered or not isinstance(vars(module).get(name), _UNCHANGING):
+                return name
+    return None
 
 
 def _names_in(code: CodeType | None) -> Iterator[str]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusible
@@ -534,6 +535,37 @@ def test_gates_of_models_are_built_in_ones(name: str) -> None:
     experts(*inputs(experts, 9))
 
     assert container_of(experts).act.spec.program is None
+
+
+def test_class_that_nobody_has_heard_of_fuses() -> None:
+    experts = module("gpt-oss")
+
+    class InventedExperts(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return 3.0 * torch.tanh(F.silu(gate) / 3.0) * up
+
+    experts.__class__ = InventedExperts
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts) == ["RoutedMLP"]
+
+
+def test_activation_with_children_fuses() -> None:
+    """Of gate and up, which children of it bound."""
+    try:
+        experts = custom("inkling2", "Inkling2Experts", **SIZES, mlp_gate_softcap=2.0, mlp_up_softcap=3.0)
+    except ModuleNotFoundError:
+        pytest.skip(f"transformers {transformers.__version__} has no inkling2")
+
+    assert_same(experts, inputs(experts, 9), 1e-6)  # its eager is fp32
+    assert steps_of(experts) == ["RoutedMLP"]
+    experts.act_fn.up_softcap = nn.Tanh()
+    assert_same(experts, inputs(experts, 9), 1e-6)
+    assert steps_of(experts) == ["RoutedMLP"]
+    experts.act_fn.up_softcap.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_same(experts, inputs(experts, 9), 1e-6)
+    assert "OwnStep" in steps_of(experts)
 
 
 def of_the_whole_row(self: Any, gate_up: Tensor) -> Tensor:
