@@ -17,10 +17,9 @@ from ..fuser.config import constant
 from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
 from ..fuser.dynamo.steps import Program, program_or_reason
 from ..fuser.overrides import is_hooked
-from ..ops import GLU, Activation, GroupedLinear
-from ..ops.activation_spec import ActivationSpec
-from .experts import CONSTANTS, Parameters, layer_of
-from .gates import spec_of
+from ..ops import GroupedLinear
+from .experts import Parameters, layer_of
+from .gates import activation_with, constants_read, values_of
 
 
 class Form(NamedTuple):
@@ -88,10 +87,7 @@ def _between(spec: tuple[Any, ...] | None) -> nn.Module:
     """The op of a spec; in the place of the module's own code, a module that is no op."""
     if spec is None:
         return nn.Identity()
-    activation = ActivationSpec(*spec)
-    op: GLU | Activation = GLU(activation.name) if activation.gated else Activation(activation.name)
-    op.spec = activation
-    return op
+    return activation_with(spec)
 
 
 def _spec(experts: Any) -> tuple[Any, ...] | None:
@@ -99,13 +95,21 @@ def _spec(experts: Any) -> tuple[Any, ...] | None:
     attributes = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
     if "_apply_gate" in attributes:
         return None
-    constants = [(name, constant_value(attributes.get(name))) for name in CONSTANTS]
-    act, approximate = attributes["_modules"].get("act_fn"), None
+    act, of_module = attributes["_modules"].get("act_fn"), {}
     if act is None:
         act = attributes.get("act_fn")
     elif is_hooked(act):
         return None
     else:
-        approximate, act = act.__dict__.get("approximate"), type(act)
+        of_module, act = act.__dict__, type(act)
     kind = type(experts)
-    return spec_of(kind, getattr(kind, "_apply_gate", None), attributes["has_gate"], tuple(constants), act, approximate)
+    gate = getattr(kind, "_apply_gate", None)
+    of_gate, of_act = constants_read(kind, gate, act)
+    constants, act_constants = _values(attributes, of_gate), _values(of_module, of_act)
+    return values_of(kind, gate, attributes["has_gate"], constants, act, act_constants)
+
+
+def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    """Those of the attributes that are numbers or text."""
+    values = [(name, attributes.get(name)) for name in names]
+    return tuple([(name, constant_value(value)) for name, value in values if isinstance(value, int | float | str)])

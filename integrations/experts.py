@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ from ..fuser.overrides import is_hooked
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
 from ..ops.checks import is_plain
 from ..ops.routing import routed_by
-from .gates import activation_of
+from .gates import activation_of, names_read
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-CONSTANTS = ("limit", "alpha", "swiglu_limit", "swiglu_alpha")
+_names_read: Callable[[type, Any], tuple[str, ...]] = cache(names_read)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -204,8 +205,18 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     act = modules["act_fn"] if "act_fn" in modules else attributes.get("act_fn")
     act = getattr(kind, "act_fn", None) if act is None else act
     gate = attributes["_apply_gate"] if "_apply_gate" in attributes else getattr(kind, "_apply_gate", None)
-    has_hooks = act is not None and isinstance(act, nn.Module) and is_hooked(act)
-    return (*map(attributes.get, _FLAGS), *map(attributes.get, CONSTANTS), gate, act, has_hooks)
+    constants = (*map(attributes.get, _names_read(kind, gate)), *_facts_within(act))
+    return (*map(attributes.get, _FLAGS), *constants, gate, act)
+
+
+def _facts_within(act: Any) -> tuple[Any, ...]:
+    """Of an activation that is a module: its hooks and constants, and those of its children."""
+    if not isinstance(act, nn.Module):
+        return ()
+    values = is_hooked(act), *map(act.__dict__.get, _names_read(type(act), type(act).forward))
+    for child in act._modules.values():
+        values = *values, child, *_facts_within(child)
+    return values
 
 
 def built_before(experts: Any) -> Built | None:

@@ -1,167 +1,155 @@
-"""Which activation the experts of a transformers model have: read off the module, never off its configuration.
+"""Which activation the experts of a transformers model have: read off the module's own function as a program.
 
-A model's own gate is known by its name here; whether the gate is still what that name stood for is then tried out on
-numbers. What is not known, or has changed, runs as it is, between two grouped linears.
+A program that computes what a built-in activation does becomes that one, whose kernels are compiled ahead. Any other
+is compiled when it first runs. What is none, the model runs as it is, between two grouped linears.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..fuser import Op
 from ..fuser.config import constant
 from ..fuser.overrides import is_hooked
-from ..ops import GLU, Activation, interleaved
+from ..ops.activation_spec import ActivationSpec, spec_of_program
+from ..ops.glu import Activated
+from ..ops.programs.packed import PackedProgram, trace_packed
+from ..ops.programs.program import parse
+from ..ops.programs.tracing import trace
+from ..ops.recognition import recognized
 
-_ACTIVATIONS: dict[str, str] = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "silu": "silu",
-    "GELUActivation": "gelu",
-    "NewGELUActivation": "gelu_tanh",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "QuickGELUActivation": "quick_gelu",
-    "ReLU": "relu",
-    "relu": "relu",
-    "ReLUSquaredActivation": "relu2",
-    "Sigmoid": "sigmoid",
-    "sigmoid": "sigmoid",
-}
+Values = tuple[Any, ...]
+"""Those of an :class:`ActivationSpec`, as code that is compiled can hold them."""
+_UNCHANGING = type(None), int, float, str, FunctionType, BuiltinFunctionType, partial
 
 
-def _clamped(limit: str, alpha: str | None, offset: float, **options: Any) -> Callable[[nn.Module], GLU]:
-    """A clamped silu gate, whose constants are attributes of the module."""
+class ModelActivation(Activated):
+    """The activation or the gate of a model, as it was read."""
 
-    def build(experts: nn.Module) -> GLU:
-        slope = 1.0 if alpha is None else float(getattr(experts, alpha))
-        return GLU("silu", limit=float(getattr(experts, limit)), alpha=slope, linear_offset=offset, **options)
-
-    return build
+    def __init__(self, spec: ActivationSpec) -> None:
+        super().__init__()
+        self.spec = spec
 
 
-def _usual_gate(experts: Any) -> GLU | None:
-    """The gate of most models, ``act_fn(gate) * up``; None if the activation is not supported."""
-    name = activation_name(experts.act_fn)
-    return None if name is None else GLU(name)
-
-
-_GATES: dict[str, Callable[[nn.Module], GLU | None]] = {
-    "BeamExperts": _usual_gate,
-    "GptOssExperts": _clamped("limit", "alpha", 1.0, layout=interleaved(1)),
-    "OpenAIPrivacyFilterExperts": _clamped("limit", "alpha", 1.0),
-    "MiniMaxM3VLExperts": _clamped("swiglu_limit", "swiglu_alpha", 1.0),
-    "DeepseekV4Experts": _clamped("limit", None, 0.0),
-    "HYV4Experts": _clamped("swiglu_limit", None, 0.0),
-    "Glm5NextTextExperts": _clamped("swiglu_limit", None, 0.0),
-}
-_IN_FLOAT32 = ("BeamExperts",)  # whatever the dtype of the rows is; kernels do the same, and round once
-
-
-def activation_of(experts: nn.Module) -> tuple[Op | None, str]:
+def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
     """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
     act = getattr(experts, "act_fn", None)
-    if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and is_hooked(act)):
+    if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and any(map(is_hooked, act.modules()))):
         return None, "this module's _apply_gate was replaced, or its act_fn has hooks"
-    if not getattr(experts, "has_gate", True):
-        name = activation_name(experts.act_fn)
-        return (None, _unsupported(experts)) if name is None else (Activation(name), "")
-    gate = getattr(type(experts), "_apply_gate", None)
-    if getattr(gate, "__name__", None) == "_default_apply_gate":
-        op = _usual_gate(experts)
-        return op, "" if op else _unsupported(experts)
-    return _gate_of_class(experts)
+    if (name := _unwatched(experts)) is not None:
+        return None, f"its gate reads {name}, which may change"
+    try:
+        return ModelActivation(_spec(experts)), ""
+    except Exception as error:  # a model's code may raise anything where it is tried out
+        return None, str(error)
+
+
+def names_read(kind: type, method: Any) -> tuple[str, ...]:
+    """All names that a method uses, and the methods of the class that it calls; attributes are among them."""
+    names, asked = dict[str, None](), [method]
+    while asked:
+        new = [name for name in _names_in(getattr(asked.pop(), "__code__", None)) if name not in names]
+        names.update(dict.fromkeys(new))
+        asked += [vars(base).get(name) for name in new for base in kind.__mro__ if base is not nn.Module]
+    return tuple(names)
 
 
 @constant
-def spec_of(
+def constants_read(kind: type, gate: Any, act: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of what experts' gate may depend on, and of what their activation may, if it is of a class ``act``."""
+    return names_read(kind, gate), names_read(act, getattr(act, "forward", None)) if isinstance(act, type) else ()
+
+
+@constant
+def values_of(
     kind: type[nn.Module],
     gate: Any,
     has_gate: bool,
-    constants: tuple[tuple[str, float | None], ...],
+    constants: tuple[tuple[str, Any], ...],
     act: Any,
-    approximate: Any,
-) -> tuple[Any, ...] | None:
-    """The op that :func:`activation_of` finds for experts with these values, as those of its spec; None: it finds none.
+    act_constants: tuple[tuple[str, Any], ...],
+) -> Values | None:
+    """The spec that :func:`activation_of` finds for experts with these values; None: it finds none.
 
     Args:
         kind, gate: the class of the experts, and its ``_apply_gate``.
         has_gate, constants: their attributes; None: there is none.
         act: their activation: a function, the class of a module, or None.
-        approximate: that of the module.
+        act_constants: the attributes of that module.
     """
-    like: Any = object.__new__(kind)
-    nn.Module.__init__(like)
-    for name, value in (("has_gate", has_gate), *constants):
-        if value is not None:
-            setattr(like, name, value)
-    if isinstance(act, type):
-        if not act.__module__.startswith(("torch.nn.", "transformers.")) or act.__name__ not in {*_ACTIVATIONS, "GELU"}:
-            return None
-        act = act() if approximate is None else act(approximate=approximate)
-    like.act_fn = act
     if getattr(kind, "_apply_gate", None) is not gate:
         return None
-    op: Any = activation_of(like)[0]
-    return None if op is None else astuple(op.spec)
-
-
-def activation_name(function: Any) -> str | None:
-    """The name here of an activation, a module or a function; None if it is not supported."""
-    if isinstance(function, nn.GELU) and type(function) is nn.GELU:
-        return "gelu_tanh" if function.approximate == "tanh" else "gelu"
-    name = _ACTIVATIONS.get(_name(function))
-    if name is None or not _agrees(function, Activation(name), 1.0):
-        return None
-    return name
-
-
-def _gate_of_class(experts: nn.Module) -> tuple[Op | None, str]:
-    kind = next((base.__name__ for base in type(experts).__mro__ if "_apply_gate" in vars(base)), "")
-    if kind not in _GATES:
-        return None, f"{kind}._apply_gate is not known here"
-    op = _GATES[kind](experts)
+    if isinstance(act, type):
+        try:
+            act = _with(_module(act), act_constants)
+        except TypeError:
+            return None
+    like: Any = object.__new__(kind)
+    nn.Module.__init__(like)
+    like.has_gate, like.act_fn = has_gate, act
+    op = activation_of(_with(like, constants))[0]
     if op is None:
-        return None, _unsupported(experts)
-    tolerance = 1e-6 if kind in _IN_FLOAT32 else 1e-9
-    if not _agrees(experts._apply_gate, op, 2 * (op.spec.limit or 1.0), tolerance):
-        return None, f"{kind}._apply_gate, with this act_fn, is not what is known of it here"
-    return op, ""
+        return None
+    *values, program = [getattr(op.spec, field.name) for field in fields(op.spec)]
+    return *values, program and program.text
 
 
-def _unsupported(experts: Any) -> str:
-    return f"{_name(experts.act_fn)} is not a supported activation"
+def activation_with(values: Values) -> ModelActivation:
+    """The inverse of :func:`values_of`."""
+    *others, text = values
+    return ModelActivation(ActivationSpec(*[*others, text and parse(text)]))
 
 
-def _agrees(function: Any, op: Activation | GLU, reach: float, tolerance: float = 1e-9) -> bool:
-    """Whether a function without parameters and an op give the same numbers and slopes.
+def _module(kind: type) -> Any:
+    """One of the class, if its class is all that an activation has besides plain values.
 
-    They are tried out in a thread of their own, which is in none of the modes that a model's first call may be in:
-    inference, checkpointing, a trace, fake tensors, a device.
+    Raises:
+        TypeError: it may have more.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_same, function, op, reach, tolerance).result()
+    if not kind.__module__.startswith(("torch.nn.", "transformers.")):
+        raise TypeError(f"{kind.__name__} may hold anything")
+    return kind()
 
 
-def _same(function: Any, op: Activation | GLU, reach: float, tolerance: float) -> bool:
-    results = [_values_and_slopes(f, reach) for f in (function, op)]
-    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*results, strict=True))
+def _with(module: Any, constants: tuple[tuple[str, Any], ...]) -> Any:
+    for name, value in constants:
+        if value is not None:
+            setattr(module, name, value)
+    return module
 
 
-def _values_and_slopes(function: Any, reach: float) -> tuple[Tensor, Tensor]:
-    """Of rows of numbers on both sides of everything that a gate may treat in its own way."""
-    numbers = torch.linspace(-4 * reach, 4 * reach, 512, dtype=torch.float64, device="cpu")
-    apart = torch.arange(64, device="cpu") * 37 % 64  # gate and up of a pair are far from one another
-    x = numbers.view(8, 64)[:, apart].requires_grad_()
-    y = function(x.clone())  # no leaf, of which hooks on all modules may make something else
-    return y.detach(), torch.autograd.grad(y.sum(), x)[0]
+def _spec(experts: Any) -> ActivationSpec:
+    if getattr(experts, "has_gate", True):
+        program, block = trace_packed(experts._apply_gate)
+    else:
+        program, block = PackedProgram(trace(experts.act_fn, ("x",)), None)
+    built_in = recognized(program)
+    return spec_of_program(program, block) if built_in is None else replace(built_in, block=block)
 
 
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", None) or type(function).__name__)
+def _unwatched(experts: Any) -> str | None:
+    """An attribute that the gate or the activation reads and that may change unseen: no number and no function."""
+    act, gate = getattr(experts, "act_fn", None), getattr(type(experts), "_apply_gate", None)
+    modules = [*act.modules()] if isinstance(act, nn.Module) else []
+    reads = [(experts, names_read(type(experts), gate)), *[(m, names_read(type(m), type(m).forward)) for m in modules]]
+    for module, names in reads:
+        children = {name for name, child in module._modules.items() if child not in modules}
+        registered = {*module._parameters, *module._buffers, *children}
+        for name in names:
+            if name in registered or not isinstance(vars(module).get(name), _UNCHANGING):
+                return name
+    return None
+
+
+def _names_in(code: CodeType | None) -> Iterator[str]:
+    if code is None:
+        return
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)

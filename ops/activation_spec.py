@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from .programs.compose import is_linear_in_scale
+from .programs.activations import ACTIVATIONS, Curve, program_of
+from .programs.compose import is_linear_in_scale, scaled
 from .programs.program import Program
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 _SLOPED = ("silu",)
 
 
@@ -61,9 +61,26 @@ class ActivationSpec:
         return in_features // 2 if self.gated else in_features
 
     @property
+    def curve(self) -> Curve:
+        """Of a name of :data:`ACTIVATIONS`."""
+        return Curve.of(self.name, self.alpha)
+
+    @property
+    def function(self) -> Program:
+        """What is computed, gradients included, of gate, up and the scale of the row: of every activation."""
+        return self.program or program_of(self.curve, self.gated, self.limit, self.linear_offset)
+
+    @property
     def is_linear_in_scale(self) -> bool:
         """Whether the value is the scale of the row times what does not depend on it."""
         return self.program is None or is_linear_in_scale(self.program)
+
+
+def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
+    """The activation that computes a program, and its value times the scale where it has no number of the row."""
+    with_scale = program if program.rows else scaled(program)
+    gated = len(program.arguments) == 2
+    return ActivationSpec(f"function {program.digest}", gated=gated, block=block, program=with_scale)
 
 
 def activation(name: str) -> ActivationSpec:

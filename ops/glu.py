@@ -36,6 +36,10 @@ class Activated(Op):
         preact = saved.preact
         return {} if preact is None else {"x": kernels.activate_backward(dy, preact, self.spec).preact}
 
+    def extra_repr(self) -> str:
+        numbers = {k: v for k, v in vars(self.spec).items() if k not in ("name", "gated", "program")}
+        return ", ".join([self.spec.name, *[f"{k}={v}" for k, v in numbers.items() if v != _DEFAULTS[k]]])
+
 
 class GLU(Activated):
     """``act(gate) * (up + linear_offset)`` of an input whose columns are gate and up.
@@ -67,10 +71,6 @@ class GLU(Activated):
     ) -> None:
         super().__init__()
         self.spec = gated(activation, limit, alpha, linear_offset, layout)
-
-    def extra_repr(self) -> str:
-        changed = [f"{k}={v}" for k, v in vars(self.spec).items() if k not in ("name", "gated") and v != _DEFAULTS[k]]
-        return ", ".join([self.spec.name, *changed])
 
 
 _DEFAULTS: dict[str, Any] = vars(gated("silu", None, 1.0, 0.0, "concat"))

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from ..fuser.config import constant
 from .activation import Activation
-from .activation_spec import ACTIVATIONS, ActivationSpec, Interleaved, activation, gated
+from .activation_spec import ActivationSpec, Interleaved, activation, gated
 from .glu import GLU, Activated, ClampedSwiGLU
+from .programs.activations import ACTIVATIONS
 
 GATES = {
     "swiglu": gated("silu", None, 1.0, 0.0, "concat"),

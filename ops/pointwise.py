@@ -13,10 +13,9 @@ from torch import Tensor
 from ..fuser import Gradient, Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
 from . import kernels
-from .activation_spec import ActivationSpec, Interleaved
+from .activation_spec import ActivationSpec, Interleaved, spec_of_program
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
 from .programs.columns import of_rows, sums
-from .programs.compose import scaled
 from .programs.halves import join, split
 from .programs.parameters import Function, InOrder, Parameters
 from .programs.program import Program, part_of, with_constants
@@ -324,10 +323,7 @@ class Pointwise(Op):
 
 @lru_cache(maxsize=1024)
 def _spec(program: Program, constants: tuple[float, ...], block: int | None) -> ActivationSpec:
-    program = with_constants(program, constants)
-    with_scale = program if program.rows else scaled(program)
-    gated = len(program.arguments) == 2
-    return ActivationSpec(f"function {program.digest}", gated=gated, block=block, program=with_scale)
+    return spec_of_program(with_constants(program, constants), block)
 
 
 def _checked(halves: Any) -> str | Interleaved | None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusible
@@ -280,7 +281,7 @@ def test_parametrized_weights_are_computed_once_and_let_go(act_fn: str) -> None:
 
     experts = module("mixtral")
     if act_fn != "silu":
-        experts.act_fn = nn.Softsign()
+        experts.act_fn = Bessel()
     nn.utils.parametrize.register_parametrization(experts, "gate_up_proj", Halved())
     made.clear()
     with torch.no_grad():
@@ -479,23 +480,137 @@ def test_known_gate_fuses(family: str) -> None:
     assert steps_of(experts) == ["RoutedMLP"]
 
 
-def test_gate_that_has_changed_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def interleaved_tanh(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    return torch.tanh(self.steepness * gate) * up
+
+
+def up_first(self: Any, gate_up: Tensor) -> Tensor:
+    up, gate = gate_up.split(gate_up.shape[-1] // 2, dim=-1)
+    return self.curve(gate) * up
+
+
+def in_pairs(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    return torch.relu(gate).square() * (up + self.steepness)
+
+
+@pytest.mark.parametrize("gate", [interleaved_tanh, up_first, in_pairs])
+def test_gate_that_nobody_has_heard_of_fuses(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = module("gpt-oss")
+    experts.steepness = 0.5
+    monkeypatch.setattr(type(experts), "_apply_gate", gate)
+    monkeypatch.setattr(type(experts), "curve", lambda self, x: torch.atan(self.steepness * x), raising=False)
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts) == ["RoutedMLP"]
+    experts.steepness = 2.0  # in the gate, or in a method that it calls
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts) == ["RoutedMLP"]
+
+
+@pytest.mark.parametrize("act", [nn.Softsign(), nn.LeakyReLU(0.3), nn.Mish(), torch.tanh])
+@pytest.mark.parametrize("name", ["mixtral", "nemotron-h"])
+def test_activation_that_is_no_built_in_fuses(name: str, act: Any) -> None:
+    experts = module(name)
+    del experts.act_fn
+    experts.act_fn = act
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts) == ["RoutedMLP"]
+
+
+def test_changed_constant_of_an_activation_is_seen() -> None:
+    experts = module("mixtral")
+    experts.act_fn = nn.LeakyReLU(0.3)
+    assert_same(experts, inputs(experts, 9))
+    experts.act_fn.negative_slope = 0.1
+
+    assert_same(experts, inputs(experts, 9))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gates_of_models_are_built_in_ones(name: str) -> None:
+    experts = module(name)
+    experts(*inputs(experts, 9))
+
+    assert container_of(experts).act.spec.program is None
+
+
+def test_class_that_nobody_has_heard_of_fuses() -> None:
     experts = module("gpt-oss")
 
-    def _apply_gate(self: Any, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        return torch.tanh(gate) * up
+    class InventedExperts(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: Tensor) -> Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return 3.0 * torch.tanh(F.silu(gate) / 3.0) * up
 
-    monkeypatch.setattr(type(experts), "_apply_gate", _apply_gate)
+    experts.__class__ = InventedExperts
+
+    assert_same(experts, inputs(experts, 9))
+    assert steps_of(experts) == ["RoutedMLP"]
+
+
+def test_activation_with_children_fuses() -> None:
+    """Of gate and up, which children of it bound."""
+    try:
+        experts = custom("inkling2", "Inkling2Experts", **SIZES, mlp_gate_softcap=2.0, mlp_up_softcap=3.0)
+    except ModuleNotFoundError:
+        pytest.skip(f"transformers {transformers.__version__} has no inkling2")
+
+    assert_same(experts, inputs(experts, 9), 1e-6)  # its eager is fp32
+    assert steps_of(experts) == ["RoutedMLP"]
+    experts.act_fn.up_softcap = nn.Tanh()
+    assert_same(experts, inputs(experts, 9), 1e-6)
+    assert steps_of(experts) == ["RoutedMLP"]
+    experts.act_fn.up_softcap.register_forward_hook(lambda module, args, y: 2 * y)
+    assert_same(experts, inputs(experts, 9), 1e-6)
+    assert "OwnStep" in steps_of(experts)
+
+
+def of_the_whole_row(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.softmax(gate, -1) * up
+
+
+def of_what_may_change(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.clamp(max=self.numbers["limit"]) * up
+
+
+def of_all_columns(self: Any, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.tanh().chunk(2, dim=-1)
+    return gate * up
+
+
+@pytest.mark.parametrize(
+    ("gate", "reason"),
+    [
+        (of_the_whole_row, "kernels do not know _softmax"),
+        (of_what_may_change, "its gate reads numbers, which may change"),
+        (of_all_columns, "calls tanh on gate and up together"),
+    ],
+)
+def test_gate_that_cannot_be_read_runs_as_it_is(gate: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = module("gpt-oss")
+    experts.numbers = {"limit": 1.0}
+    monkeypatch.setattr(type(experts), "_apply_gate", gate)
 
     assert_same(experts, inputs(experts, 9))
     assert "OwnStep" in steps_of(experts)
-    assert "is not what is known of it here" in str(container_of(experts))
+    assert reason in str(container_of(experts))
+
+
+class Bessel(nn.Module):
+    """An activation that kernels cannot compute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.special.i0(x)
 
 
 def test_unknown_gate_and_activation_run_as_they_are() -> None:
     experts = module("mixtral")
-    experts.act_fn = nn.Softsign()
+    experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
     assert steps_of(experts)[2] == "OwnStep"
@@ -503,7 +618,7 @@ def test_unknown_gate_and_activation_run_as_they_are() -> None:
 
 def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
     experts = module("nemotron-h")
-    experts.act_fn = nn.Softsign()
+    experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
     assert steps_of(experts)[2] == "OwnStep"
@@ -576,10 +691,10 @@ def test_explain_says_what_runs_the_experts() -> None:
 def test_explain_says_why_a_gate_is_the_models_own() -> None:
     model = make("mixtral")
     for experts in experts_of(model):
-        experts.act_fn = nn.Softsign()
+        experts.act_fn = Bessel()
     step(model, "fusible")
 
-    assert all("Softsign is not a supported activation" in layer.reason for layer in fusible.explain(model).layers)
+    assert all("kernels do not know i0" in layer.reason for layer in fusible.explain(model).layers)
 
 
 @pytest.mark.parametrize("gate", ["known", "unknown"])
@@ -588,7 +703,7 @@ def test_explain_says_what_routes(gate: str) -> None:
     model.set_experts_implementation("fusible")
     if gate == "unknown":
         for experts in experts_of(model):
-            experts.act_fn = nn.Softsign()
+            experts.act_fn = Bessel()
     step(model, "fusible")
     layers = fusible.explain(model).layers
 

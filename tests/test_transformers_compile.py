@@ -143,6 +143,26 @@ def test_changed_gates_compile_anew() -> None:
         torch.testing.assert_close(results(compiled, module, 9), results(module, module, 9))
 
 
+def interleaved_atan(self: Any, gate_up: Tensor) -> Tensor:
+    return torch.atan(self.steepness * gate_up[..., ::2]) * gate_up[..., 1::2]
+
+
+@pytest.mark.parametrize("change", ["gate", "activation"])
+def test_functions_that_are_no_built_in_fuse_in_compiled_code(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = experts_of(make("mixtral"))[0]
+    experts.config._experts_implementation = "fusible"
+    experts.act_fn, experts.steepness = nn.LeakyReLU(0.3), 0.5
+    if change == "gate":
+        monkeypatch.setattr(type(experts), "_apply_gate", interleaved_atan)
+    seen: list[str] = []
+    compiled = torch.compile(experts, fullgraph=True, backend=aot_autograd(fw_compiler=partial(_note_our_ops, seen)))
+    torch.testing.assert_close(results(compiled, experts, 9), results(experts, experts, 9))
+    experts.act_fn.negative_slope, experts.steepness = 0.1, 2.0
+
+    torch.testing.assert_close(results(compiled, experts, 9), results(experts, experts, 9))
+    assert seen.count("fusible.grouped_linear_activation.default") == 2
+
+
 @pytest.mark.parametrize("change", ["gate", "hook"])
 def test_gates_of_one_module_are_seen(change: str) -> None:
     experts = experts_of(make("mixtral"))[0]

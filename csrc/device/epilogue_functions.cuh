@@ -15,32 +15,10 @@
 
 namespace fusible {
 
-// activation(x) * u * scale.
-template <class Kind>
-struct ActivationFunction {
-  static constexpr int kVectors = Kind::kCurve == Curve::kSilu ? 2 : 1;
-
-  DEVICE float forward(float x, float u, const float* scale) const {
-    const Inputs in = inputs<Kind::kLimited>(a, x, u);
-    return evaluate<Kind::kCurve, true>(in.gate, a.alpha).value * in.up * *scale;
-  }
-  DEVICE Gradients<1> backward(float x, float u, const float* scale, float dy) const {
-    const Inputs in = inputs<Kind::kLimited>(a, x, u);
-    const Point point = evaluate<Kind::kCurve, true>(in.gate, a.alpha);
-    const float scaled = dy * *scale, activated = point.value * in.up;
-    return {activated * *scale,
-            in.gate_passes ? scaled * in.up * point.slope : 0.f,
-            in.up_passes ? scaled * point.value : 0.f,
-            {dy * activated}};
-  }
-
-  const Activation& a;
-};
-
 struct BuiltInFunctions {
   template <class Body>
   DEVICE static void choose(const ActivationParams& p, Body body) {
-    with_kind(p.activation, [&](auto kind) INLINE { body(ActivationFunction<decltype(kind)>{p.activation}); });
+    with_function<true>(p.activation, body);
   }
   DEVICE static bool gated(const ActivationParams& p) { return p.activation.gated; }
   DEVICE static bool narrow(const ActivationParams& p) { return p.block < 8; }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The elementary functions of pointwise programs. kFast: by the hardware's approximations, right to some 2^-18, for
-// results that are rounded to 16 bits.
+// results that are rounded to 16 bits. A factor of the argument that is the same for all elements costs nothing.
 #pragma once
 #include "device/approx.cuh"
 
@@ -8,11 +8,11 @@ namespace fusible {
 
 template <bool kFast>
 struct Math {
-  DEVICE static float exp(float x) { return expf(x); }
+  DEVICE static float exp(float x, float factor = 1.f) { return expf(factor * x); }
   DEVICE static float expm1(float x) { return expm1f(x); }
   DEVICE static float log(float x) { return logf(x); }
   DEVICE static float log1p(float x) { return log1pf(x); }
-  DEVICE static float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+  DEVICE static float sigmoid(float x, float factor = 1.f) { return 1.f / (1.f + expf(-factor * x)); }
   DEVICE static float tanh(float x) { return tanhf(x); }
   DEVICE static float sqrt(float x) { return sqrtf(x); }
   DEVICE static float rsqrt(float x) { return 1.f / sqrtf(x); }
@@ -24,8 +24,10 @@ struct Math {
 
 template <>
 struct Math<true> {
-  DEVICE static float exp(float x) { return ptx::exp2_approx(1.44269504f * x); }
-  DEVICE static float sigmoid(float x) { return ptx::reciprocal_approx(1.f + ptx::exp2_approx(-1.44269504f * x)); }
+  DEVICE static float exp(float x, float factor = 1.f) { return ptx::exp2_approx(1.44269504f * factor * x); }
+  DEVICE static float sigmoid(float x, float factor = 1.f) {
+    return ptx::reciprocal_approx(1.f + ptx::exp2_approx(-1.44269504f * factor * x));
+  }
   // The next four take their series where the hardware's function would lose digits.
   DEVICE static float expm1(float x) {
     const float large = exp(x) - 1.f;

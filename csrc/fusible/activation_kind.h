@@ -7,7 +7,8 @@
 
 namespace fusible {
 
-enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kReluSquared = 4, kSigmoid = 5 };
+// In the order of CURVES in ops/programs/activations.py.
+enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
 
 // act(gate) * (up + linear_offset), or act(x) where not gated. Of another function, `kernels` holds what was compiled
 // for it, and only `gated` and `block` count.

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "device/activation.cuh"
+#include "device/element.cuh"
 #include "device/vector.cuh"
 #include "fusible/activation.h"
 #include "fusible/device.h"
@@ -20,13 +21,13 @@ DEVICE unsigned gate_column(unsigned column, unsigned block) {
   return column >= block ? column / block * 2 * block + column % block : column;
 }
 
-// The loops over rows are compiled for each kind of activation, so that nothing is decided for each element.
-template <class Body>
+// The loops over rows are compiled for each function, so that nothing is decided for each element. For fp32 rows
+// functions are exact.
+template <class T, class Body>
 DEVICE void with_form(const Activation& a, Body body) {
-  with_kind(a, [&](auto kind) INLINE {
-    if (a.gated) body(kind, std::true_type());
-    else body(kind, std::false_type());
-  });
+  constexpr bool kFast = sizeof(T) == 2;
+  if (a.gated) with_function<kFast>(a, [&](auto function) INLINE { body(function, std::true_type()); });
+  else with_plain_function<kFast>(a, [&](auto function) INLINE { body(function, std::false_type()); });
 }
 
 // body(row) for the rows of this warp.
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const Activation& a = c.activation;
   const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
                  first = threadIdx.x % 32 * kVector;
-  with_form(a, [&](auto kind, auto is_gated) INLINE {
+  with_form<T>(a, [&](auto function, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
@@ -55,10 +56,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         load(gate, preact + at);
         if constexpr (gated) load(up, preact + at + block);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
-          out[i] = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha).value * in.up * scale;
-        }
+        for (int i = 0; i < kVector; ++i) out[i] = function.forward(gate[i], gated ? up[i] : 1.f, &scale);
         store(postact + column, out);
       }
     });
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const Activation& a = c.activation;
   const unsigned columns = static_cast<unsigned>(c.columns), block = static_cast<unsigned>(a.block),
                  lane = threadIdx.x % 32;
-  with_form(a, [&](auto kind, auto is_gated) INLINE {
+  with_form<T>(a, [&](auto function, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
     each_row(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
@@ -87,13 +85,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         load(grad, dpostact + column);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          const Inputs in = gated ? inputs<kind.kLimited>(a, gate[i], up[i]) : Inputs{gate[i], 1.f, true, true};
-          const Point p = evaluate<kind.kCurve, sizeof(T) == 2>(in.gate, a.alpha);
-          const float activated = p.value * in.up, scaled = grad[i] * scale;
-          sum = fmaf(grad[i], activated, sum);
-          gate[i] = in.gate_passes ? scaled * in.up * p.slope : 0.f;
-          up[i] = in.up_passes ? scaled * p.value : 0.f;
-          grad[i] = activated * scale;
+          const auto d = function.backward(gate[i], gated ? up[i] : 1.f, &scale, grad[i]);
+          sum += d.dr[0];
+          gate[i] = d.dx, up[i] = d.du, grad[i] = d.y;
         }
         store(dpreact + at, gate);
         if constexpr (gated) store(dpreact + at + block, up);

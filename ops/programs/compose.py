@@ -14,7 +14,7 @@ SCALE = "r0"
 @lru_cache(maxsize=1024)
 def scaled(program: Program) -> Program:
     """A program without numbers of a row, times one: ``y * r0``, with the gradient of ``r0``."""
-    builder = Builder((*program.arguments, SCALE, "dy"))
+    builder = Builder((*program.arguments, SCALE, *program.columns, *program.constants, "dy"))
     outputs = _inlined(builder, program, {"dy": builder("mul", "dy", SCALE)})
     drow = builder("mul", "dy", outputs["y"])
     return builder.program({**outputs, "y": builder("mul", outputs["y"], SCALE), f"d{SCALE}": drow})

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 
-from .program import OPERATIONS, Program, Value, part_of
+from .program import OPERATIONS, Line, Program, Value, part_of
+
+_LARGEST_FACTOR = 2.0**100  # of which multiples by log2(e) are numbers
 
 
 def function_type(program: Program, name: str = "Function", *, fast: bool = True, vectors: int = 1) -> str:
@@ -20,26 +23,33 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
         vectors: see ``kVectors``.
     """
-    numbers = program.rows + program.columns
-    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
-    operands = {name: f"r[{i}]" for i, name in enumerate(numbers + program.constants)}
-    names = {**operands, "x": "x", "u": "u", "dy": "dy"}
-    forward, backward = part_of(program, ("y",)), part_of(program, outputs)
-    results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
-    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{name}"], names) for name in numbers)
+    numbers = program.rows + program.columns + program.constants
     return f"""struct {name} {{
   using M = Math<{_bool(fast)}>;
   static constexpr bool kGated = {_bool("u" in program.inputs)};
   static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
   static constexpr int kConstants = {len(program.constants)};
   static constexpr int kVectors = {vectors};
-  DEVICE static float forward(float x, float u, const float* r) {{
+{methods(program, {name: f"r[{i}]" for i, name in enumerate(numbers)}, is_static=True)}}};
+"""
+
+
+def methods(program: Program, operands: Mapping[str, str], *, is_static: bool) -> str:
+    """``forward`` and ``backward``; ``operands``: how the numbers of the row, of the column and constants are read."""
+    numbers = program.rows + program.columns
+    outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
+    names = {**operands, "x": "x", "u": "u", "dy": "dy"}
+    forward, backward = (_with_multiples(part_of(program, each)) for each in (("y",), outputs))
+    results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
+    row_results = ", ".join(_expression(dict(backward.outputs)[f"d{name}"], names) for name in numbers)
+    before, after = ("static ", "") if is_static else ("", " const")
+    return f"""\
+  DEVICE {before}float forward(float x, float u, const float* r){after} {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}
-  DEVICE static Gradients<kRows + kColumns> backward(float x, float u, const float* r, float dy) {{
+  DEVICE {before}Gradients<{len(numbers)}> backward(float x, float u, const float* r, float dy){after} {{
     {_statements(backward, names)}return {{{", ".join(results)}, {{{row_results}}}}};
   }}
-}};
 """
 
 
@@ -51,11 +61,33 @@ def number(x: float) -> str:
     return f"{x.hex()}f" if math.isfinite(x) else "INFINITY" if x > 0 else "-INFINITY"
 
 
+def _with_multiples(program: Program) -> Program:
+    """The program with a second argument for what takes a factor of its first one, which costs nothing there."""
+    multiples, lines = dict[Value, tuple[Value, ...]](), list[Line]()
+    for line in program.lines:
+        if line.operation == "mul" and (factors := _factors(program, line.arguments)):
+            multiples[line.name] = factors
+        elif OPERATIONS[line.operation].code_of_multiple is not None and line.arguments[0] in multiples:
+            line = line._replace(arguments=multiples[line.arguments[0]])
+        lines.append(line)
+    return Program(program.inputs, tuple(lines), program.outputs).only(dict(program.outputs))
+
+
+def _factors(program: Program, arguments: tuple[Value, ...]) -> tuple[Value, ...]:
+    """A product's factors, of which the second is the same for all elements; none if neither is."""
+    first, second = arguments
+    if first in program.constants:
+        first, second = second, first
+    is_number = isinstance(second, float) and abs(second) < _LARGEST_FACTOR
+    return (first, second) if is_number or second in program.constants else ()
+
+
 def _statements(program: Program, names: dict[str, str]) -> str:
     lines = []
     for name, kind, arguments in program.lines:
-        operation = OPERATIONS[kind]
-        code = operation.code.format(*[_expression(argument, names) for argument in arguments])
+        operation, is_multiple = OPERATIONS[kind], len(arguments) == 2
+        code = (operation.code_of_multiple if is_multiple else None) or operation.code
+        code = code.format(*[_expression(argument, names) for argument in arguments])
         lines.append(f"const {'bool' if operation.is_boolean else 'float'} {name} = {code};\n    ")
     return "".join(lines)
 

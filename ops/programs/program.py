@@ -24,6 +24,7 @@ class Operation(NamedTuple):
         is_boolean: whether the result is a truth value.
         commutes: whether the two arguments may be exchanged; a constant is then the second.
         with_constant: computes it on a tensor and a number.
+        code_of_multiple: its C++ expression for ``{0}`` times ``{1}``, which is the same for all elements.
     """
 
     run: Callable[..., Tensor]
@@ -31,19 +32,20 @@ class Operation(NamedTuple):
     is_boolean: bool = False
     commutes: bool = False
     with_constant: Callable[..., Tensor] | None = None
+    code_of_multiple: str | None = None
 
 
 OPERATIONS: dict[str, Operation] = {
     "neg": Operation(torch.neg, "-{0}"),
     "abs": Operation(torch.abs, "fabsf({0})"),
-    "exp": Operation(torch.exp, "M::exp({0})"),
+    "exp": Operation(torch.exp, "M::exp({0})", code_of_multiple="M::exp({0}, {1})"),
     "expm1": Operation(torch.expm1, "M::expm1({0})"),
     "log": Operation(torch.log, "M::log({0})"),
     "log1p": Operation(torch.log1p, "M::log1p({0})"),
     "sqrt": Operation(torch.sqrt, "M::sqrt({0})"),
     "rsqrt": Operation(torch.rsqrt, "M::rsqrt({0})"),
     "reciprocal": Operation(torch.reciprocal, "M::reciprocal({0})"),
-    "sigmoid": Operation(torch.sigmoid, "M::sigmoid({0})"),
+    "sigmoid": Operation(torch.sigmoid, "M::sigmoid({0})", code_of_multiple="M::sigmoid({0}, {1})"),
     "tanh": Operation(torch.tanh, "M::tanh({0})"),
     "erf": Operation(torch.erf, "erff({0})"),
     "sin": Operation(torch.sin, "M::sin({0})"),

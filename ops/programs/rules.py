@@ -60,7 +60,7 @@ def _gelu(e: Builder, x: Value, approximate: str) -> tuple[Value, Value]:
     """Value and slope: ``x cdf(x)`` and ``cdf(x) + x density(x)``; by tanh, ``(1 + tanh(v / 2)) / 2`` is sigmoid(v)."""
     if approximate == "tanh":
         square = e("mul", x, x)
-        v = e("mul", e("mul", x, _GELU_TANH), e("add", e("mul", square, _GELU_CUBE), 1.0))
+        v = e("mul", e("mul", x, e("add", e("mul", square, _GELU_CUBE), 1.0)), _GELU_TANH)
         s, dv = e("sigmoid", v), e("add", e("mul", square, 3 * _GELU_CUBE * _GELU_TANH), _GELU_TANH)
         value = e("mul", x, s)
         return value, e("add", s, e("mul", e("mul", value, e("sub", 1.0, s)), dv))

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
+from ...programs.activations import CURVES
 from ..problem import ActivationGrads, Matrices, stacked
-from ..pytorch.activation import QUICK
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 
 NAME = "activation"
-_CURVES = {"silu": 0, "quick_gelu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "sigmoid": 5}
+_CURVES = {name: code for code, name in enumerate(CURVES)}
 
 
 def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
@@ -147,9 +147,8 @@ def activation(spec: ActivationSpec, columns: int) -> Activation:
     """An activation with that many output columns; of a user's function what does not depend on the kernel."""
     if spec.program is not None:
         return Activation(0, spec.gated, 1.0, math.inf, 0.0, spec.block or columns)
-    alpha = QUICK if spec.name == "quick_gelu" else spec.alpha
-    limit = math.inf if spec.limit is None else spec.limit
-    return Activation(_CURVES[spec.name], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)
+    (curve, alpha), limit = spec.curve, math.inf if spec.limit is None else spec.limit
+    return Activation(_CURVES[curve], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)
 
 
 def scale_arguments(scales: Tensor | None) -> tuple[int, int]:

@@ -19,7 +19,6 @@ from ..problem import ActivationGrads
 from . import pointwise
 
 _aten = torch.ops.aten
-QUICK = 1.702
 NAME = "torch"
 
 
@@ -65,7 +64,6 @@ def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
 _CURVES: dict[str, Curve] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "quick_gelu": _silu(QUICK),
     "relu": Curve(F.relu, _relu_slope),
     "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
     "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),
@@ -73,7 +71,8 @@ _CURVES: dict[str, Curve] = {
 
 
 def _curve(spec: ActivationSpec) -> Curve:
-    return _silu(spec.alpha) if spec.name == "silu" else _CURVES[spec.name]
+    name, alpha = spec.curve
+    return _silu(alpha) if name == "silu" else _CURVES[name]
 
 
 def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:

@@ -1,0 +1,102 @@
+"""Reads functions of packed columns, gate and up in one tensor, as programs. Where the halves lie is found out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .parameters import Function
+from .program import Program
+from .tracing import NotPointwiseError, name_of, trace
+
+_VIEWS = frozenset(
+    {"__getitem__", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "view", "reshape", "unflatten"}
+)
+_OF_ALL_COLUMNS = frozenset({"contiguous", "float", "to"})  # what changes no number, in float32
+_SHAPES = frozenset({"__get__", "size", "dim", "numel"})
+_BLOCKS = (None, 1)
+
+
+class PackedProgram(NamedTuple):
+    """A program of gate and up, and how they lie: columns of gate before as many of up; None for one block of each."""
+
+    program: Program
+    block: int | None
+
+
+def trace_packed(function: Function) -> PackedProgram:
+    """What a function computes of rows [T, 2 F], in which it finds two halves itself.
+
+    Raises:
+        UnknownFunctionError: an operation that kernels do not know.
+        NotPointwiseError: an element depends on more than one number of each half; or the halves do not lie as those
+            of any layout.
+    """
+    packed = _Packed(function)
+    program = trace(packed, ("x", "u"))
+    if len(packed.blocks) != 1:
+        raise NotPointwiseError(f"{name_of(function)}: does not take its columns in two halves of one layout")
+    return PackedProgram(program, packed.blocks.pop())
+
+
+class _Packed:
+    """The function, of two halves. ``blocks``: the layouts that it has taken the halves in."""
+
+    def __init__(self, function: Function) -> None:
+        self.__wrapped__, self.__name__, self.blocks = function, name_of(function), set[int | None]()
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        with _disable_current_modes():
+            numbers = torch.arange(2 * gate.numel(), device="cpu").view(gate.shape[0], -1)
+        return self.__wrapped__(_columns(numbers, _GateAndUp(self, numbers, gate, up)))
+
+
+class _GateAndUp(NamedTuple):
+    """What views of the columns turn out to be. ``numbers``: those of the elements, all columns of them."""
+
+    packed: _Packed
+    numbers: Tensor
+    gate: Tensor
+    up: Tensor
+
+    def of(self, view: Any) -> Any:
+        """The half that a view shows, or the view."""
+        if not isinstance(view, Tensor):
+            return self.gate.dtype if isinstance(view, torch.dtype) else view
+        if view.shape == self.gate.shape:
+            for block in _BLOCKS:
+                blocks = self.numbers.view(*view.shape[:-1], -1, 2, block or view.shape[-1])
+                for i, columns in enumerate((self.gate, self.up)):
+                    if torch.equal(view, blocks.select(-2, i).reshape(view.shape)):
+                        self.packed.blocks.add(block)
+                        return columns
+        return _columns(view, self)
+
+
+class _Columns(Tensor):
+    """Stands for the columns while the function takes them apart: holds the numbers of the elements."""
+
+    gate_and_up: _GateAndUp
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        columns, name = args[0] if args else None, func.__name__
+        if not isinstance(columns, cls) or name not in _VIEWS | _OF_ALL_COLUMNS | _SHAPES:
+            raise NotPointwiseError(f"calls {name} on gate and up together")
+        if name in _OF_ALL_COLUMNS:
+            return columns
+        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
+                return type(result)([columns.gate_and_up.of(view) for view in result])
+            return columns.gate_and_up.of(result)
+
+
+def _columns(numbers: Tensor, gate_and_up: _GateAndUp) -> Tensor:
+    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        columns = numbers.as_subclass(_Columns)
+    columns.gate_and_up = gate_and_up
+    return columns
