@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from checks.functions import PUBLISHED, telu
 from models import steps
 from reference import assert_as_good, grouped_linear, run, scale, split_glu, unit
 from test_pointwise import FUNCTIONS
@@ -35,14 +36,6 @@ D, BF16 = torch.float64, torch.bfloat16
 FUSIONS = {"RoutedMLP", "RoutedLoRA", "GroupedMLP", "GroupedLinearGLU", "GLUScale"}
 
 
-def telu(x):
-    return x * torch.tanh(torch.exp(x))
-
-
-def star(x):
-    return 0.8944 * torch.relu(x).square() - 0.4472
-
-
 def cut(gate, up, prob):
     """Not linear in its number of the row."""
     return torch.tanh(gate * prob).clamp(-0.8, 0.9) * (up + 1)
@@ -54,8 +47,7 @@ def weighted(gate, up, prob):
 
 ALL = {
     **{name: function for name, function in FUNCTIONS.items() if name != "not linear in two rows"},
-    "telu": (telu, 1),
-    "star relu": (star, 1),
+    **PUBLISHED,
     "cut": (cut, 2),
     "silu glu": (lambda gate, up: F.silu(gate) * up, 2),
     "weighted": (weighted, 2),
