@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -157,8 +158,11 @@ def test_every_function_in_bf16(name):
     Experts(name, dtype=BF16).check()
 
 
-@pytest.mark.parametrize("scaled", [("before",), ("after",), ("before", "after")], ids=str)
-@pytest.mark.parametrize("name", WITHOUT_ROW)
+SOME = ["relu2 glu", "mish", "constant", "xielu", "log sum"]
+SCALED = [("before",), ("after",), ("before", "after")]
+
+
+@pytest.mark.parametrize(("name", "scaled"), [*product(SOME, SCALED), *product(WITHOUT_ROW, SCALED[:1])], ids=str)
 def test_scales_beside_the_second_linear(name, scaled):
     Experts(name, *scaled).check()
 
@@ -261,6 +265,38 @@ def test_a_number_of_the_row_is_given_as_the_user_named_it(how, fused):
             y = experts.model(x, split_sizes=sizes, op_kwargs={key: {"prob": prob}})
     assert steps(experts.model) == (["GroupedMLP"] if fused else ["GroupedLinear", "Pointwise", "GroupedLinear"])
     torch.testing.assert_close(y, expected)
+
+
+def with_row_called(name):
+    """A function whose number of the row has a name that fused ops use themselves."""
+    functions = {
+        "scales": lambda g, u, scales: torch.tanh(g * scales) * u,
+        "out_scale_scales": lambda g, u, out_scale_scales: torch.tanh(g * out_scale_scales) * u,
+        "fc1_bias_scale": lambda g, u, fc1_bias_scale: torch.tanh(g * fc1_bias_scale) * u,
+        "output": lambda g, u, output: torch.tanh(g * output) * u,
+        "grad_input": lambda g, u, grad_input: torch.tanh(g * grad_input) * u,
+    }
+    return Pointwise(functions[name], halves="concat")
+
+
+@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
+@pytest.mark.parametrize("name", ["scales", "out_scale_scales", "fc1_bias_scale", "output", "grad_input"])
+def test_names_that_fused_ops_use_themselves(name, dtype):
+    linears = (GroupedLinear(E, *shape, dtype=dtype) for shape in ((K, 2 * H), (H, K)))
+    model = Sequential(next(linears), with_row_called(name), next(linears))
+    x, row, sizes = unit(2, T // 2, K, dtype=dtype), torch.rand(2, T // 2, requires_grad=True), torch.tensor(SIZES)
+    of_ops = {0: {"split_sizes": sizes}, 1: {name: row}, 2: {"split_sizes": sizes}}
+    got = compare(model, "GroupedMLP", {"x": x, "row": row}, x, op_kwargs=of_ops)
+    assert got["row"].any()
+    assert got["row"].dtype == torch.float32
+
+
+def test_one_tensor_is_the_number_of_the_row_and_the_scale_after_fc2():
+    op = Pointwise(lambda g, u, scales: torch.tanh(g) * u * scales, halves="concat")
+    model = Sequential(GroupedLinear(E, K, 2 * H, dtype=D), op, GroupedLinear(E, H, K, dtype=D), Scale())
+    x, scales = unit(T, K), torch.rand(T, dtype=D).requires_grad_()
+    tensors = {"x": x, "scales": scales}
+    compare(model, "GroupedMLP", tensors, x, split_sizes=torch.tensor(SIZES), scales=scales)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -434,8 +470,7 @@ def routing():
     return {"top_k_index": index, "top_k_weights": torch.rand(T, SLOTS, dtype=D, generator=generator).requires_grad_()}
 
 
-@pytest.mark.parametrize("scaled", [("after",), ("before",), ("before", "after")], ids=str)
-@pytest.mark.parametrize("name", WITHOUT_ROW)
+@pytest.mark.parametrize(("name", "scaled"), [*product(SOME, SCALED), *product(WITHOUT_ROW, SCALED[1:2])], ids=str)
 def test_a_routed_layer(name, scaled):
     model, x, call = routed(op_of(name)[0], scaled), unit(T, K), routing()
     compare(model, "RoutedMLP", {"x": x, "weights": call["top_k_weights"]}, x, **call)
@@ -454,6 +489,18 @@ def test_options_of_routed_layers(option, kind):
     model, x, call = routed(op_of("silu glu")[0], kind=kind, **option), unit(T, K, dtype=dtype), routing()
     name = "RoutedMLP" if kind is GroupedLinear else "RoutedLoRA"
     compare(model, name, {"x": x, "weights": call["top_k_weights"]}, x, **call)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("x",), ("weights",), ("1.",), ("3.",), ("1.", "3."), ("x", "weights", "1.")], ids=str
+)
+@pytest.mark.parametrize("kind", [GroupedLinear, GroupedLoRA])
+def test_frozen_parts_of_routed_layers(kind, frozen):
+    model, x, call = routed(op_of("telu glu")[0], kind=kind), unit(T, K), routing()
+    tensors = {"x": x, "weights": call["top_k_weights"]}
+    for name, tensor in (*tensors.items(), *model.named_parameters()):
+        tensor.requires_grad_(not name.startswith(frozen))
+    compare(model, "RoutedMLP" if kind is GroupedLinear else "RoutedLoRA", tensors, x, **call)
 
 
 def test_a_routed_layer_whose_function_reads_the_routing_weights_keeps_the_fusion_of_its_experts():
