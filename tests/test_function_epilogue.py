@@ -142,14 +142,37 @@ def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> Non
     assert count == (0, 2)
 
 
-def test_another_function_in_the_same_place_is_not_replayed_as_the_first(runs: Runs) -> None:
-    layer = Experts()
+@pytest.mark.parametrize("kind", [Experts, Routed])
+def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(runs: Runs, kind: type[Experts]) -> None:
+    layer = kind()
+    expected, outputs = layer.forward(layer.model).detach(), list[Tensor]()
+    with torch.no_grad():
+        counts = [runs.of(lambda: outputs.append(layer.forward(layer.model))) for _ in range(3)]
+
+    assert counts[-1] == (0, 1)
+    assert same(outputs, [expected] * 3)
+
+
+OTHERS = {
+    Experts: (1, Pointwise(lambda g, u, p: torch.sigmoid(g) * u * p, halves="concat")),
+    Routed: (2, Pointwise(lambda gate, up: torch.sigmoid(gate) * up, halves="concat")),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_function_in_the_same_place_is_not_replayed_as_the_first(runs: Runs, kind: type[Experts]) -> None:
+    layer, (place, other) = kind(), OTHERS[kind]
     for _ in range(3):
         layer.step()
-    layer.model[1] = Pointwise(lambda g, u, p: torch.sigmoid(g) * u * p, halves="concat")
+        with torch.no_grad():
+            layer.forward(layer.model)
+    layer.model[place] = other
     expected, got = layer.step(deepcopy(layer.model)), layer.step()
+    with torch.no_grad():
+        outputs = [layer.forward(layer.model), layer.forward(layer.model)]
 
     assert same(got, expected)
+    assert same(outputs, [expected[0]] * 2)
 
 
 def test_another_constant_is_another_result(runs: Runs) -> None:
