@@ -180,6 +180,7 @@ LINEAR = [name for name in WITH_ROW if name not in ("cut", "constants")]
         (lambda x, r: x * r - torch.relu(x) * r, True),
         (lambda x, r: torch.where(r > 0, x * r, -x * r), False),
         (lambda x, r: x / (r + 2), False),
+        (lambda x, r: torch.sin(r * x) / (1 + x.abs()), False),
         (lambda x, r: x * r * r, False),
         (lambda x, r: torch.where(x > 0, x * r, 1.0), False),
         (lambda x, r: x + r, False),
