@@ -18,8 +18,10 @@ from test_pointwise import FUNCTIONS
 from test_replay import Runs, runs, same
 from torch import Tensor
 
-from fusible import Combine, Dispatch, GroupedLinear, Pointwise, Scale, Sequential, interleaved
+from fusible import Combine, Dispatch, GroupedLinear, Pointwise, RefusedError, Scale, Sequential, config, interleaved
 from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit.nvrtc import SpillError
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -189,3 +191,25 @@ def test_another_constant_is_another_result(runs: Runs) -> None:
     other[1] = capped(0.5)
 
     assert same(layer.step(), layer.step(other))
+
+
+def test_a_function_that_does_not_compile_follows_the_product_as_a_kernel_of_its_own(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(text: str) -> int:
+        raise SpillError("ptxas: 12 bytes spill")
+
+    layer = Experts()
+    expected = layer.step()
+    monkeypatch.setattr(epilogue, "load", load)
+    epilogue.handles.cache_clear()
+    layer.model = deepcopy(layer.model)
+    got = layer.step()
+
+    assert [step.name for step in layer.model.explain().steps] == ["GroupedMLP"]
+    assert "ptxas: 12 bytes spill" in str(layer.model.explain())
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-6)
+    with config(strict=True), pytest.raises(RefusedError, match="ptxas: 12 bytes spill"):
+        layer.forward(layer.model)
+    epilogue.handles.cache_clear()
