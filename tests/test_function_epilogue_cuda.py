@@ -1,4 +1,4 @@
-"""Functions of users inside the grouped GEMM on a GPU, both directions; what test_emulation.py checks on a CPU."""
+"""Functions of users in the grouped GEMM on a GPU, both directions; test_function_epilogue.py checks them on a CPU."""
 
 from dataclasses import replace
 
@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from checks import fused
 from checks.device import skip_module_without_hopper
+from checks.functions import PUBLISHED, random_function
+from checks.functions import op_of as op_of_function
 from test_pointwise import FUNCTIONS
 
 import fusible
@@ -33,6 +35,28 @@ def test_every_function(name):
         fused.check_forward("cuda", replace(case, variant=variant))
     fused.check_backward("cuda", case)
     fused.check_backward("cuda", replace(case, columns=320))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_activations(name):
+    function, count = PUBLISHED[name]
+    case = fused.case_of(op_of_function(function, count), function)
+    for variant in _C.ACTIVATION_VARIANTS:
+        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_backward("cuda", case)
+    if count == 2:
+        case = fused.case_of(op_of_function(function, count, interleaved(32)), function, transposed=True)
+        fused.check_forward("cuda", case)
+        fused.check_backward("cuda", case)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_functions(seed):
+    function, count = random_function(seed)
+    case = fused.case_of(op_of_function(function, count), function, columns=(192, 320, 72)[seed % 3])
+    for variant in _C.ACTIVATION_VARIANTS:
+        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_backward("cuda", case)
 
 
 @pytest.mark.parametrize("dtype", fused.STEP, ids=str)

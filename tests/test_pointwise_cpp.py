@@ -8,6 +8,7 @@ import torch
 
 from fusible import Pointwise
 from fusible.ops.programs.cpp import function_type, number
+from tests.checks.functions import PUBLISHED, random_function
 from tests.emulation import build
 from tests.test_pointwise import FUNCTIONS
 
@@ -17,12 +18,13 @@ DIFFERENT_AT_NAN = {"hardswish", "elu", "celu", "selu", "relu6", "hardtanh"}
 """PyTorch's own kernels differ here from its decompositions, at NaN or infinity."""
 ROUNDS_IN_FLOAT32 = {"rounding trick"}
 HALF_STEP = 2.0**-12  # of fp16, relative
+ALL = {**FUNCTIONS, **PUBLISHED, **{f"seed {seed}": random_function(seed) for seed in range(200)}}
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
 
 def program_of(name):
-    function, gated = FUNCTIONS[name]
+    function, gated = ALL[name]
     return Pointwise(function, halves="concat" if gated == 2 else None).program
 
 
@@ -30,7 +32,7 @@ def program_of(name):
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pointwise")
     text = '#include "headers.h"\n#include "device/pointwise.cuh"\n'
-    for i, name in enumerate(FUNCTIONS):
+    for i, name in enumerate(ALL):
         for fast in (True, False):
             rows = len([row for row in program_of(name).inputs if row[0] == "r"])
             row = ", ".join(f"r[{j}][i]" for j in range(rows)) or "0.f"
@@ -73,7 +75,7 @@ def evaluate(library, name, fast, values):
     up = values.get("u", torch.ones(COUNT))
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (values["x"], up)]
     arrays = [(ctypes.c_void_p * max(1, len(ts)))(*[t.data_ptr() for t in ts]) for ts in (rows, results)]
-    function = getattr(library, f"evaluate_{list(FUNCTIONS).index(name)}_{int(fast)}")
+    function = getattr(library, f"evaluate_{list(ALL).index(name)}_{int(fast)}")
     function(COUNT, *pointers, arrays[0], ctypes.c_void_p(values["dy"].data_ptr()), arrays[1])
     keys = ["forward", "y", "dx", "du", *[f"d{row}" for row in values if row[0] == "r"]]
     return dict(zip(keys, results, strict=True))
@@ -81,7 +83,7 @@ def evaluate(library, name, fast, values):
 
 def by_autograd(name, values, dtype):
     leaves = {n: t.to(dtype).requires_grad_() for n, t in values.items() if n != "dy"}
-    y = FUNCTIONS[name][0](*[leaf * 1.0 for leaf in leaves.values()])
+    y = ALL[name][0](*[leaf * 1.0 for leaf in leaves.values()])
     grads = [torch.zeros_like(y)] * len(leaves)
     if y.requires_grad:
         grads = torch.autograd.grad(y, leaves.values(), values["dy"].to(dtype), materialize_grads=True)
@@ -89,7 +91,7 @@ def by_autograd(name, values, dtype):
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "exact"])
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_generated_code_computes_the_function(library, name, fast):
     values = operands([n for n in program_of(name).inputs if n != "dy"])
     computed = evaluate(library, name, fast, values)

@@ -18,6 +18,7 @@ def with_activation(pattern: Pattern) -> Pattern:
     """
     return (
         pattern.where("act has operations that kernels do not know", _is_known)
+        .where("act reads a number for each column", _reads_no_column)
         .where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
@@ -38,6 +39,10 @@ def keyword_of(role: str, keyword: str) -> str | None:
 
 def _is_known(match: Match) -> bool:
     return not isinstance(match.act, Pointwise) or match.act.program is not None
+
+
+def _reads_no_column(match: Match) -> bool:
+    return not (isinstance(match.act, Pointwise) and match.act.program is not None and match.act.program.columns)
 
 
 def _reads_one_number(match: Match) -> bool:

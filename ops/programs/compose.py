@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from .builder import Builder
-from .program import Program, Value
+from .program import Line, Program, Value
 
 SCALE = "r0"
 
@@ -23,15 +23,27 @@ def scaled(program: Program) -> Program:
 @lru_cache(maxsize=1024)
 def is_linear_in_scale(program: Program) -> bool:
     """Whether the value is ``r0`` times what does not depend on it, which another factor of the row then joins."""
-    value = dict(program.outputs)["y"]
-    line = next((line for line in program.lines if line.name == value), None)
-    if line is None or line.operation != "mul" or SCALE not in line.arguments:
-        return False
-    factors = [argument for argument in line.arguments if argument != SCALE]
-    if len(factors) != 1:
-        return False
-    factor = Program(program.inputs, program.lines, (("y", factors[0]),)).only(("y",))
-    return SCALE not in factor.reads
+    part = program.only(("y",))
+    reads, linear = {SCALE}, {SCALE}
+    for line in part.lines:
+        if not reads.isdisjoint(line.arguments):
+            reads.add(line.name)
+            linear |= {line.name} if _is_linear(line, reads, linear) else set()
+    return dict(part.outputs)["y"] in linear
+
+
+def _is_linear(line: Line, reads: set[str], linear: set[str]) -> bool:
+    """Of a line that reads the scale."""
+    match line:
+        case (_, "neg", _) | (_, "add" | "sub", _):
+            return linear.issuperset(line.arguments)
+        case (_, "mul", (a, b)):
+            return (a in linear and b not in reads) or (b in linear and a not in reads)
+        case (_, "div", (a, b)):
+            return a in linear and b not in reads
+        case (_, "where", (condition, *values)):
+            return condition not in reads and all(value in linear or value == 0.0 for value in values)
+    return False
 
 
 def then(first: Program, second: Program) -> Program:

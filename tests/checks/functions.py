@@ -1,0 +1,96 @@
+"""Functions of users for the checks of epilogues: published activations, and random ones by their seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from math import pi
+
+import torch
+import torch.nn.functional as F
+from test_pointwise import BINARY, UNARY, function_of
+from torch import Tensor
+
+from fusible import Pointwise
+from fusible.ops.activation_spec import Interleaved
+
+Function = Callable[..., Tensor]
+
+
+def telu(x: Tensor) -> Tensor:
+    """Fernandez and Mali, "TeLU activation function for fast and stable deep learning", arXiv:2412.20269."""
+    return x * torch.tanh(torch.exp(x))
+
+
+def xielu(x: Tensor) -> Tensor:
+    """Huang and Schlag, "Deriving activation functions using integration", arXiv:2411.13010; as Apertus starts."""
+    beta, positive, negative = 0.5, 0.8, 0.5 + 0.8
+    below = (torch.expm1(x.clamp(max=-1e-6)) - x) * negative + beta * x
+    return torch.where(x > 0, positive * x * x + beta * x, below)
+
+
+def serf(x: Tensor) -> Tensor:
+    """Nag, Bhattacharyya and others, "SERF: towards better training of deep neural networks", arXiv:2108.09598."""
+    return x * torch.erf(F.softplus(x))
+
+
+def phish(x: Tensor) -> Tensor:
+    """Naveen, "Phish: a novel hyper-optimizable activation function", 2022."""
+    return x * torch.tanh(F.gelu(x))
+
+
+def smish(x: Tensor) -> Tensor:
+    """Wang, Ren and Wang, "Smish: a novel activation function for deep learning methods", Electronics 11(4), 2022."""
+    return x * torch.tanh(torch.log1p(torch.sigmoid(x)))
+
+
+def gish(x: Tensor) -> Tensor:
+    """Kaytan and others, "Gish: a novel activation function for image classification", 2023."""
+    return x * torch.log(2 - torch.exp(-torch.exp(x)))
+
+
+def star_relu(x: Tensor) -> Tensor:
+    """Yu and others, "MetaFormer baselines for vision", arXiv:2210.13452, with the numbers of its section 2."""
+    return 0.8944 * torch.relu(x).square() - 0.4472
+
+
+def xatglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Huang, "Expanded gating ranges improve activation functions", arXiv:2405.20768, with an alpha of 0.2."""
+    return gate * ((torch.atan(gate) / pi + 0.5) * 1.4 - 0.2) * up
+
+
+PUBLISHED: dict[str, tuple[Function, int]] = {
+    "telu": (telu, 1),
+    "xielu": (xielu, 1),
+    "serf": (serf, 1),
+    "phish": (phish, 1),
+    "smish": (smish, 1),
+    "gish": (gish, 1),
+    "star relu": (star_relu, 1),
+    "xatglu": (xatglu, 2),
+    "telu glu": (lambda gate, up: telu(gate) * up, 2),
+}
+"""With the number of halves that each takes."""
+
+
+def op_of(function: Function, count: int, halves: str | Interleaved = "concat") -> Pointwise:
+    """The function as an op, of gate and up if it takes two halves."""
+    return Pointwise(function, halves=halves if count == 2 else None)
+
+
+def random_function(seed: int) -> tuple[Function, int]:
+    """Up to ten operations on earlier values, each bounded; of one half or two, with a number of the row or without."""
+    chosen = random.Random(seed)
+    steps = [
+        (chosen.choice([*UNARY, *BINARY]), chosen.randrange(20), chosen.randrange(20))
+        for _ in range(chosen.randint(2, 10))
+    ]
+    count, has_row = chosen.choice([1, 2]), chosen.random() < 0.4
+    function = function_of(steps, None)
+    forms: dict[tuple[int, bool], Function] = {
+        (1, False): lambda x: function(x),
+        (1, True): lambda x, r: function(x, r),
+        (2, False): lambda x, u: function(x, u),
+        (2, True): lambda x, u, r: function(x, u, r),
+    }
+    return forms[count, has_row], count

@@ -1,0 +1,215 @@
+"""Functions of users inside the emulated kernels (tests/emulation): g++ compiles what NVRTC would; and their replays.
+
+The checks are those of a GPU: tests/test_function_epilogue_cuda.py.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from checks import fused
+from checks.functions import PUBLISHED, op_of, random_function
+from emulation import build
+from test_pointwise import FUNCTIONS
+from test_replay import Runs, runs, same
+from torch import Tensor
+
+from fusible import Combine, Dispatch, GroupedLinear, Pointwise, RefusedError, Scale, Sequential, config, interleaved
+from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit.nvrtc import SpillError
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+__all__ = ["runs"]
+
+SIZES = (70, 0, 33)
+ALL = {**FUNCTIONS, **PUBLISHED}
+
+
+def check(function: Any, count: int, halves: Any = "concat", **asked: Any) -> None:
+    """Both directions, each in all tiles that it is built for."""
+    case = fused.case_of(op_of(function, count, halves), function, sizes=SIZES, **{"features": 40, **asked})
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant))
+    fused.check_backward("cpu", case)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "relu2 of a row", "mish", "gate alone", "xielu"])
+def test_functions(name: str) -> None:
+    check(*ALL[name], columns=136)
+
+
+@pytest.mark.parametrize("block", [1, 2, 8])
+def test_blocks_of_gate_and_up(block: int) -> None:
+    check(*ALL["gpt-oss"], interleaved(block), columns=136, bias=torch.float32, bias_scale=True)
+
+
+def test_types_and_weights_stored_transposed() -> None:
+    check(*ALL["gpt-oss"], dtype=torch.float16, scales=torch.float16, transposed=True, bias=torch.float16)
+    check(*ALL["telu"], dtype=torch.float16, scales=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_functions(seed: int) -> None:
+    check(*random_function(seed), columns=72)
+
+
+E, K, H, T, SLOTS = 3, 16, 24, 9, 2
+
+
+class Experts:
+    """A fused layer with a function that reads a number of the row, and what it is called with."""
+
+    fusion = "GroupedMLP"
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        options = {"bias": False, "dtype": torch.bfloat16}
+        self.fc1, self.fc2 = GroupedLinear(E, K, 2 * H, **options), GroupedLinear(E, H, K, **options)
+        self.model = self.build()
+        self.give()
+
+    def build(self) -> Sequential:
+        return Sequential(self.fc1, Pointwise(lambda g, u, p: torch.tanh(g * p) * u, halves="concat"), self.fc2)
+
+    def give(self, rows: int = T) -> None:
+        """Other inputs."""
+        self.x = torch.randn(rows, K, dtype=torch.bfloat16).requires_grad_()
+        self.numbers = torch.rand(rows).requires_grad_()
+        self.sizes, self.dy = torch.tensor([rows - 5, 0, 4]), torch.randn(rows, K, dtype=torch.bfloat16)
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes, p=self.numbers)
+        return y
+
+    def step(self, model: Sequential | None = None) -> list[Tensor]:
+        """The output and all gradients."""
+        model = model or self.model
+        leaves = [self.x, self.numbers, *model.parameters()]
+        for leaf in leaves:
+            leaf.grad = None
+        y = self.forward(model)
+        y.backward(self.dy)
+        return [y.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
+
+
+class Routed(Experts):
+    """From tokens to tokens."""
+
+    fusion = "RoutedMLP"
+
+    def build(self) -> Sequential:
+        act = Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")
+        return Sequential(Dispatch(E), self.fc1, act, self.fc2, Scale(), Combine())
+
+    def give(self, rows: int = T) -> None:
+        super().give(rows)
+        self.index = torch.randint(E + 1, (rows, SLOTS))  # some are of no expert
+        self.numbers = torch.rand(rows, SLOTS).requires_grad_()
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, top_k_index=self.index, top_k_weights=self.numbers)
+        return y
+
+
+@pytest.mark.parametrize("kind", [Experts, Routed])
+def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, kind: type[Experts]) -> None:
+    layer = kind()
+    first = layer.step()
+    assert [step.name for step in layer.model.explain().steps] == [layer.fusion]
+    layer.step()
+    layer.step()
+
+    again: list[Tensor] = []
+    assert runs.of(lambda: again.extend(layer.step())) == (0, 2)
+    assert same(again, first)
+
+
+@pytest.mark.parametrize("kind", [Experts, Routed])
+def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> None:
+    layer = kind()
+    for rows in (T, T + 3, 6, 40, T + 3, T, 40, 6) * 2:
+        layer.give(rows)
+        expected, got = layer.step(deepcopy(layer.model)), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+
+
+@pytest.mark.parametrize("kind", [Experts, Routed])
+def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(runs: Runs, kind: type[Experts]) -> None:
+    layer = kind()
+    expected, outputs = layer.forward(layer.model).detach(), list[Tensor]()
+    with torch.no_grad():
+        counts = [runs.of(lambda: outputs.append(layer.forward(layer.model))) for _ in range(3)]
+
+    assert counts[-1] == (0, 1)
+    assert same(outputs, [expected] * 3)
+
+
+OTHERS = {
+    Experts: (1, Pointwise(lambda g, u, p: torch.sigmoid(g) * u * p, halves="concat")),
+    Routed: (2, Pointwise(lambda gate, up: torch.sigmoid(gate) * up, halves="concat")),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_function_in_the_same_place_is_not_replayed_as_the_first(runs: Runs, kind: type[Experts]) -> None:
+    layer, (place, other) = kind(), OTHERS[kind]
+    for _ in range(3):
+        layer.step()
+        with torch.no_grad():
+            layer.forward(layer.model)
+    layer.model[place] = other
+    expected, got = layer.step(deepcopy(layer.model)), layer.step()
+    with torch.no_grad():
+        outputs = [layer.forward(layer.model), layer.forward(layer.model)]
+
+    assert same(got, expected)
+    assert same(outputs, [expected[0]] * 2)
+
+
+def capped(cap: float) -> Pointwise:
+    return Pointwise(lambda g, u, p, cap: g.clamp(max=cap) * u * p, halves="concat", constants={"cap": cap})
+
+
+def test_another_constant_is_another_result(runs: Runs) -> None:
+    layer = Experts()
+    layer.model[1] = capped(0.25)
+    for _ in range(3):
+        layer.step()
+    layer.model[1].constants = {"cap": 0.5}
+    other = deepcopy(layer.model)
+    other[1] = capped(0.5)
+
+    assert same(layer.step(), layer.step(other))
+
+
+def test_a_function_that_does_not_compile_follows_the_product_as_a_kernel_of_its_own(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(text: str) -> int:
+        raise SpillError("ptxas: 12 bytes spill")
+
+    layer = Experts()
+    expected = layer.step()
+    monkeypatch.setattr(epilogue, "load", load)
+    epilogue.handles.cache_clear()
+    layer.model = deepcopy(layer.model)
+    got = layer.step()
+
+    assert [step.name for step in layer.model.explain().steps] == ["GroupedMLP"]
+    assert "ptxas: 12 bytes spill" in str(layer.model.explain())
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2.0**-6)
+    with config(strict=True), pytest.raises(RefusedError, match="ptxas: 12 bytes spill"):
+        layer.forward(layer.model)
+    epilogue.handles.cache_clear()

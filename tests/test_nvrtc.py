@@ -1,0 +1,128 @@
+"""Epilogues of the grouped GEMM compiled by NVRTC, which needs no GPU: none spills, and none takes long."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks.functions import phish, telu
+from emulation import build
+
+from fusible import Pointwise
+from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit.cache import kernel_cache
+from fusible.ops.kernels.jit.compilation import compiled
+from fusible.ops.kernels.jit.nvrtc import CompileError, Compiler, SpillError, compiler
+from fusible.ops.kernels.problem import Layout
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here; the emulation says what the extension would of its parameters."""
+    try:
+        compiler()
+    except CompileError as error:
+        return str(error)
+    return build.missing()
+
+
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=f"cannot be compiled: {missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
+    for cache in (kernel_cache, epilogue.handles):
+        cache.cache_clear()
+    yield
+    for cache in (kernel_cache, epilogue.handles):
+        cache.cache_clear()
+
+
+def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) -> epilogue.EpilogueForm:
+    """Of hidden rows of 512 columns, as a fused layer asks for it."""
+    assert op.spec is not None
+    assert op.spec.program is not None
+    layout = Layout.NN if backward else Layout.NT
+    return epilogue.form(op.spec.program, backward, layout, dtype, None, 512, bias=False)
+
+
+FUNCTIONS = {
+    "clamped silu glu": Pointwise(lambda gate, up: F.silu(gate.clamp(max=7)) * up, halves="concat"),
+    "telu": Pointwise(telu),
+    "glu of a row": Pointwise(lambda gate, up, s: torch.tanh(gate * s) * up, halves="concat"),
+}
+
+
+class Compilation(NamedTuple):
+    """One source: the vectors that a lane differentiates at a time, whether it spilled, and seconds."""
+
+    vectors: int
+    spilled: bool
+    seconds: float
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
+    """What is compiled from now on; nothing is loaded."""
+    noted, compile_source = list[Compilation](), Compiler.compile
+
+    def note(self: Compiler, source: str, *rest: Any) -> bytes:
+        vectors, start, spilled = re.search(r"kVectors = (\d)", source), time.perf_counter(), True
+        assert vectors is not None
+        try:
+            cubin = compile_source(self, source, *rest)
+            spilled = False
+        finally:
+            noted.append(Compilation(int(vectors[1]), spilled, time.perf_counter() - start))
+        return cubin
+
+    monkeypatch.setattr(Compiler, "compile", note)
+    monkeypatch.setattr(epilogue, "load", lambda source: len(compiled(source, "sm_90a")))
+    return noted
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_sources_compile_without_a_spill_in_seconds(compilations: list[Compilation], name: str, backward: bool) -> None:
+    variants = extension.library().BACKWARD_VARIANTS if backward else extension.library().ACTIVATION_VARIANTS
+    loaded = epilogue.handles(form_of(FUNCTIONS[name], backward))
+
+    assert isinstance(loaded, tuple), loaded
+    assert len(loaded) == len(compilations) == len(variants)
+    assert not any(each.spilled for each in compilations)
+    assert max(each.seconds for each in compilations) < 10
+
+
+def test_a_function_that_spills_two_vectors_takes_one(compilations: list[Compilation]) -> None:
+    """Phish of gate and up needs more registers than there are for two."""
+    op = Pointwise(lambda gate, up: phish(gate) * phish(up), halves="concat")
+    loaded = epilogue.handles(form_of(op, backward=True))
+
+    assert isinstance(loaded, tuple), loaded
+    assert [(each.vectors, each.spilled) for each in compilations] == [(2, True), (1, False)]
+
+
+def test_what_spills_anyway_is_refused_with_what_ptxas_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(source: Any) -> int:
+        raise SpillError("ptxas: 12 bytes spill")
+
+    monkeypatch.setattr(epilogue, "load", load)
+    form = form_of(Pointwise(lambda gate, up: phish(gate) * up, halves="concat"), backward=True)
+    reason = epilogue.refusal(form)
+
+    assert reason == f"has no kernel of function {form.program.digest}: ptxas: 12 bytes spill"
+
+
+def test_a_source_that_is_wrong_is_a_compile_error_with_its_log() -> None:
+    with pytest.raises(CompileError, match=r"identifier .x. is undefined"):
+        compiler().compile("int nonsense = x;", {}, ())
