@@ -205,7 +205,8 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     act = modules["act_fn"] if "act_fn" in modules else attributes.get("act_fn")
     act = getattr(kind, "act_fn", None) if act is None else act
     gate = attributes["_apply_gate"] if "_apply_gate" in attributes else getattr(kind, "_apply_gate", None)
-    constants = (*map(attributes.get, _names_read(kind, gate)), *_facts_within(act))
+    within = () if act is None else _facts_within(act)
+    constants = (*map(attributes.get, _names_read(kind, gate)), *within)
     return (*map(attributes.get, _FLAGS), *constants, gate, act)
 
 

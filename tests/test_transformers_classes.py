@@ -35,14 +35,6 @@ SIZES: dict[str, Any] = {
 """What a class may ask its configuration for."""
 
 IN_STEPS = {
-    "Inkling2Experts": [
-        "Dispatch",
-        "GroupedLinear",
-        "OwnStep",
-        "GroupedLinear",
-        "Scale",
-        "Combine",
-    ],  # tanh caps
     "MuseSparkExperts": [
         "Dispatch",
         "GroupedMLP",
