@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
@@ -16,6 +17,10 @@ import fusible
 from fusible.__main__ import BENCHMARKS, main
 from fusible.ops.kernels import architecture
 from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels.jit import ahead
+from fusible.ops.kernels.jit.cache import kernel_cache
+
+ACTIVATION = fusible.Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")
 
 
 def printed_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -220,3 +225,37 @@ def test_plot_is_an_svg_or_a_png(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--plot", "bars.jpg"])
     assert "argument --plot: expected a name that ends in .svg or .png, got 'bars.jpg'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path / "kernels"))
+    kernel_cache.cache_clear()
+    yield
+    kernel_cache.cache_clear()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_cache_tells_what_is_kept_and_removes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel_cache().find("ab" * 32, lambda: b"code")
+
+    assert json.loads(printed_by(capsys, "cache", "--json"))["kernels"] == 1
+    assert "kernels   0, 0.0 MB" in printed_by(capsys, "cache", "--clear")
+    assert not kernel_cache().sizes()
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_cache_compiles_the_functions_of_a_module(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = list[str]()
+    monkeypatch.setattr(ahead, "compiled", lambda sources, architecture: texts.extend(sources))
+    monkeypatch.setattr(ahead, "is_built", lambda: False)
+
+    assert "compiled  2, or found" in printed_by(capsys, "cache", "--compile", f"{__name__}:ACTIVATION")
+    assert ["pointwise_forward" in text for text in texts] == [True, False]
+
+
+def test_a_function_that_kernels_do_not_know_is_not_compiled() -> None:
+    with pytest.raises(ValueError, match="kernels do not know"):
+        fusible.Pointwise(torch.special.i0).compile_kernels()

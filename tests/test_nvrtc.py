@@ -53,7 +53,7 @@ def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) 
     assert op.spec is not None
     assert op.spec.program is not None
     layout = Layout.NN if backward else Layout.NT
-    return epilogue.form(op.spec.program, backward, layout, dtype, None, 512, bias=False)
+    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, bias=False)
 
 
 FUNCTIONS = {

@@ -8,6 +8,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
+#include "fusible/jit_kernel.h"
 #include "kernels/activation_entry.h"
 
 namespace fusible {
@@ -63,12 +64,12 @@ KernelEntry backward_entry(const GemmProblem& p, int variant) {
   });
 }
 
-// The built-in kernel, or that of another function: its threads and its shared memory are the same.
+// The built-in kernel, or that of another function.
 template <int kCount>
-KernelEntry entry_of_function(KernelEntry built_in, const Activation& a, const int (&variants)[kCount], int variant) {
-  const int64_t kernel = a.kernels[std::find(std::begin(variants), std::end(variants), variant) - std::begin(variants)];
-  if (kernel) built_in.function = reinterpret_cast<const void*>(kernel);
-  return built_in;
+KernelEntry entry_of_function(const KernelEntry& built_in, const Activation& a, const int (&variants)[kCount],
+                              int variant) {
+  return in_place_of(built_in,
+                     a.kernels[std::find(std::begin(variants), std::end(variants), variant) - std::begin(variants)]);
 }
 
 ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,

@@ -77,7 +77,7 @@ def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     backward = isinstance(problem.epilogue, ActivateBackward)
     bias = problem.bias is not None
-    return functions.form(program, backward, problem.layout, problem.a.dtype, block, columns, bias)
+    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, bias)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:

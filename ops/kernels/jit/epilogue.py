@@ -44,7 +44,7 @@ class EpilogueForm(NamedTuple):
     scale_bias: bool
 
 
-def form(
+def form_of(
     program: Program, backward: bool, layout: Layout, dtype: torch.dtype, block: int | None, columns: int, bias: bool
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
@@ -53,14 +53,14 @@ def form(
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
 
 
-def refusal(kernels: EpilogueForm) -> str | None:
+def refusal(form: EpilogueForm) -> str | None:
     """Why there are no kernels; None: there are, and they are compiled and loaded."""
-    result = handles(kernels)
-    return None if isinstance(result, tuple) else f"has no kernel of {_name(kernels.program)}: {result}"
+    result = handles(form)
+    return None if isinstance(result, tuple) else f"has no kernel of {_name(form.program)}: {result}"
 
 
 @lru_cache(maxsize=4096)
-def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
+def handles(form: EpilogueForm) -> tuple[int, ...] | str:
     """The handles of the kernels, one for each tile variant of the direction; or why they cannot be compiled.
 
     The first call compiles them, which takes seconds, unless they are kept on disk.
@@ -69,26 +69,26 @@ def handles(kernels: EpilogueForm) -> tuple[int, ...] | str:
         raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: load(sources(kernels, variant)), _variants(kernels)))
+        loaded = tuple(_in_threads(lambda variant: load(sources(form, variant)), _variants(form)))
     except CompileError as error:
         return str(error).partition("\n")[0]
-    direction = "backward" if kernels.backward else "forward"
-    _log.info("%s of %s is ready after %.1f s", direction, _name(kernels.program), time.perf_counter() - start)
+    direction = "backward" if form.backward else "forward"
+    _log.info("%s of %s is ready after %.1f s", direction, _name(form.program), time.perf_counter() - start)
     return loaded
 
 
-def source(kernels: EpilogueForm, variant: int, vectors: int) -> str:
+def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
-    direction = "_backward" if kernels.backward else ""
+    direction = "_backward" if form.backward else ""
     return f"""#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
-{function_type(kernels.program, vectors=vectors)}
-using T = {_ELEMENTS[kernels.dtype]};
+{function_type(form.program, vectors=vectors)}
+using T = {_ELEMENTS[form.dtype]};
 inline constexpr TileVariant kVariant = kTileVariants[{variant}];
-using Pair = Operands<Layout::k{kernels.layout.value}, T, kVariant>;
-using Epilogue = {_epilogue(kernels)};
-using Kernel = GroupedGemmKernel<Pair::A, {_weights(kernels)}, T, {_bool(kernels.scale_bias)}, kVariant, Epilogue>;
+using Pair = Operands<Layout::k{form.layout.value}, T, kVariant>;
+using Epilogue = {_epilogue(form)};
+using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {_bool(form.scale_bias)}, kVariant, Epilogue>;
 static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
 }}  // namespace fusible
 extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
@@ -99,23 +99,23 @@ extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
 """
 
 
-def sources(kernels: EpilogueForm, variant: int) -> list[str]:
+def sources(form: EpilogueForm, variant: int) -> list[str]:
     """The sources of a kernel, of which the first one is taken that registers suffice for.
 
     Two vectors of gate and up hide each other's latencies. A long function has registers for one of them only.
     """
-    by_two = kernels.backward and len(kernels.program.arguments) == 2 and not kernels.narrow
-    return [source(kernels, variant, vectors) for vectors in ((2, 1) if by_two else (1,))]
+    by_two = form.backward and len(form.program.arguments) == 2 and not form.narrow
+    return [source(form, variant, vectors) for vectors in ((2, 1) if by_two else (1,))]
 
 
-def compile_ahead(kernels: EpilogueForm) -> int:
+def compile_ahead(form: EpilogueForm) -> int:
     """Compiles all kernels of a form into the cache on disk; returns how many. Needs no GPU.
 
     Raises:
         CompileError: see :func:`compiled`.
     """
-    variants = _variants(kernels)
-    _in_threads(lambda variant: len(compiled(sources(kernels, variant), ARCHITECTURE)), variants)
+    variants = _variants(form)
+    _in_threads(lambda variant: len(compiled(sources(form, variant), ARCHITECTURE)), variants)
     return len(variants)
 
 
@@ -124,20 +124,20 @@ def load(texts: list[str]) -> int:
     return LoadedKernel(compiled(texts, ARCHITECTURE)).handle
 
 
-def _variants(kernels: EpilogueForm) -> list[int]:
-    built: list[int] = library().BACKWARD_VARIANTS if kernels.backward else library().ACTIVATION_VARIANTS
+def _variants(form: EpilogueForm) -> list[int]:
+    built: list[int] = library().BACKWARD_VARIANTS if form.backward else library().ACTIVATION_VARIANTS
     return built
 
 
-def _epilogue(kernels: EpilogueForm) -> str:
-    functions = f"OneFunction<Function, {_bool(kernels.narrow)}>"
-    if kernels.backward:
+def _epilogue(form: EpilogueForm) -> str:
+    functions = f"OneFunction<Function, {_bool(form.narrow)}>"
+    if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
-    return f"ActivationEpilogue<{_bool(kernels.concat)}, {functions}>"
+    return f"ActivationEpilogue<{_bool(form.concat)}, {functions}>"
 
 
-def _weights(kernels: EpilogueForm) -> str:
-    return f"GateUp<Layout::k{kernels.layout.value}, T, kVariant.tile_n>" if kernels.concat else "Pair::B"
+def _weights(form: EpilogueForm) -> str:
+    return f"GateUp<Layout::k{form.layout.value}, T, kVariant.tile_n>" if form.concat else "Pair::B"
 
 
 def _in_threads(load_variant: Callable[[int], int], variants: Iterable[int]) -> list[int]:
