@@ -17,6 +17,7 @@ from checks.functions import PUBLISHED, telu
 from models import steps
 from reference import assert_as_good, grouped_linear, run, scale, split_glu, unit
 from test_pointwise import FUNCTIONS
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
@@ -30,6 +31,7 @@ from fusible import (
     config,
     interleaved,
 )
+from fusible.ops.kernels.hopper import extension
 
 E, K, H, T, SLOTS = 3, 16, 24, 40, 2
 SIZES = [17, 0, 20]
@@ -670,3 +672,17 @@ def test_200_steps_of_training_lose_as_much_fused_as_unfused():
     fused, apart = losses(set()), losses(FUSIONS)
     assert fused[-1] < 0.7 * fused[0]
     torch.testing.assert_close(fused, apart, rtol=2e-5, atol=0)
+
+
+def test_explain_names_the_function_in_the_epilogue():
+    act = Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")
+    kwargs = {"bias": False, "device": "meta", "dtype": torch.bfloat16}
+    model = Sequential(GroupedLinear(4, 64, 128, **kwargs), act, GroupedLinear(4, 64, 64, **kwargs))
+    with FakeTensorMode():  # a GPU that is not there
+        for linear in (model[0], model[2]):
+            linear.weight = torch.nn.Parameter(torch.empty(linear.weight.shape, device="cuda", dtype=torch.bfloat16))
+        x = torch.empty(32, 64, device="cuda", dtype=torch.bfloat16)
+        sizes = torch.empty(4, device="cuda", dtype=torch.int64)
+    with extension.assume(extension.HOPPER):
+        explanation = model.explain(x, split_sizes=sizes)
+    assert f"hopper (function {act.program.digest} in the epilogue)" in str(explanation)

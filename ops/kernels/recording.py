@@ -39,7 +39,7 @@ def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes)
     if choice.backend is not hopper:
         return call
-    name = hopper.NAME if problem.epilogue is None else hopper_epilogue.NAME
+    name = hopper.NAME if problem.epilogue is None else hopper_epilogue.name_of(problem.epilogue.spec)
     return call._replace(kernel=name, configuration=hopper.configuration(problem))
 
 

@@ -23,6 +23,11 @@ Addressing = tuple[tuple[int, int, int], list[int]]
 """Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
 
+def name_of(spec: ActivationSpec) -> str:
+    """What ``explain`` calls a product with this activation in its epilogue."""
+    return NAME if spec.program is None else f"hopper ({spec.name} in the epilogue)"
+
+
 def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -> str:
     """The product with its epilogue, and what is chosen for it, in words."""
     p, (_, n, k), spec = problem, problem.mnk, epilogue.spec
