@@ -19,7 +19,18 @@ SHARED = (
     "ops.kernels.custom_ops",
 )  # values, and what only has to be loaded
 
-CONTRACT = {"config", "edits", "errors", "module_state", "op", "overrides", "parametrized", "spec", "tracing"}
+CONTRACT = {
+    "config",
+    "edits",
+    "errors",
+    "module_state",
+    "op",
+    "overrides",
+    "parametrized",
+    "spec",
+    "torch_private",
+    "tracing",
+}
 ARROWS = {  # part of fuser -> what it may import besides the files of the op contract; nothing stands above its row
     "runtime": set(),
     "composite": {"runtime"},
