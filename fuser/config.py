@@ -11,6 +11,8 @@ from threading import local
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from .torch_private import mark_constant
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -19,7 +21,7 @@ def constant(function: F) -> F:
 
     Does what ``torch.compiler.assume_constant_result`` does, without importing the compiler, which takes seconds.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    mark_constant(function)
     return function
 
 

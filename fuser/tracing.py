@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._prims_common import make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import arg_tree_leaves
 
 from .spec import TensorSpec
+from .torch_private import FakeTensor, FunctionalTensor, disabled_torch_function, profiler_enabled
 
 
 class KernelCall(NamedTuple):
@@ -55,13 +54,13 @@ class Outline(Tensor):
     """The form of a tensor: shape, dtype, device. Whatever asks for values fails, and says ``why`` there are none."""
 
     why: str
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, spec: TensorSpec, why: str) -> Outline:
         shape, dtype, device, _, requires_grad = spec
         # without strides, torch would make numbers of the sizes that a compiler keeps symbolic
-        strides = None if all([type(size) is int for size in shape]) else make_contiguous_strides_for(shape)
+        strides = None if all([type(size) is int for size in shape]) else contiguous_strides(shape)
         return Tensor._make_wrapper_subclass(
             cls, shape, strides, dtype=dtype, device=device, requires_grad=requires_grad
         )
@@ -71,7 +70,22 @@ class Outline(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NoDataError(next(t.why for t in arg_tree_leaves(*args, **kwargs or {}) if isinstance(t, Outline)))
+        raise NoDataError(next(outline.why for outline in _outlines([args, kwargs])))
+
+
+def _outlines(value: Any) -> Iterator[Outline]:
+    """Those among the arguments of an operation, in order."""
+    if isinstance(value, Outline):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _outlines(each)
+
+
+def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of a contiguous tensor; of sizes that are symbolic, symbolic ones."""
+    sizes = [torch.sym_max(size, 1) for size in reversed(shape[1:])]  # type: ignore[no-untyped-call]
+    return (*accumulate(sizes, mul, initial=1),)[: len(shape)][::-1]
 
 
 def promised(spec: TensorSpec) -> Outline:
@@ -109,7 +123,7 @@ def note(text: str) -> None:
 
 def named_range(name: str) -> AbstractContextManager[Any]:
     """A range of that name in a profile; costs nothing while no profiler runs."""
-    if torch.compiler.is_compiling() or not torch._C._autograd._profiler_enabled():
+    if torch.compiler.is_compiling() or not profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(name)
 

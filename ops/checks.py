@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, TensorSpec
 from ..fuser.config import active_config
 from ..fuser.spec import layout_of, not_dense
+from ..fuser.torch_private import disabled_torch_function
 from ..fuser.tracing import WITHOUT_DATA, has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
@@ -181,7 +182,7 @@ def is_plain(kind: type[Tensor]) -> bool:
     if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True
     function: Any = kind.__torch_function__
-    default = getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl
+    default = getattr(Tensor.__torch_function__, "__func__", None), disabled_torch_function
     return getattr(function, "__func__", function) in default and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 

@@ -83,11 +83,13 @@ def grouped_gemm(
 
 def _traced(a: Any, b: Any, *arguments: Any) -> Tensor | GroupedTensor:
     """What Dynamo traces: of plain tensors a part of the graph. Other groups end the graph."""
+    from ..fuser.dynamo.frontend import graph_break
+
     _register_with_dynamo()
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         product: Tensor = _in_graph(a, b, *arguments)
         return product
-    torch._dynamo.graph_break(msg="grouped_gemm: a GroupedTensor cannot be part of a graph")
+    graph_break(msg="grouped_gemm: a GroupedTensor cannot be part of a graph")
     groups: GroupedTensor = _uncompiled[0](a, b, *arguments)
     return groups
 

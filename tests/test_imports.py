@@ -6,6 +6,7 @@ And which names carry nothing, so that nothing is called so.
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,7 +20,18 @@ SHARED = (
     "ops.kernels.custom_ops",
 )  # values, and what only has to be loaded
 
-CONTRACT = {"config", "edits", "errors", "module_state", "op", "overrides", "parametrized", "spec", "tracing"}
+CONTRACT = {
+    "config",
+    "edits",
+    "errors",
+    "module_state",
+    "op",
+    "overrides",
+    "parametrized",
+    "spec",
+    "torch_private",
+    "tracing",
+}
 ARROWS = {  # part of fuser -> what it may import besides the files of the op contract; nothing stands above its row
     "runtime": set(),
     "composite": {"runtime"},
@@ -128,6 +140,54 @@ def test_the_rest_sees_kernels_through_their_door(path):
 @pytest.mark.parametrize("path", files("fuser", "ops", "integrations"), ids=lambda p: str(p.relative_to(ROOT)))
 def test_packages_import_relatively(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "fusible"]
+
+
+PRIVATE_OF_TORCH = {  # which others may use, and why: nothing can stand in for them, and torch documents them
+    "torch._check": "in its reference",
+    "torch._C.DisableTorchFunctionSubclass": "in its notes on extending it",
+    "torch.utils._python_dispatch.TorchDispatchMode": "the way to see operations in its notes on extending it",
+}
+INTERNAL_ATTRIBUTES = {"_cdata", "_dynamo_marked_constant", "_will_engine_execute_node", "_profiler_enabled"}
+
+
+def private_names_of_torch(source):
+    """Dotted names of torch with a part that is private, imported or read; and attributes that only torch sets."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+            if node.attr in INTERNAL_ATTRIBUTES:
+                yield node.attr
+        else:
+            continue
+        yield from (name for name in names if re.match(r"torch\.(\w+\.)*_[A-Za-z]", name))
+
+
+def unguarded(source):
+    names = set(private_names_of_torch(source)) - PRIVATE_OF_TORCH.keys()
+    return {name for name in names if not any(allowed.startswith(f"{name}.") for allowed in PRIVATE_OF_TORCH)}
+
+
+@pytest.mark.parametrize("path", files("fuser", "ops", "integrations"), ids=lambda p: str(p.relative_to(ROOT)))
+def test_one_module_uses_what_torch_does_not_promise(path):
+    assert path.name == "torch_private.py" or not unguarded(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "from torch._decomp import table",
+        "from torch.utils._python_dispatch import _disable_current_modes",
+        "torch._C._will_engine_execute_node(node)",
+        "tensor.untyped_storage()._cdata",
+    ],
+)
+def test_private_names_of_torch_are_seen(source):
+    assert unguarded(source)
 
 
 INSIDE = files("ops/kernels")

@@ -18,6 +18,7 @@ from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
+from ..torch_private import profiler_enabled
 from . import legality
 from .graph import OpGraph, X
 from .registry import Decision, Registry
@@ -46,7 +47,7 @@ class Plan:
     def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
-        profiled = torch._C._autograd._profiler_enabled()
+        profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
                 checked = self._check_run(i, values, runtime)

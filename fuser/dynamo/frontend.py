@@ -24,7 +24,11 @@ from ..module_state import field_names, is_record
 from ..op import Op
 from ..overrides import is_hooked, outputs_of
 from ..spec import TensorSpec
+from ..torch_private import graph_break_of_torch, mark_constants_again
 from .steps import Program, TracedStep, run_step
+
+graph_break = graph_break_of_torch()
+mark_constants_again()
 
 Modules = list[tuple[str, nn.Module]]
 
@@ -68,7 +72,7 @@ def run_container(
     states = {label: _module_state(module, module, "") for label, module in modules if isinstance(module, Op)}
     program = _find(container, states, values, (positional, addressed, values.slots(shared)))
     if program.refusal is not None:
-        torch._dynamo.graph_break(msg=program.refusal)
+        graph_break(msg=program.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
     return _run(program, modules, states, values.all)
 
@@ -104,12 +108,12 @@ def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
     values, states = Values(x), {"0": _module_state(op, op, "")}
     program = _find(op, states, values, ((), None, values.slots(keywords)))
     if program.refusal is not None:
-        torch._dynamo.graph_break(msg=program.refusal)
+        graph_break(msg=program.refusal)
         return run_eagerly(op, x, **keywords)
     return _run(program, [("0", op)], states, values.all)
 
 
-@torch._dynamo.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What ``fullgraph=False`` does with what cannot be compiled."""
     return module.forward(*args, **kwargs)

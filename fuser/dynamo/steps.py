@@ -24,6 +24,7 @@ from ..parametrized import foreseen
 from ..runtime.autograd import Runtime, run
 from ..runtime.in_place import works_in_place
 from ..spec import TensorSpec
+from ..torch_private import keep_with_compiled_code
 from ..tracing import Outline
 
 
@@ -103,10 +104,8 @@ _numbers = itertools.count()
 
 def _keep(handle: str, lowered: LoweredStep) -> None:
     """Files a step for as long as the code lives that Dynamo is about to compile: as one of its globals."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     _lowered[handle] = lowered
-    InstructionTranslator.current_tx().output.install_global("__fusible_step", lowered)
+    keep_with_compiled_code("__fusible_step", lowered)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]

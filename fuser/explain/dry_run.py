@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from .. import tracing as trace
 from ..compiler.graph import OpGraph
@@ -27,6 +26,7 @@ from ..runtime.call import call_bwd, call_fwd, evaluate
 from ..runtime.in_place import works_in_place
 from ..runtime.residuals import pack, tensors_of, unpack
 from ..spec import TensorSpec
+from ..torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, storage_id
 from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 
@@ -118,14 +118,14 @@ def _explain_op(
         raise _OwnForwardError
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
-        kept |= {_storage(p): p for p in (parameter, mode.from_tensor(parameter))}
+        kept |= {storage_id(p): p for p in (parameter, mode.from_tensor(parameter))}
     op = view_of(_apart(op), lambda part, name: foreseen_spec(part, name).empty())  # computes nothing
     named = differentiable(op, x, keywords) if runtime.grad_enabled else {}
     needs = frozenset(name for name, tensor in named.items() if tensor.requires_grad)
     with trace.recording() as seen, torch.no_grad():
         inner = step.x_is_inner or runtime.x_is_inner
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, inner)
-    new = {_storage(t): t for t in tensors_of(saved) if needs and _storage(t) not in kept}
+    new = {storage_id(t): t for t in tensors_of(saved) if needs and storage_id(t) not in kept}
     kept |= new
     backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)
     values.extend(y.detach().requires_grad_(bool(needs) and y.is_floating_point()) for y in outputs)
@@ -200,7 +200,7 @@ def _notes_of_copy(step: Step, values: list[Any]) -> tuple[str, ...]:
     x = values[step.x]
     if not isinstance(x, Tensor) or not works_in_place(step.module):
         return ()
-    shared = [repr(extra.name) for extra in step.beside if _storage(values[extra.slot]) == _storage(x)]
+    shared = [repr(extra.name) for extra in step.beside if storage_id(values[extra.slot]) == storage_id(x)]
     return (f"its input is copied: it works in place, and {' and '.join(shared)} shares that memory",) if shared else ()
 
 
@@ -227,7 +227,3 @@ class _WithoutHooks(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.module.forward(x)
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..compiler.binding import BoundArguments
 from ..compiler.flatten import FlatContainer
@@ -25,15 +24,16 @@ from ..runtime.autograd import Runtime
 from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
+from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
 from .capture import TENSOR_TYPES, Capture, Recording
 from .guards import DynamicRows, GuardedEntry
 from .program import Captured
 from .step import CapturedContext, CapturedStep
 
 _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("a profiler is active", torch._C._autograd._profiler_enabled),
-    ("a transform is active", torch._C._are_functorch_transforms_active),
-    ("a dispatch mode sees every operation", torch._C._len_torch_dispatch_stack),  # an export, a counter
+    ("a profiler is active", profiler_enabled),
+    ("a transform is active", transforms_active),
+    ("a dispatch mode sees every operation", dispatch_mode_depth),  # an export, a counter
 )
 """Who observes or transforms what a call does: why it is not replayed, and whether that is so now."""
 
@@ -56,12 +56,14 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
     """The key of a call on dense tensors of a device that nobody observes or transforms; else why it has none."""
     if call.values[0].device.type not in current_stream:
         return ""
+    if replay_refusal is not None:
+        return replay_refusal
     if any(layout.hooks):
         return "hooks observe an op"
     for reason, is_active in _OBSERVERS:
         if is_active():
             return reason
-    if forward_ad._current_level >= 0:
+    if forward_ad_state._current_level >= 0:
         return "forward-mode gradients are active"
     key: list[Any] = [call.reads, runtime, active_config().token]
     key += [op.attribute_version for op in layout.ops]

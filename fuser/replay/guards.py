@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..torch_private import tensor_guards
 from .program import Captured
 from .stats import counts
 
@@ -63,7 +63,7 @@ class DynamicRows(Entry):
         sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
         for i in self._long:
             sizes[i][0] = None
-        self._check = _tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
+        self._check = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.first: Captured | None = None
         self.is_collecting = True
 
@@ -91,7 +91,7 @@ class GuardedEntry(Entry):
 
     def __init__(self, tensors: Sequence[Tensor], dynamic_rows: DynamicRows) -> None:
         super().__init__()
-        self.matches, self.dynamic_rows = _tensor_guards(tensors), dynamic_rows
+        self.matches, self.dynamic_rows = tensor_guards(tensors), dynamic_rows
 
     def see(self) -> bool:
         """Takes note of a call that is about to run; returns whether it is to be captured.
@@ -152,10 +152,3 @@ class GuardedCache:
                 return entry
         entries.append(DynamicRows(tensors, rows))
         return entries[-1]
-
-
-def _tensor_guards(tensors: Sequence[Tensor], sizes: Any = None, strides: Any = None) -> Callable[..., bool]:
-    """Checks whether tensors are of the form of these; None among the sizes stands for any."""
-    guards = torch._C._dynamo.guards.TensorGuards  # as torch itself does before compiled code
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check

@@ -18,6 +18,7 @@ from ..op import Op
 from ..overrides import patched_half
 from ..parametrized import foreseen, is_certain
 from ..spec import Specs, TensorSpec, check_layout
+from ..torch_private import apply_of, forward_ad_state, is_batched_gradient, profiler_enabled, transforms_active
 from .call import BackwardContext, EagerStep, ForwardResult, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
@@ -100,7 +101,7 @@ def run(
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
     """
     refuse_transforms([op])
-    if forward_ad._current_level >= 0:
+    if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
     if op.passes_x_on and patched_half(op) is None:
         return (x, *[x.view_as(x) if runtime.grad_enabled else x.detach() for _ in op.extra_outputs])
@@ -151,7 +152,7 @@ def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
 
 def refuse_transforms(modules: Iterable[Any]) -> None:
     """Raises where a transform is active, which no op supports; its tensors have no values to check."""
-    if torch._C._are_functorch_transforms_active():
+    if transforms_active():
         for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
             raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
 
@@ -208,12 +209,12 @@ class _OpFunction(torch.autograd.Function):
 
 def _explain_batched(context: BackwardContext, douts: Sequence[Tensor], error: RuntimeError) -> None:
     """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
-    if any(torch._C._functorch.is_legacy_batchedtensor(dout) for dout in douts):
+    if any(is_batched_gradient(dout) for dout in douts):
         name = type(context.op).__name__
         raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
 
 
-apply: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _OpFunction).apply
+apply = apply_of(_OpFunction)
 """Without the look at every argument for remains of ``torch.func``, whose transforms :func:`run` refuses."""
 
 
@@ -223,7 +224,7 @@ def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
         torch.is_grad_enabled()
         or _autocasts(device_type)
         or context.config is not active_config()
-        or torch._C._autograd._profiler_enabled()
+        or profiler_enabled()
     )
 
 
@@ -236,7 +237,7 @@ class _BackwardScope(ExitStack):
         if _autocasts(device_type):
             self.enter_context(torch.autocast(device_type, enabled=False))
         self.enter_context(use_config(context.config))
-        if torch._C._autograd._profiler_enabled():
+        if profiler_enabled():
             self.enter_context(torch.profiler.record_function(f"fusible::{type(context.op).__name__}.bwd"))
 
 

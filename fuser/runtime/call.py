@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import Config, active_config
 from ..op import Delivery, Gradient, Grads, Op, SideEffects
+from ..torch_private import engine_will_run
 from .buffers import overlap
 from .residuals import Source, pack, unpack
 
@@ -105,7 +106,7 @@ class BackwardContext:
         for each in deliveries:
             producer = node.next_functions[self.names.index(each.name)][0]
             try:
-                wanted = producer is None or torch._C._will_engine_execute_node(producer)
+                wanted = producer is None or engine_will_run(producer)
             except (
                 RuntimeError
             ):  # a leaf whose gradient ``grad`` returns, or no engine, which could leave something out

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-current_stream: dict[str, Callable[[int], int]] = {"cuda": getattr(torch._C, "_cuda_getCurrentRawStream", int)}
+from ..torch_private import current_raw_stream
+
+current_stream: dict[str, Callable[[int], int]] = {"cuda": current_raw_stream}
 """For each type of such devices, what gives the address of the current stream of the device with an index."""
 
 

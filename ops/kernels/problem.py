@@ -9,8 +9,8 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from ...fuser.torch_private import FakeTensor
 from ..activation_spec import ActivationSpec
 
 Matrices = Tensor | Sequence[Tensor]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...fuser.runtime.devices import stream_of
+from ...fuser.torch_private import tensor_guards
 from ...fuser.tracing import active, has_no_data, is_traced
 from ..kernels.problem import Matrices
 
-_guards: Any = torch._C._dynamo.guards  # torch's own look at tensors: one call for all of them
 _MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
 
 
@@ -62,7 +62,7 @@ class _Form:
         self.values: _Values | None = None
         self.matches: Callable[..., bool] = _unknown
         if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
-            self.matches = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+            self.matches = tensor_guards(tensors)
 
 
 class _Whole(NamedTuple):

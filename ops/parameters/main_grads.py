@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...fuser.runtime.buffers import extent
+from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
 from ..checks import is_free_to_write, is_plain
 from .group import ExpertGroup
@@ -108,7 +108,7 @@ def foreseen(
         if grad is None:
             tensors.append(torch.empty_like(parameter, dtype=torch.float32))
             continue
-        with unset_fake_temporarily():  # where tensors of the user lie decides which kernels take them
+        with without_fake_tensors():  # where tensors of the user lie decides which kernels take them
             tensors.append(_judge(op, name, parameter, grad))
     return ExpertGroup(tuple(tensors)), [not o for o in overwrite], missing
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...fuser.torch_private import without_dispatch_modes
 from .parameters import Function
 from .program import Program
 from .tracing import NotPointwiseError, name_of, trace
@@ -49,7 +49,7 @@ class _Packed:
         self.__wrapped__, self.__name__, self.blocks = function, name_of(function), set[int | None]()
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        with _disable_current_modes():
+        with without_dispatch_modes():
             numbers = torch.arange(2 * gate.numel(), device="cpu").view(gate.shape[0], -1)
         return self.__wrapped__(_columns(numbers, _GateAndUp(self, numbers, gate, up)))
 
@@ -88,7 +88,7 @@ class _Columns(Tensor):
             raise NotPointwiseError(f"calls {name} on gate and up together")
         if name in _OF_ALL_COLUMNS:
             return columns
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        with without_dispatch_modes(), torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if isinstance(result, tuple | list) and not isinstance(result, torch.Size):
                 return type(result)([columns.gate_and_up.of(view) for view in result])
@@ -96,7 +96,7 @@ class _Columns(Tensor):
 
 
 def _columns(numbers: Tensor, gate_and_up: _GateAndUp) -> Tensor:
-    with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+    with without_dispatch_modes(), torch._C.DisableTorchFunctionSubclass():
         columns = numbers.as_subclass(_Columns)
     columns.gate_and_up = gate_and_up
     return columns

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...fuser.torch_private import core_decompositions, storage_id
 from .builder import Builder
 from .program import Program, Value, with_constants
 from .rules import RULES
@@ -76,7 +77,7 @@ def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[floa
     *leaves, dy = [_random(_SHAPE, generator, name != "dy") for name in (*inputs, "dy")]
     numbers = [torch.tensor(constant, dtype=torch.float32, device="cpu") for constant in constants]
     for name, leaf in zip(names, [*leaves, *numbers, dy], strict=True):
-        tracer.values[_memory(leaf)] = name
+        tracer.values[storage_id(leaf)] = name
     with tracer:
         y = _call(function, leaves, numbers)
         if y.dtype != torch.float32 or y.shape != _SHAPE:
@@ -151,10 +152,6 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return torch.allclose(a, b, tolerance, tolerance / 10, equal_nan=True)
 
 
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 class _Tracer(TorchDispatchMode):
     """Adds a line for each operation. A value belongs to memory, so that writing in place and views need nothing."""
 
@@ -173,8 +170,8 @@ class _Tracer(TorchDispatchMode):
             return float(argument)
         if not isinstance(argument, Tensor):
             return argument
-        if _memory(argument) in self.values:
-            return self.values[_memory(argument)]
+        if storage_id(argument) in self.values:
+            return self.values[storage_id(argument)]
         if argument.numel() != 1 or argument.requires_grad:
             raise NotPointwiseError(
                 f"{name_of(self._function)}: reads a tensor of shape {list(argument.shape)} that is none of its "
@@ -191,7 +188,7 @@ class _Tracer(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._check_result(name, result)
         try:
-            self.values[_memory(result)] = rule(self.builder, *values[0], **values[1])
+            self.values[storage_id(result)] = rule(self.builder, *values[0], **values[1])
         except TypeError:  # the rule has no such argument
             raise self._unknown(f"{name} with {values[1] or args}") from None
         self._alive.append(result)  # so that no other tensor gets its memory
@@ -225,9 +222,7 @@ class _Tracer(TorchDispatchMode):
 @cache
 def _decompositions() -> Any:
     """PyTorch's, for what has no rule. Reading them takes a second."""
-    from torch._decomp import core_aten_decompositions
-
-    return dict(core_aten_decompositions().items())  # type: ignore[no-untyped-call]
+    return core_decompositions()
 
 
 def name_of(function: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay import capture
+from ....fuser.torch_private import current_raw_stream
 from .. import architecture
 from ..architecture import Capability, assumed, capability_of
 
@@ -60,7 +61,7 @@ def workspace_bytes(groups: int) -> int:
 
 def stream(device: int) -> int:
     """The address of the current stream of a CUDA device, without an object for it."""
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return int(current_raw_stream(device))
 
 
 @cache

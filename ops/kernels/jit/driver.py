@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ....fuser.torch_private import current_cuda_device
+
 
 class DriverError(RuntimeError):
     """The CUDA driver refused to load or to launch a kernel."""
@@ -33,7 +35,7 @@ def launch(function: int, blocks: int, threads: int, parameters: bytes, device: 
     """Launches a kernel by its handle, with one structure as its only parameter."""
     arguments = (ctypes.c_char_p * 1)(parameters)
     grid_and_block = blocks, 1, 1, threads, 1, 1
-    if device == torch._C._cuda_getDevice():
+    if device == current_cuda_device():
         _check(_driver().cuLaunchKernel(function, *grid_and_block, 0, stream, arguments, None))
         return
     with torch.cuda.device(device):

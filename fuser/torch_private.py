@@ -1,0 +1,273 @@
+"""What is used of torch that torch does not promise, and what is done on a torch that does not have it.
+
+Every private name is looked up here, once, when the module is imported. So nothing else breaks when torch renames one.
+What a hot call asks is bound as it is found, so that it costs no function in Python. Torch 2.11 and 2.13 have them all.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+except ImportError:
+
+    class FakeTensor(Tensor):  # type: ignore[no-redef]
+        """Of which there are none; tensors of torch's compiler then count as tensors with data."""
+
+    class FakeTensorMode:  # type: ignore[no-redef]
+        """Cannot be made, so ``explain`` says why it cannot run."""
+
+        def __init__(self, **_: Any) -> None:
+            raise RuntimeError(f"explain() needs FakeTensorMode, which torch {torch.__version__} does not have")
+
+
+try:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+except ImportError:
+
+    class DataDependentOutputException(RuntimeError):  # type: ignore[no-redef]
+        """Is never raised; ``explain`` then says of a step what torch raises in its place."""
+
+    class DynamicOutputShapeException(RuntimeError):  # type: ignore[no-redef]
+        """Is never raised either."""
+
+
+try:
+    from torch._subclasses.functional_tensor import FunctionalTensor
+except ImportError:
+
+    class FunctionalTensor(Tensor):  # type: ignore[no-redef]
+        """Of which there are none."""
+
+
+__all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"]
+__all__ += ["FunctionalTensor"]
+
+
+def private(path: str) -> Any:
+    """What torch has under a dotted name behind ``torch.``; None if it has nothing there. Imports no module."""
+    value: Any = torch
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def private_of_module(module: str, name: str) -> Any:
+    """What a module has under a name; None if there is no such module, or nothing in it. Imports the module."""
+    try:
+        return getattr(import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+# ---- who observes or transforms calls
+
+
+def _always() -> bool:
+    return True
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+_ASKED_BY_REPLAY = (
+    "_C._autograd._profiler_enabled",
+    "_C._are_functorch_transforms_active",
+    "_C._len_torch_dispatch_stack",
+    "_C._dynamo.guards.TensorGuards",
+    "autograd.forward_ad._current_level",
+)
+
+
+def _replay_refusal() -> str | None:
+    missing = [f"torch.{path}" for path in _ASKED_BY_REPLAY if private(path) is None]
+    return f"torch {torch.__version__} does not have {', '.join(missing)}" if missing else None
+
+
+replay_refusal: str | None = _replay_refusal()
+"""Why no call is replayed: one cannot ask torch all that a replay depends on. None: one can."""
+
+profiler_enabled: Callable[[], bool] = private("_C._autograd._profiler_enabled") or _always
+"""Whether a profiler runs. Else: always, so that profiles keep their ranges, and each call pays for them."""
+
+has_transform_query = private("_C._are_functorch_transforms_active") is not None
+transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_active") or _never
+"""Whether ``vmap`` or another transform is active. Else: never, and :func:`apply_of` lets autograd refuse them."""
+
+dispatch_mode_depth: Callable[[], int] = private("_C._len_torch_dispatch_stack") or int
+"""How many dispatch modes see every operation. Else: 0, and nothing is replayed."""
+
+forward_ad_state: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+"""Its ``_current_level`` is that of forward-mode gradients, -1 outside of them; read without a call.
+
+Else: 0, so that every tensor is asked for its tangent.
+"""
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[Tensor, ...]]:
+    """Its ``apply`` without the look at every argument for remains of transforms, which :mod:`runtime` refuses.
+
+    Else: ``apply`` as it is, which refuses transforms itself.
+    """
+    apply: Callable[..., tuple[Tensor, ...]] = (
+        super(torch.autograd.Function, function).apply if has_transform_query else function.apply  # type: ignore[misc]
+    )
+    return apply
+
+
+is_batched_gradient: Callable[[Tensor], bool] = private("_C._functorch.is_legacy_batchedtensor") or _never
+"""Whether a gradient is one of ``is_grads_batched``. Else: no, and torch's error stands without our explanation."""
+
+
+# ---- backwards
+
+
+@cache
+def _warn_of_left_out_gradients() -> None:
+    warnings.warn(
+        f"torch {torch.__version__} does not say which gradients torch.autograd.grad leaves out: every main_grad is "
+        "written that the backward could write; call backward() instead",
+        stacklevel=2,
+    )
+
+
+def _will_run(node: Any) -> bool:
+    _warn_of_left_out_gradients()
+    return True
+
+
+engine_will_run: Callable[[Any], bool] = private("_C._will_engine_execute_node") or _will_run
+"""Whether the running backward goes on to a node. Else: yes, with a warning; true of ``backward()``."""
+
+
+# ---- tensors
+
+
+def _no_match(*_: Tensor) -> bool:
+    return False
+
+
+_TensorGuards: Any = private("_C._dynamo.guards.TensorGuards")
+
+
+def tensor_guards(tensors: Sequence[Tensor], sizes: Any = None, strides: Any = None) -> Callable[..., bool]:
+    """Checks whether tensors are of the form of these, as torch does before compiled code. None in sizes is any.
+
+    Else: none is, so that nothing is kept by form.
+    """
+    if _TensorGuards is None:
+        return _no_match
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+def _storage_by_address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _storage_by_object(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
+
+
+storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else _storage_by_object
+"""The identity of a tensor's storage while it lives. Else: that of the object, which torch keeps with the storage."""
+
+
+class _WithoutTorchFunction:
+    """Runs a function on a subclass as on a tensor. It is an object, so that it does not become a method."""
+
+    def __call__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+disabled_torch_function: Any = private("_C._disabled_torch_function_impl") or _WithoutTorchFunction()
+"""The ``__torch_function__`` of a subclass that has none. Else: the same in Python."""
+
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = (
+    private_of_module("torch.utils._python_dispatch", "_disable_current_modes") or nullcontext
+)
+"""Hides a body from dispatch modes. Else: they see it; a function of packed columns is then one no kernel knows."""
+
+without_fake_tensors: Callable[[], AbstractContextManager[Any]] = (
+    private_of_module("torch._subclasses.fake_tensor", "unset_fake_temporarily") or nullcontext
+)
+"""Leaves the tensors of a body their data under :class:`FakeTensorMode`. Else: ``explain`` takes them to be aligned."""
+
+
+# ---- devices
+
+
+def _raw_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+current_raw_stream: Callable[[int], int] = private("_C._cuda_getCurrentRawStream") or (
+    _raw_stream if torch.version.cuda else int
+)
+"""The address of the current stream of a CUDA device. Else: by an object; any number in a build without CUDA."""
+
+current_cuda_device: Callable[[], int] = private("_C._cuda_getDevice") or torch.cuda.current_device
+"""The index of the current CUDA device. Else: by the public function, which takes longer."""
+
+
+# ---- torch.compile, which takes seconds to import: nothing is looked up before it is asked for
+
+
+def graph_break_of_torch() -> Callable[..., None]:
+    """``torch._dynamo.graph_break``. Else: nothing; a function that is not compiled ends the graph too."""
+    function: Callable[..., None] | None = private_of_module("torch._dynamo", "graph_break")
+    return function or _no_break
+
+
+def _no_break(msg: str = "") -> None:
+    pass
+
+
+def keep_with_compiled_code(name: str, value: Any) -> None:
+    """Makes a value a global of the code that is compiled now, so that it lives as long. Else: it lives on."""
+    translator = private_of_module("torch._dynamo.symbolic_convert", "InstructionTranslator")
+    try:
+        translator.current_tx().output.install_global(name, value)
+    except AttributeError:
+        _kept.append(value)
+
+
+_kept: list[Any] = []
+_constants: list[Callable[..., Any]] = []
+
+
+def mark_constant(function: Callable[..., Any]) -> None:
+    """Does what ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+
+    Else: :func:`mark_constants_again` does it in the public way.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _constants.append(function)
+    if "torch._dynamo" in sys.modules:
+        mark_constants_again()
+
+
+def mark_constants_again() -> None:
+    """Marks them in the public way, once the compiler is imported."""
+    for function in _constants:
+        torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+
+
+def core_decompositions() -> dict[Any, Any]:
+    """Torch's decompositions into core operations. Else: none, and kernels know fewer functions."""
+    table = private_of_module("torch._decomp", "core_aten_decompositions")
+    return {} if table is None else dict(table().items())
