@@ -83,10 +83,12 @@ std::vector<std::vector<int>> tile_variants(bool fp32_output) {
 // Whatever launches in the thread of an active capture is noted by it.
 void def_capture(py::module_& module) {
   using fusible::Capture, fusible::Launches;
-  py::class_<Launches, std::shared_ptr<Launches>>(module, "Launches", "Captured launches, to be made again.")
+  // Local to this module: the emulation of the tests, which has the same types, may be in the same process.
+  py::class_<Launches, std::shared_ptr<Launches>>(module, "Launches", py::module_local(),
+                                                  "Captured launches, to be made again.")
       .def("scratch_bytes", &Launches::scratch_bytes, "rows"_a, "What a run needs behind the addresses of tensors.")
       .def("run", &Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
-  py::class_<Capture>(module, "Capture", "Notes the launches of this thread while it is entered.")
+  py::class_<Capture>(module, "Capture", py::module_local(), "Notes the launches of this thread while it is entered.")
       .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "spans"_a, "rows"_a)
       .def("__enter__", [](Capture& capture) { Capture::active() = &capture; })
       .def("__exit__", [](Capture&, const py::args&) { Capture::active() = nullptr; })

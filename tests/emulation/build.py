@@ -73,14 +73,20 @@ def missing() -> str | None:
 
 
 def copy_sources(csrc: Path, to: Path) -> list[Path]:
-    """Rewritten sources, without the headers that are emulated; returns those to compile."""
-    shutil.rmtree(to, ignore_errors=True)
-    for path in sorted(csrc.rglob("*.*")):
-        if path.parent.name == "device" and path.name in EMULATED:
-            continue
-        target = to / path.relative_to(csrc)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(rewrite(path.read_text()))
+    """Rewritten sources, without the headers that are emulated; returns those to compile.
+
+    A copy that is there stays: another process may be compiling from it.
+    """
+    if not to.exists():
+        unfinished = to.with_suffix(".new")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for path in sorted(csrc.rglob("*.*")):
+            if path.parent.name == "device" and path.name in EMULATED:
+                continue
+            target = unfinished / path.relative_to(csrc)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(rewrite(path.read_text()))
+        unfinished.rename(to)
     return sorted([*to.rglob("*.cu"), *to.rglob("*.cpp")])
 
 
@@ -125,7 +131,8 @@ def build(csrc: Path = ROOT / "csrc", workers: int = 2, show: Callable[[str], No
 
 
 def _copy(csrc: Path) -> Path:
-    return BUILD / ("csrc_" + digest(sorted(csrc.rglob("*.*"))))
+    """The folder of the rewritten sources, named after them and after what rewrites them."""
+    return BUILD / ("csrc_" + digest(sorted([*csrc.rglob("*.*"), *HERE.rglob("*.*h"), Path(__file__)])))
 
 
 def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
