@@ -37,8 +37,8 @@ class Contestant:
     def result(self) -> Result:
         """What a step gives, the gradients of the experts' weights in one tensor each."""
         y, x, scales, *weights = self.step()
-        half = len(weights) // 2
-        w1, w2 = (torch.stack(w) if half > 1 else w[0] for w in (weights[:half], weights[half:]))
+        count = len(weights) // 2
+        w1, w2 = (torch.stack(w) if count > 1 else w[0] for w in (weights[:count], weights[count:]))
         return Result(y, x, scales, w1.view(-1, *w1.shape[-2:]), w2.view(-1, *w2.shape[-2:]))
 
 

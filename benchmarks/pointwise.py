@@ -53,12 +53,12 @@ def seconds(rows: int, columns: int, device: str, rounds: int) -> dict[str, dict
     for call in every.values():
         for _ in range(3):
             backward(call(x, s))
-    halves: dict[str, dict[str, Function]] = {
+    kinds: dict[str, dict[str, Function]] = {
         "without gradients": {name: partial(infer, call) for name, call in every.items()},
         "forward": {name: partial(call, x, s) for name, call in every.items()},
         "backward": {name: partial(backward, call(x, s)) for name, call in every.items()},
     }
-    return {half: interleaved(functions, rounds, device, calls=10) for half, functions in halves.items()}
+    return {kind: interleaved(functions, rounds, device, calls=10) for kind, functions in kinds.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     times = seconds(args.rows, args.columns, device, args.rounds)
     names = list(times["forward"])
-    rows = [[name, *[f"{times[half][name] * 1e6:.0f}" for half in times]] for name in names]
+    rows = [[name, *[f"{times[kind][name] * 1e6:.0f}" for kind in times]] for name in names]
     heading = f"{args.rows} rows of 2 x {args.columns}, bf16, {device}, µs"
     print(markdown((heading, *times), rows))
 

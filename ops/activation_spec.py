@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import Any
 
@@ -76,6 +77,7 @@ class ActivationSpec:
         return self.program is None or is_linear_in_scale(self.program)
 
 
+@lru_cache(maxsize=1024)
 def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
     """The activation that computes a program, and its value times the scale where it has no number of the row."""
     with_scale = program if program.rows else scaled(program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ class Pointwise(Op):
         """The function as an activation, with the scale of a row for its number; None where kernels have none such."""
         if self.program is None or len(self.program.rows) > 1 or self.program.columns:
             return None
-        return _spec(self.program, self._constants, _block(self.halves))
+        return spec_of_program(with_constants(self.program, self._constants), _block(self.halves))
 
     def compile_kernels(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
@@ -319,11 +319,6 @@ class Pointwise(Op):
             return [*halves, *by_row]
         by_column = of_rows(vectors.to(dtype), split_sizes, x.shape[0])
         return [*halves, *by_row, *split(by_column, 1, _block(self.halves))[0]]
-
-
-@lru_cache(maxsize=1024)
-def _spec(program: Program, constants: tuple[float, ...], block: int | None) -> ActivationSpec:
-    return spec_of_program(with_constants(program, constants), block)
 
 
 def _checked(halves: Any) -> str | Interleaved | None:

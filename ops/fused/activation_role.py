@@ -32,7 +32,7 @@ def spec_of(act: Activated | Pointwise) -> ActivationSpec:
     return spec
 
 
-def keyword_of(role: str, keyword: str) -> str | None:
+def keyword_of(role: str) -> str | None:
     """What a fused op calls the number of the row that its activation reads; None for other roles."""
     return "scales" if role == "act" else None
 

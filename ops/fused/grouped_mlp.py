@@ -65,7 +65,7 @@ class GroupedMLP(FusedOp):
         out_scales: Tensor | None
 
     def takes(self, role: str, keyword: str) -> str | None:
-        return keyword_of(role, keyword) or super().takes(role, keyword)
+        return keyword_of(role) or super().takes(role, keyword)
 
     def fwd(
         self,

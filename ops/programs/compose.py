@@ -1,4 +1,4 @@
-"""Programs made of programs: one after another, and one times a number of the row."""
+"""A program times a number of the row; and whether one is linear in such a number."""
 
 from __future__ import annotations
 
@@ -44,23 +44,6 @@ def _is_linear(line: Line, reads: set[str], linear: set[str]) -> bool:
         case (_, "where", (condition, *values)):
             return condition not in reads and all(value in linear or value == 0.0 for value in values)
     return False
-
-
-def then(first: Program, second: Program) -> Program:
-    """``second`` of the value of ``first``. The numbers of the row of both follow one another.
-
-    Raises:
-        ValueError: ``second`` takes gate and up, not one value.
-    """
-    if second.arguments != ("x",):
-        raise ValueError("a program of gate and up cannot follow another one: it would need two values")
-    renamed = {row: f"r{len(first.rows) + i}" for i, row in enumerate(second.rows)}
-    builder = Builder((*first.arguments, *first.rows, *renamed.values(), "dy"))
-    value = _inlined(builder, first.only(("y",)), {})["y"]
-    outer = _inlined(builder, second, {"x": value, **renamed})
-    inner = _inlined(builder, first, {"dy": outer["dx"]})
-    rows = {f"d{new}": outer[f"d{old}"] for old, new in renamed.items()}
-    return builder.program({**inner, "y": outer["y"], **rows})
 
 
 def _inlined(builder: Builder, program: Program, inputs: Mapping[str, Value]) -> dict[str, Value]:

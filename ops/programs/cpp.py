@@ -25,8 +25,8 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
     """
     numbers = program.rows + program.columns + program.constants
     return f"""struct {name} {{
-  using M = Math<{_bool(fast)}>;
-  static constexpr bool kGated = {_bool("u" in program.inputs)};
+  using M = Math<{boolean(fast)}>;
+  static constexpr bool kGated = {boolean("u" in program.inputs)};
   static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
   static constexpr int kConstants = {len(program.constants)};
   static constexpr int kVectors = {vectors};
@@ -96,5 +96,6 @@ def _expression(value: Value, names: dict[str, str]) -> str:
     return number(value) if isinstance(value, float) else names.get(value, value)
 
 
-def _bool(value: bool) -> str:
+def boolean(value: bool) -> str:
+    """A truth value of C++."""
     return "true" if value else "false"

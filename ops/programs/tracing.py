@@ -112,14 +112,14 @@ def _check_pointwise(function: Function, inputs: tuple[str, ...], constants: Seq
 
 def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
     leaves = [leaf.detach() for leaf in _trial_inputs(inputs)]
-    y, again = _call(function, leaves, constants), _call(function, leaves, constants)
+    y, repeated = _call(function, leaves, constants), _call(function, leaves, constants)
     if y.shape != _TRIAL or not y.dtype.is_floating_point:
         raise NotPointwiseError(_expected_result(function, y))
     rows = _call(function, [leaf if leaf.shape[0] == 1 else leaf[2:5] for leaf in leaves], constants)
     columns = _call(function, [leaf if leaf.shape[1] == 1 else leaf[:, 7:20] for leaf in leaves], constants)
     elements = [leaf.expand(_TRIAL)[:, :6].reshape(-1, 1, 1) for leaf in leaves]  # of both signs, each by itself
     alone = torch.stack([_call(function, element, constants) for element in zip(*elements, strict=True)])
-    same = _close(y, again, 0) and _close(y[2:5], rows, 1e-4) and _close(y[:, 7:20], columns, 1e-4)
+    same = _close(y, repeated, 0) and _close(y[2:5], rows, 1e-4) and _close(y[:, 7:20], columns, 1e-4)
     if not (same and _close(y[:, :6].reshape(-1), alone.reshape(-1), 1e-4)):
         raise NotPointwiseError(_depends_on_more(function))
 

@@ -12,10 +12,11 @@ from ..hopper.extension import is_built
 from ..problem import Layout
 from . import epilogue
 from .compilation import compiled
-from .epilogue import EpilogueForm
+from .epilogue import EpilogueForm, form_of
 from .pointwise import KernelForm
 
 _ROWS_ARCHITECTURE = "sm_90"
+_WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where they have no block
 
 
 def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dtype) -> int:
@@ -38,11 +39,9 @@ def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dt
 
 
 def _forms(program: Program, block: int | None, dtype: torch.dtype) -> list[EpilogueForm]:
-    narrow = block is not None and block < epilogue.NARROW
-    concat = len(program.arguments) == 2 and block is None
+    forms = [(False, bias) for bias in (False, True)] + [(True, False)]  # whether backward, whether with a bias
     layouts = (Layout.NT, Layout.NN)
-    forward = [
-        EpilogueForm(program, False, layout, dtype, concat, narrow, bias)
-        for layout, bias in product(layouts, (False, True))
+    return [
+        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias)
+        for (backward, bias), layout in product(forms, layouts)
     ]
-    return [*forward, *(EpilogueForm(program, True, layout, dtype, False, narrow, False) for layout in layouts)]

@@ -8,10 +8,14 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
+import torch
+
 from .cache import kernel_cache, key_of
 from .nvrtc import SpillError, compiler
 from .shims import SHIMS
 
+ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+"""The types of elements in C++."""
 _OPTIONS = (
     "--std=c++20",
     "-default-device",

@@ -11,17 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from ...programs.cpp import function_type
+from ...programs.cpp import boolean, function_type
 from ...programs.program import Program
 from ..hopper.extension import library
 from ..problem import Layout
-from .compilation import compiled
+from .compilation import ELEMENTS, compiled
 from .driver import LoadedKernel
 from .nvrtc import CompileError
 
 ARCHITECTURE = "sm_90a"
-_ELEMENTS = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-NARROW = 8  # columns of a vector
+_VECTOR = 8  # columns of a vector
 _log = logging.getLogger("fusible")
 
 
@@ -49,7 +48,7 @@ def form_of(
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
-    concat, narrow = gated and not backward and width == columns, gated and width < NARROW
+    concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
 
 
@@ -84,11 +83,11 @@ def source(form: EpilogueForm, variant: int, vectors: int) -> str:
 #include "kernels/operand_types.cuh"
 namespace fusible {{
 {function_type(form.program, vectors=vectors)}
-using T = {_ELEMENTS[form.dtype]};
+using T = {ELEMENTS[form.dtype]};
 inline constexpr TileVariant kVariant = kTileVariants[{variant}];
 using Pair = Operands<Layout::k{form.layout.value}, T, kVariant>;
 using Epilogue = {_epilogue(form)};
-using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {_bool(form.scale_bias)}, kVariant, Epilogue>;
+using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.scale_bias)}, kVariant, Epilogue>;
 static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
 }}  // namespace fusible
 extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
@@ -130,10 +129,10 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 
 def _epilogue(form: EpilogueForm) -> str:
-    functions = f"OneFunction<Function, {_bool(form.narrow)}>"
+    functions = f"OneFunction<Function, {boolean(form.narrow)}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
-    return f"ActivationEpilogue<{_bool(form.concat)}, {functions}>"
+    return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"
 
 
 def _weights(form: EpilogueForm) -> str:
@@ -148,7 +147,3 @@ def _in_threads(load_variant: Callable[[int], int], variants: Iterable[int]) -> 
 
 def _name(program: Program) -> str:
     return f"function {program.digest}"
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"

@@ -16,14 +16,13 @@ from ..hopper import rows as hopper_rows
 from ..hopper.extension import address, is_built, library, stream
 from ..problem import PointwiseGrads, PointwiseRows
 from . import pointwise_driver
-from .compilation import compiled
+from .compilation import ELEMENTS, compiled
 from .driver import LoadedKernel
 from .nvrtc import CompileError, compiler
 from .pointwise_driver import MOST_CONSTANTS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
 _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
-_ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 
 
 class KernelForm(NamedTuple):
@@ -38,7 +37,7 @@ class KernelForm(NamedTuple):
     def source(self) -> str:
         """The CUDA source."""
         function = function_type(self.program, fast=self.columns != torch.float32)
-        columns, numbers, vectors = _ELEMENTS[self.columns], _ELEMENTS[self.numbers], _ELEMENTS[self.vectors]
+        columns, numbers, vectors = ELEMENTS[self.columns], ELEMENTS[self.numbers], ELEMENTS[self.vectors]
         return f"""#include "device/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
@@ -51,13 +50,13 @@ extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_cons
 
 def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | None:
     """Why these kernels do not take such rows, None: they do."""
-    if columns.dtype not in _ELEMENTS:
+    if columns.dtype not in ELEMENTS:
         return f"computes no {_name(columns.dtype)}"
-    if rows.numbers is not None and rows.numbers.dtype not in _ELEMENTS:
+    if rows.numbers is not None and rows.numbers.dtype not in ELEMENTS:
         return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
     if len(program.constants) > MOST_CONSTANTS:
         return f"takes at most {MOST_CONSTANTS} constants, got {len(program.constants)}"
-    if rows.vectors is not None and rows.vectors.dtype not in _ELEMENTS:
+    if rows.vectors is not None and rows.vectors.dtype not in ELEMENTS:
         return f"reads no numbers of a column in {_name(rows.vectors.dtype)}"
     return device_refusal(columns.get_device())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,10 +13,15 @@ from ..problem import GroupedGemm, Layout, Matrices, first, stacked
 NAME = "grouped_mm"
 
 
+def torch_grouped_mm() -> Callable[..., Tensor] | None:
+    """The function, None where this torch has none."""
+    return getattr(torch.nn.functional, "grouped_mm", None)
+
+
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     a, b = problem.a, first(problem.b)
-    if not hasattr(torch.nn.functional, "grouped_mm"):
+    if torch_grouped_mm() is None:
         return f"torch {torch.__version__} has no grouped_mm"
     if not a.is_cuda:
         return f"needs a CUDA device, got {a.device.type}"

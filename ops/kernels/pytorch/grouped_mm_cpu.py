@@ -6,25 +6,18 @@ are few enough to be still in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..problem import Activate, GroupedGemm, Layout
 from . import activation, loop
-from .grouped_mm import NAME, row_ends
+from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
 __all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUPS_PER_ROW = 4
 """With more groups than that for each row, the loop is faster: grouped_mm takes 1 µs for a group without rows."""
-
-
-def torch_grouped_mm() -> Callable[..., Tensor] | None:
-    """The function, None where this torch has none."""
-    return getattr(torch.nn.functional, "grouped_mm", None)
 
 
 def refusal(problem: GroupedGemm) -> str | None:

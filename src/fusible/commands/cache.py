@@ -54,8 +54,8 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 def _functions(path: str) -> list[Pointwise]:
     """The ops of what ``module:name`` is."""
     module, _, name = path.partition(":")
-    thing = getattr(importlib.import_module(module), name)
-    if not isinstance(thing, nn.Module):
+    target = getattr(importlib.import_module(module), name)
+    if not isinstance(target, nn.Module):
         with torch.device("meta"):
-            thing = thing()
-    return [op for op in thing.modules() if isinstance(op, Pointwise)]
+            target = target()
+    return [op for op in target.modules() if isinstance(op, Pointwise)]
