@@ -26,6 +26,7 @@ from fusible.benchmarks import (
     grouped_mlp,
     hf,
     host_overhead,
+    lora,
     loss_curves,
     plots,
     pointwise,
@@ -498,6 +499,14 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("| 4 rows of 2 x 8")
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
+
+
+def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    lora.main(["--preset", "small", "--tokens", "4", "--rank", "8", "--rounds", "1"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("| small, 4 tokens, rank 8")
+    assert [line.split()[1] for line in printed[2:]] == ["frozen", "LoRA", "full"]
 
 
 def test_pointwise_contestants_agree() -> None:

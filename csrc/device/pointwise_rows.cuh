@@ -4,6 +4,7 @@
 #pragma once
 #include "device/groups.cuh"
 #include "device/pointwise.cuh"
+#include "device/rows.cuh"
 #include "device/vector.cuh"
 #include "fusible/pointwise_params.h"
 
@@ -37,11 +38,6 @@ struct PointwiseRow {
 #pragma unroll
     for (int i = 0; i < F::kConstants; ++i) r[F::kRows + F::kColumns + i] = p.constants[i];
   }
-  // Where the gate of a column stands in the row; its up stands `block` columns further.
-  DEVICE static unsigned gate_column(unsigned column, unsigned block) {
-    return F::kGated && column >= block ? column / block * 2 * block + column % block : column;
-  }
-
   // The numbers of neighbouring columns; zeros past the last group.
   template <int kVector>
   DEVICE void load_columns(float (&b)[kVectors][kVector], unsigned column) const {
@@ -66,12 +62,6 @@ struct PointwiseRow {
   float r[kCount];
 };
 
-template <class Body>
-DEVICE void each_row_of_warp(int64_t rows, Body body) {
-  const int64_t warps = blockDim.x / 32;
-  for (int64_t row = blockIdx.x * warps + threadIdx.x / 32; row < rows; row += gridDim.x * warps) body(row);
-}
-
 // Whether vectors of 16 bytes are all aligned, and each is within one block.
 template <class T>
 DEVICE bool rows_have_vectors(const PointwiseParams& p) {
@@ -82,7 +72,7 @@ DEVICE bool rows_have_vectors(const PointwiseParams& p) {
 
 template <class T, class F, class Number, class Column, int kVector>
 DEVICE void forward_rows(const PointwiseParams& p) {
-  each_row_of_warp(p.rows, [&](int64_t number) INLINE {
+  each_row_of_warp<kPointwiseThreads / 32>(p.rows, [&](int64_t number) INLINE {
     using Row = PointwiseRow<F, Number, Column>;
     const Row row(p, number);
     const T* from = static_cast<const T*>(p.x) + row.first_of_x;
@@ -90,7 +80,7 @@ DEVICE void forward_rows(const PointwiseParams& p) {
 #pragma unroll 2
     for (unsigned column = threadIdx.x % 32 * kVector; column < p.columns; column += 32 * kVector) {
       float x[kVector], u[kVector] = {};
-      const unsigned at = row.gate_column(column, p.block);
+      const unsigned at = F::kGated ? gate_column(column, p.block) : column;
       load(x, from + at);
       if constexpr (F::kGated) load(u, from + at + p.block);
       float b[Row::kVectors][kVector] = {}, r[Row::kCount];
@@ -108,7 +98,7 @@ DEVICE void forward_rows(const PointwiseParams& p) {
 // `x` may be null where no gradient reads it.
 template <class T, class F, class Number, class Column, int kVector>
 DEVICE void backward_rows(const PointwiseParams& p) {
-  each_row_of_warp(p.rows, [&](int64_t number) INLINE {
+  each_row_of_warp<kPointwiseThreads / 32>(p.rows, [&](int64_t number) INLINE {
     using Row = PointwiseRow<F, Number, Column>;
     const Row row(p, number);
     const T *from = static_cast<const T*>(p.x) + row.first_of_x, *above = static_cast<const T*>(p.dy) + row.first;
@@ -116,7 +106,7 @@ DEVICE void backward_rows(const PointwiseParams& p) {
     float sums[F::kRows ? F::kRows : 1] = {};
     for (unsigned column = threadIdx.x % 32 * kVector; column < p.columns; column += 32 * kVector) {
       float x[kVector] = {}, u[kVector] = {}, dy[kVector];
-      const unsigned at = row.gate_column(column, p.block);
+      const unsigned at = F::kGated ? gate_column(column, p.block) : column;
       if (p.x) load(x, from + at);
       if constexpr (F::kGated)
         if (p.x) load(u, from + at + p.block);

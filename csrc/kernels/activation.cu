@@ -6,6 +6,7 @@
 
 #include "device/activation.cuh"
 #include "device/element.cuh"
+#include "device/rows.cuh"
 #include "device/vector.cuh"
 #include "fusible/activation.h"
 #include "fusible/device.h"
@@ -16,11 +17,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kBlocksPerMultiprocessor = 4;
 
-// Where the gate of an output column stands in its row; its up stands `block` columns further.
-DEVICE unsigned gate_column(unsigned column, unsigned block) {
-  return column >= block ? column / block * 2 * block + column % block : column;
-}
-
 // The loops over rows are compiled for each function, so that nothing is decided for each element. For fp32 rows
 // functions are exact.
 template <class T, class Body>
@@ -28,13 +24,6 @@ DEVICE void with_form(const Activation& a, Body body) {
   constexpr bool kFast = sizeof(T) == 2;
   if (a.gated) with_function<kFast>(a, [&](auto function) INLINE { body(function, std::true_type()); });
   else with_plain_function<kFast>(a, [&](auto function) INLINE { body(function, std::false_type()); });
-}
-
-// body(row) for the rows of this warp.
-template <class Body>
-DEVICE void each_row(int64_t rows, Body body) {
-  for (int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; row < rows; row += gridDim.x * int64_t{kWarps})
-    body(row);
 }
 
 template <class T, int kVector>
@@ -45,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                  first = threadIdx.x % 32 * kVector;
   with_form<T>(a, [&](auto function, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
-    each_row(c.rows, [&](int64_t row) INLINE {
+    each_row_of_warp<kWarps>(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
       const T* preact = static_cast<const T*>(c.preact) + row * columns * (gated ? 2 : 1);
       T* postact = static_cast<T*>(c.postact) + row * columns;
@@ -71,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
                  lane = threadIdx.x % 32;
   with_form<T>(a, [&](auto function, auto is_gated) INLINE {
     constexpr bool gated = is_gated.value;
-    each_row(c.rows, [&](int64_t row) INLINE {
+    each_row_of_warp<kWarps>(c.rows, [&](int64_t row) INLINE {
       const float scale = c.scales.data ? read_number(c.scales.data, c.scales.type, row) : 1.f;
       const int64_t wide = row * columns * (gated ? 2 : 1), narrow = row * columns;
       const T *preact = static_cast<const T*>(c.preact) + wide, *dpostact = static_cast<const T*>(c.dpostact) + narrow;

@@ -91,7 +91,8 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
         return activation(spec, columns)
     handles = functions.handles(_form(problem, spec.program, spec.block, columns))
     assert isinstance(handles, tuple)
-    return Activation(*activation(spec, columns)[:6], *handles)
+    kernel, *others = handles
+    return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
