@@ -31,10 +31,6 @@ _UNCHANGING = type(None), int, float, str, FunctionType, BuiltinFunctionType, pa
 class ModelActivation(Activated):
     """The activation or the gate of a model, as it was read."""
 
-    def __init__(self, spec: ActivationSpec) -> None:
-        super().__init__()
-        self.spec = spec
-
 
 def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
     """The op that stands for what is between the two linears; or None, and why it has to run as it is."""

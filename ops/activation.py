@@ -14,8 +14,7 @@ class Activation(Activated):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__()
-        self.spec = activation(name)
+        super().__init__(activation(name))
 
     def extra_repr(self) -> str:
         return self.spec.name

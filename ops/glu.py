@@ -13,15 +13,18 @@ from .checks import check_floats, check_halves
 
 
 class Activated(Op):
-    """An op that is an :class:`ActivationSpec`: what fusions look for."""
+    """The op of an :class:`ActivationSpec`: what fusions look for."""
 
-    spec: ActivationSpec
     checks_values = False
     values_checked_on_host = frozenset()
     replayable = True
 
     class Saved(NamedTuple):
         preact: Tensor | None
+
+    def __init__(self, spec: ActivationSpec) -> None:
+        super().__init__()
+        self.spec = spec
 
     def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)
@@ -69,8 +72,7 @@ class GLU(Activated):
         linear_offset: float = 0.0,
         layout: str | Interleaved = "concat",
     ) -> None:
-        super().__init__()
-        self.spec = gated(activation, limit, alpha, linear_offset, layout)
+        super().__init__(gated(activation, limit, alpha, linear_offset, layout))
 
 
 _DEFAULTS: dict[str, Any] = vars(gated("silu", None, 1.0, 0.0, "concat"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from fusible import Combine, Dispatch, GroupedLinear, Pointwise, RefusedError, Scale, Sequential, config, interleaved
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue
-from fusible.ops.kernels.jit.nvrtc import SpillError
+from fusible.ops.kernels.jit.compiler import SpillError
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -16,10 +16,11 @@ from emulation import build
 
 from fusible import Pointwise
 from fusible.ops.kernels.hopper import extension
-from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
 from fusible.ops.kernels.jit.cache import kernel_cache
-from fusible.ops.kernels.jit.compilation import compiled
-from fusible.ops.kernels.jit.nvrtc import CompileError, Compiler, SpillError, compiler
+from fusible.ops.kernels.jit.compilation import compiled, compiler
+from fusible.ops.kernels.jit.compiler import CompileError, SpillError
+from fusible.ops.kernels.jit.nvrtc import Nvrtc
 from fusible.ops.kernels.problem import Layout
 
 
@@ -41,10 +42,10 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
-    for cache in (kernel_cache, epilogue.handles):
+    for cache in (kernel_cache, epilogue.handles, compiler):
         cache.cache_clear()
     yield
-    for cache in (kernel_cache, epilogue.handles):
+    for cache in (kernel_cache, epilogue.handles, compiler):
         cache.cache_clear()
 
 
@@ -74,9 +75,9 @@ class Compilation(NamedTuple):
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
     """What is compiled from now on; nothing is loaded."""
-    noted, compile_source = list[Compilation](), Compiler.compile
+    noted, compile_source = list[Compilation](), Nvrtc.compile
 
-    def note(self: Compiler, source: str, *rest: Any) -> bytes:
+    def note(self: Nvrtc, source: str, *rest: Any) -> bytes:
         vectors, start, spilled = re.search(r"kVectors = (\d)", source), time.perf_counter(), True
         assert vectors is not None
         try:
@@ -86,7 +87,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
             noted.append(Compilation(int(vectors[1]), spilled, time.perf_counter() - start))
         return cubin
 
-    monkeypatch.setattr(Compiler, "compile", note)
+    monkeypatch.setattr(Nvrtc, "compile", note)
     monkeypatch.setattr(epilogue, "load", lambda source: len(compiled(source, "sm_90a")))
     return noted
 
@@ -125,4 +126,43 @@ def test_what_spills_anyway_is_refused_with_what_ptxas_says(monkeypatch: pytest.
 
 def test_a_source_that_is_wrong_is_a_compile_error_with_its_log() -> None:
     with pytest.raises(CompileError, match=r"identifier .x. is undefined"):
-        compiler().compile("int nonsense = x;", {}, ())
+        compiler().compile("int nonsense = x;", {}, "sm_90a")
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a toolkit, but without its NVRTC."""
+    if nvcc.find() is None:
+        pytest.skip("nvcc is not installed")
+    monkeypatch.setattr(nvrtc, "find", lambda: None)
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_nvcc_compiles_the_same_sources(backward: bool) -> None:
+    variant = (extension.library().BACKWARD_VARIANTS if backward else extension.library().ACTIVATION_VARIANTS)[0]
+    texts = epilogue.sources(form_of(FUNCTIONS["telu"], backward), variant)
+
+    assert compiler().version[0] == "nvcc"
+    assert compiled(texts, "sm_90a").startswith(b"\x7fELF")
+
+
+@pytest.mark.usefixtures("without_nvrtc")
+def test_nvcc_says_what_is_wrong_and_what_spills() -> None:
+    spilling = """extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
+      float x[64];
+      for (int i = 0; i < 64; ++i) x[i] = p[i * 7];
+      __syncthreads();
+      for (int i = 0; i < 64; ++i) p[i * 3] = x[i];
+    }"""
+    with pytest.raises(CompileError, match=r"identifier .x. is undefined"):
+        compiler().compile("int nonsense = x;", {}, "sm_90a")
+    with pytest.raises(SpillError, match="bytes spill"):
+        compiler().compile(spilling, {}, "sm_90a")
+
+
+def test_without_any_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (nvrtc, nvcc):
+        monkeypatch.setattr(kind, "find", lambda: None)
+    with pytest.raises(CompileError, match="pip install nvidia-cuda-nvrtc"):
+        compiler()

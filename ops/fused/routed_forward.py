@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ...fuser.module_state import with_tensors
 from .. import routing as permutation
-from ..activation import Activation
 from ..activation_spec import ActivationSpec
-from ..glu import GLU, Activated
+from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
 from ..kernels.custom_ops import kernel
@@ -99,8 +98,6 @@ def _form_of(
     transposed: bool,
 ) -> GroupedMLP:
     """The experts on parameters without data."""
-    act: Activated = GLU("silu") if spec.gated else Activation("silu")
-    act.spec = spec  # maybe one that the constructors do not build
     fc1, fc2 = (
         GroupedLinear(
             shape[0],
@@ -112,5 +109,5 @@ def _form_of(
         )
         for shape, bias in ((up, up_bias), (down, down_bias))
     )
-    parts: dict[str, Any] = {"fc1": fc1, "act": act, "scale": None, "fc2": fc2, "out_scale": Scale()}
+    parts: dict[str, Any] = {"fc1": fc1, "act": Activated(spec), "scale": None, "fc2": fc2, "out_scale": Scale()}
     return GroupedMLP(**parts)

@@ -1,4 +1,4 @@
-"""Sources that include headers of csrc to code of a GPU, from the cache or from NVRTC."""
+"""Sources that include headers of csrc to code of a GPU, from the cache or from a compiler."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from importlib.resources import files
 
 import torch
 
+from . import nvcc, nvrtc
 from .cache import kernel_cache, key_of
-from .nvrtc import SpillError, compiler
-from .shims import SHIMS
+from .compiler import CompileError, Compiler, SpillError
 
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """The types of elements in C++."""
-_OPTIONS = (
-    "--std=c++20",
-    "-default-device",
-    "--no-cache",  # from which the log would be empty
-    "--ptxas-options=-v",
-    "-DINFINITY=__int_as_float(0x7f800000)",
-    "-DNAN=__int_as_float(0x7fffffff)",
-)
 _HEADERS = (("device", ".cuh"), ("kernels", ".cuh"), ("kernels", ".h"), ("fusible", ".h"))
 
 
@@ -31,30 +23,41 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
     """The cubin of the first of the sources that does not spill registers, kept under all of them.
 
     Raises:
-        CompileError: see :func:`nvrtc.compiler`, :meth:`nvrtc.Compiler.compile`.
+        CompileError: see :func:`compiler`, :meth:`Compiler.compile`.
     """
-    options = (f"--gpu-architecture={architecture}", *_OPTIONS)
 
     def compile_first() -> bytes:
         for text in texts[:-1]:
             with suppress(SpillError):
-                return compiler().compile(text, _headers(), options)
-        return compiler().compile(texts[-1], _headers(), options)
+                return compiler().compile(text, _headers(), architecture)
+        return compiler().compile(texts[-1], _headers(), architecture)
 
-    return kernel_cache().find(key_of(*texts, _headers_digest(), options, compiler().version), compile_first)
+    return kernel_cache().find(key_of(*texts, _headers_digest(), architecture, compiler().version), compile_first)
+
+
+@cache
+def compiler() -> Compiler:
+    """The first NVRTC that is found: as a Python package, or in a CUDA toolkit. Without one, nvcc.
+
+    Raises:
+        CompileError: there is neither.
+    """
+    available = nvrtc.find() or nvcc.find()
+    if available is None:
+        raise CompileError("neither NVRTC nor nvcc is installed; pip install nvidia-cuda-nvrtc")
+    return available
 
 
 @cache
 def _headers() -> dict[str, str]:
-    """Those of csrc, and what stands for the headers of others."""
+    """Those of csrc."""
     csrc = files("fusible") / "csrc"
-    headers = {
+    return {
         f"{folder}/{path.name}": path.read_text()
         for folder, suffix in _HEADERS
         for path in (csrc / folder).iterdir()
         if path.name.endswith(suffix)
     }
-    return {**SHIMS, **headers}
 
 
 @cache

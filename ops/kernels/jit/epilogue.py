@@ -16,8 +16,8 @@ from ...programs.program import Program
 from ..hopper.extension import library
 from ..problem import Layout
 from .compilation import ELEMENTS, compiled
+from .compiler import CompileError
 from .driver import LoadedKernel
-from .nvrtc import CompileError
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector

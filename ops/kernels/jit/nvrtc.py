@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
-_FORBIDDEN = re.compile(r"[1-9]\d* bytes spill|\bC7[56]\d\d\b.*")
+from .compiler import CompileError, raise_for
+from .shims import SHIMS
+
+_OPTIONS = (
+    "--std=c++20",
+    "-default-device",
+    "--no-cache",  # from which the log would be empty
+    "--ptxas-options=-v",
+    "-DINFINITY=__int_as_float(0x7f800000)",
+    "-DNAN=__int_as_float(0x7fffffff)",
+)
+_SHIMS_DIGEST = sha256(repr(sorted(SHIMS.items())).encode()).hexdigest()
 
 
-class CompileError(RuntimeError):
-    """A source does not compile, or ptxas would make it slow; or there is no compiler."""
-
-
-class SpillError(CompileError):
-    """The code needs more registers than there are."""
-
-
-class Compiler:
-    """NVRTC of one folder.
-
-    Attributes:
-        version: major and minor, a part of what compiled code depends on.
-    """
+class Nvrtc:
+    """NVRTC of one folder, as a :class:`Compiler`. It reads no header from disk."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self.version = major.value, minor.value
+        self.version: tuple[str, ...] = "NVRTC", f"{major.value}.{minor.value}", *_OPTIONS, _SHIMS_DIGEST
 
-    def compile(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
-        """The cubin of a source whose includes are all among the headers.
-
-        Raises:
-            CompileError: with the compiler's log; also for code that spills registers.
-        """
+    def compile(self, source: str, headers: Mapping[str, str], architecture: str) -> bytes:
+        """See :meth:`Compiler.compile`."""
+        headers, options = {**SHIMS, **headers}, (f"--gpu-architecture={architecture}", *_OPTIONS)
         program = ctypes.c_void_p()
         texts, names = _strings([*headers.values()]), _strings([*headers])
         create = self._library.nvrtcCreateProgram
@@ -49,10 +45,7 @@ class Compiler:
         try:
             failed = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode()
-            forbidden = _FORBIDDEN.search(log)
-            if failed or forbidden:
-                error = SpillError if forbidden and "spill" in forbidden[0] else CompileError
-                raise error(f"ptxas: {forbidden[0]}" if forbidden else log)
+            raise_for(bool(failed), log)
             return self._read(program, "CUBIN")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -70,20 +63,15 @@ class Compiler:
             raise CompileError(f"NVRTC: {self._library.nvrtcGetErrorString(status).decode()}")
 
 
-@cache
-def compiler() -> Compiler:
-    """The first NVRTC that is found: as a Python package, or in a CUDA toolkit.
-
-    Raises:
-        CompileError: there is none.
-    """
+def find() -> Nvrtc | None:
+    """The first that can be loaded: as a Python package, or in a CUDA toolkit."""
     for folder in _folders():
-        libraries = sorted(folder.glob("libnvrtc.so.*"))
-        if libraries:
-            for builtins in folder.glob("libnvrtc-builtins.so.*"):
-                ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC opens it by name, which finds only what is open
-            return Compiler(ctypes.CDLL(str(libraries[-1])))
-    raise CompileError("NVRTC is not installed; pip install nvidia-cuda-nvrtc")
+        for library in sorted(folder.glob("libnvrtc.so.*"), reverse=True):
+            with suppress(OSError):
+                for builtins in folder.glob("libnvrtc-builtins.so.*"):
+                    ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC opens it by name: only what is open is found
+                return Nvrtc(ctypes.CDLL(str(library)))
+    return None
 
 
 def _folders() -> Iterator[Path]:

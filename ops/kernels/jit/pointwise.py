@@ -16,9 +16,9 @@ from ..hopper import rows as hopper_rows
 from ..hopper.extension import address, is_built, library, stream
 from ..problem import PointwiseGrads, PointwiseRows
 from . import pointwise_driver
-from .compilation import ELEMENTS, compiled
+from .compilation import ELEMENTS, compiled, compiler
+from .compiler import CompileError
 from .driver import LoadedKernel
-from .nvrtc import CompileError, compiler
 from .pointwise_driver import MOST_CONSTANTS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
