@@ -13,7 +13,7 @@ from fusible import GroupedLinear, RefusedError, Sequential, config
 from fusible.ops import kernels
 from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problem import GroupedGemm, Layout
-from fusible.ops.kernels.pytorch import grouped_mm, loop
+from fusible.ops.kernels.pytorch import grouped_mm, loop, wrong_sizes
 
 E, K, N, T = 3, 16, 24, 40
 SIZES = [15, 0, 20]
@@ -29,6 +29,7 @@ def _on_cpu(monkeypatch):
     )
     monkeypatch.setattr(kernels, "row_kernels", lambda *tensors: grouped_mm)
     monkeypatch.setattr(dispatch, "_CPU_BACKENDS", dispatch._BACKENDS)
+    monkeypatch.setattr(wrong_sizes, "_reports", {})
 
 
 def problem(layout, out_dtype=torch.float32, sizes=SIZES, listed=False, **how):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import wrong_sizes
-from checks.wrong_sizes import CASES, Product, fits, raised
+from checks.wrong_sizes import CASES, ROWS, Product, fits, raised
 from emulation import build, harness
 
 import fusible
 from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.pytorch import wrong_sizes as pytorch_reports
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -81,3 +82,29 @@ def test_captured_launches(emulation: harness.Emulation) -> None:
     run()
     assert product.out.any()
     fusible.check_device_errors(0)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(("sizes", "group", "size", "why"), CASES)
+def test_pytorch_reports_as_kernels_do(index: torch.dtype, sizes: list[int], group: int, size: int, why: str) -> None:
+    pytorch_reports.look_at(torch.tensor(sizes, dtype=index), ROWS)
+    with raised(group, size, why):
+        pytorch_reports.look_at(torch.tensor(fits(sizes)), ROWS)
+    pytorch_reports.raise_reported(torch.device("cpu"))
+
+
+def test_pytorch_keeps_the_first_report() -> None:
+    for sizes, *_ in CASES[:2]:
+        pytorch_reports._reports[torch.device("cpu")].look_at(torch.tensor(sizes), ROWS)
+    with raised(*CASES[0][1:]):
+        pytorch_reports.raise_reported(torch.device("cpu"))
+
+
+def test_pytorch_looks_again_at_sizes_that_were_changed_in_place() -> None:
+    sizes = torch.tensor([16, 16])
+    pytorch_reports.look_at(sizes, ROWS)
+    pytorch_reports.look_at(sizes, ROWS)
+    sizes[1] = 100
+    pytorch_reports.look_at(sizes, ROWS)
+    with raised(1, 100, wrong_sizes.TOO_MANY):
+        pytorch_reports.raise_reported(torch.device("cpu"))

@@ -122,3 +122,20 @@ def test_nothing_waits_for_the_device() -> None:
         fusible.check_device_errors(0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_grouped_mm_reports_and_raises() -> None:
+    """As on a GPU that has none of our kernels."""
+    op, x = linear(), rows()
+    with fusible.config(backend="grouped_mm"):
+        op(x, split_sizes=sizes_of(WRONG))
+        torch.cuda.synchronize()
+        with raised(*SECOND):
+            op(x, split_sizes=sizes_of(FITS))
+        op(x, split_sizes=sizes_of(WRONG)).sum().backward()
+        torch.cuda.synchronize()
+        with raised(*SECOND):
+            fusible.check_device_errors()
+        op(x, split_sizes=sizes_of(FITS))
+    torch.cuda.synchronize()
+    fusible.check_device_errors()

@@ -28,9 +28,9 @@ from .dispatch import (
     row_choice,
     row_kernels,
 )
+from .hopper import extension
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
-from .hopper.extension import raise_wrong_sizes
 from .jit.ahead import compile_ahead
 from .jit.cache import kernel_cache
 from .problem import (
@@ -45,6 +45,7 @@ from .problem import (
     first,
     nbytes,
 )
+from .pytorch.wrong_sizes import raise_reported
 from .ragged import RaggedGemm
 
 __all__ = [
@@ -57,6 +58,16 @@ __all__ = [
     "outputs",
     "raise_wrong_sizes",
 ]
+
+
+def raise_wrong_sizes(device: int) -> None:
+    """Raises what has been found wrong with split sizes on a CUDA device, and forgets it; waits for nothing.
+
+    Raises:
+        RuntimeError: sizes of an earlier call were wrong.
+    """
+    extension.raise_wrong_sizes(device)
+    raise_reported(torch.device("cuda", device))
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:

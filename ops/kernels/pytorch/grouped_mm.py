@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..architecture import capability_of
 from ..problem import GroupedGemm, Layout, Matrices, first, stacked
+from . import wrong_sizes
 
 NAME = "grouped_mm"
 
@@ -40,6 +41,7 @@ def epilogue_refusal(problem: GroupedGemm) -> str | None:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem
+    wrong_sizes.look_at(p.split_sizes, p.rows)
     ends = row_ends(p.split_sizes, p.rows)
     if p.layout is Layout.TN:
         assert isinstance(p.b, Tensor)

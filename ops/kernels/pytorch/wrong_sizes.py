@@ -1,0 +1,90 @@
+"""Split sizes that do not fit, found by operations of PyTorch on GPUs that our kernels do not run on.
+
+As our kernels do, they report the first such group in memory of the host, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class Report:
+    """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = torch.zeros(2, dtype=torch.int64, device=device)
+        self._on_host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._last: weakref.ref[Tensor] | None = None
+        self._version_and_rows = -1, -1
+
+    def look_at(self, split_sizes: Tensor, rows: int) -> None:
+        """Reports the first size that is negative, or more than what the groups before it leave of the rows."""
+        if not _is_capturing(split_sizes.device) and self._has_seen(split_sizes, rows):
+            return
+        sizes = split_sizes.long()
+        wrong = (sizes < 0) | (sizes.clamp(0, rows + 1).cumsum(0) > rows)
+        first = wrong.int().argmax()
+        new = torch.stack((first + 1, sizes[first])) * wrong.any()
+        torch.where(self._on_device[0] == 0, new, self._on_device, out=self._on_device)
+        self._on_host.copy_(self._on_device, non_blocking=True)
+
+    def take(self) -> tuple[int, int] | None:
+        """The group and its size, and forgets them; None: there is no report so far."""
+        group, size = self._on_host.tolist()
+        if not group:
+            return None
+        self._on_host.zero_()
+        self._on_device.zero_()
+        return group - 1, size
+
+    def _has_seen(self, split_sizes: Tensor, rows: int) -> bool:
+        """Whether the last call had these very sizes: all products of a layer do."""
+        if split_sizes.is_inference():
+            return False
+        last, self._last = self._last, weakref.ref(split_sizes)  # one object for each tensor
+        before, self._version_and_rows = self._version_and_rows, (split_sizes._version, rows)
+        return last is self._last and before == self._version_and_rows
+
+
+_reports: dict[torch.device, Report] = {}
+
+
+def look_at(split_sizes: Tensor, rows: int) -> None:
+    """Raises what has been reported of this device, and looks at more sizes.
+
+    Raises:
+        RuntimeError: sizes of an earlier call were wrong.
+    """
+    device = split_sizes.device
+    if device not in _reports:
+        if _is_capturing(device):
+            return  # no memory of the host may be allocated now
+        _reports[device] = Report(device)
+    raise_reported(device)
+    _reports[device].look_at(split_sizes, rows)
+
+
+def raise_reported(device: torch.device) -> None:
+    """Raises what has been reported of a device, and forgets it; waits for nothing.
+
+    Raises:
+        RuntimeError: sizes of an earlier call were wrong.
+    """
+    report = _reports.get(device)
+    wrong = None if report is None or _is_capturing(device) else report.take()
+    if wrong is None:
+        return
+    group, size = wrong
+    why = "which is negative" if size < 0 else "more than the rows that the groups before it leave"
+    raise RuntimeError(
+        f"split_sizes on the device of an earlier call were wrong: the size of group {group} is {size}, {why}. What "
+        "does not fit was cut off, so the results of that call mean nothing. fusible.config(debug=True), or "
+        "FUSIBLE_DEBUG=1, checks them before each call"
+    )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
