@@ -11,7 +11,7 @@ def check_device_errors(device: torch.device | str | int | None = None) -> None:
     """Raises what kernels on a GPU have reported of split sizes, and forgets it.
 
     A negative size, or sizes that sum to more than the rows, are known to the GPU alone. Kernels cut off what does not
-    fit, and report it in a word that the host reads. On a GPU that has none of our kernels, operations of PyTorch do so.
+    fit, and report it in a word that the host reads. On a GPU that has none of our kernels, operations of PyTorch do.
     The next call on that GPU raises it, and so does this function. It waits for nothing: it tells of the calls that are
     done. After a synchronisation, such as ``loss.item()``, those are all. Replays of CUDA graphs report as well.
 
