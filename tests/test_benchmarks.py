@@ -21,6 +21,7 @@ from torch import Tensor
 from fusible.benchmarks import (
     arguments,
     compare,
+    float32,
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
@@ -499,6 +500,12 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("| 4 rows of 2 x 8")
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
+
+
+def test_float32_beside_bfloat16(capsys):
+    float32.main(["--preset", "small", "--tokens", "16", "--rounds", "1"])
+
+    assert "| small " in capsys.readouterr().out
 
 
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ def warn_once() -> None:
         "" if allows_tf32() else "; or let a GPU round float32 operands: torch.backends.cuda.matmul.allow_tf32 = True"
     )
     warnings.warn(
-        "fusible: products of float32 run one expert after the other on a GPU, several times as slowly as in 16 bits, "
-        "and wait for the split sizes. Make the experts bfloat16, or call them under torch.autocast('cuda', "
-        f"torch.bfloat16){cure}. config(strict=True) makes it an error, config(backend='loop') says that it is meant",
+        "fusible: products of float32 run one expert after the other on a GPU, and wait for the split sizes. On an "
+        "H200 a step of experts takes 13 to 24 times as long as in bfloat16. Make the experts bfloat16, or call them "
+        f"under torch.autocast('cuda', torch.bfloat16){cure}. config(strict=True) makes it an error, "
+        "config(backend='loop') says that it is meant",
         stacklevel=2,
     )
 
