@@ -16,7 +16,7 @@ def warn_once() -> None:
     )
     warnings.warn(
         "fusible: products of float32 run one expert after the other on a GPU, and wait for the split sizes. On an "
-        "H200 a step of experts takes 13 to 24 times as long as in bfloat16. Make the experts bfloat16, or call them "
+        "H100 a step of experts takes 14 to 23 times as long as in bfloat16. Make the experts bfloat16, or call them "
         f"under torch.autocast('cuda', torch.bfloat16){cure}. config(strict=True) makes it an error, "
         "config(backend='loop') says that it is meant",
         stacklevel=2,
