@@ -36,7 +36,7 @@ py::dict device_properties(int device) {
 }
 
 std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens,
-                                int64_t m, int64_t n, int64_t k, bool scale_bias) {
+                                int64_t m, int64_t n, int64_t k, bool scale_bias, int64_t second_k) {
   const fusible::GemmProblem problem{static_cast<fusible::Layout>(layout),
                                      static_cast<fusible::DType>(operand),
                                      static_cast<fusible::DType>(output),
@@ -45,7 +45,8 @@ std::string grouped_gemm_config(int layout, int operand, int output, int device,
                                      tokens,
                                      m,
                                      n,
-                                     k};
+                                     k,
+                                     second_k};
   std::ostringstream text;
   text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors);
   return text.str();
@@ -57,11 +58,11 @@ fusible::Activation activation(int curve, bool gated, float alpha, float limit, 
 
 // The configuration that linear_activation or its backward chooses, in words; n counts the columns of the product.
 std::string linear_activation_config(bool backward, bool gated, int64_t block, int operand, int device, int64_t groups,
-                                     int64_t tokens, int64_t n, int64_t k, bool scale_bias) {
+                                     int64_t tokens, int64_t n, int64_t k, bool scale_bias, int64_t second_k) {
   using fusible::Layout;
   const auto type = static_cast<fusible::DType>(operand);
   const fusible::GemmProblem problem{
-      backward ? Layout::kNN : Layout::kNT, type, type, scale_bias, groups, tokens, 0, n, k};
+      backward ? Layout::kNN : Layout::kNT, type, type, scale_bias, groups, tokens, 0, n, k, second_k};
   const int multiprocessors = fusible::device_properties(device).multiprocessors;
   std::ostringstream text;
   if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
@@ -122,7 +123,7 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
-             "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false,
+             "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "The configuration that grouped_gemm chooses, in words.");
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
@@ -137,7 +138,7 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::LinearActivationBackwardLaunch>(
       module, "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a,
-             "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "scale_bias"_a = false,
+             "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "The configuration that linear_activation or its backward chooses, in words.");
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") =
@@ -145,6 +146,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
+  module.attr("PAIR_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::WithSecondPair<fusible::ActivationParams>);
+  module.attr("PAIR_VARIANTS") = std::vector<int>(std::begin(fusible::kPairVariants), std::end(fusible::kPairVariants));
   def<fusible::PointwiseLaunch>(module,
                                 "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");

@@ -6,7 +6,9 @@ TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
 FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
+PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
+PAIR_ACTIVATION_PARAMS_BYTES: int  # with a second pair of operands
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
@@ -76,6 +78,12 @@ def grouped_gemm(
     workspace: int = ...,
     variant: int = ...,
     zero_tail: bool = ...,
+    second_k: int = ...,
+    second_a: int = ...,
+    second_a_pitch: int = ...,
+    second_b: int = ...,
+    second_b_pitch: int = ...,
+    second_b_group: int = ...,
 ) -> None: ...
 def ragged_gemm(
     *,
@@ -127,6 +135,7 @@ def grouped_gemm_config(
     n: int,
     k: int,
     scale_bias: bool = False,
+    second_k: int = 0,
 ) -> str: ...
 def activate(
     *,
@@ -208,6 +217,12 @@ def linear_activation(
     scales_type: int = ...,
     workspace: int = ...,
     variant: int = ...,
+    second_k: int = ...,
+    second_a: int = ...,
+    second_a_pitch: int = ...,
+    second_b: int = ...,
+    second_b_pitch: int = ...,
+    second_b_group: int = ...,
 ) -> None: ...
 def linear_activation_backward(
     *,
@@ -238,6 +253,12 @@ def linear_activation_backward(
     dbias_type: int = ...,
     workspace: int = ...,
     variant: int = ...,
+    second_k: int = ...,
+    second_a: int = ...,
+    second_a_pitch: int = ...,
+    second_b: int = ...,
+    second_b_pitch: int = ...,
+    second_b_group: int = ...,
 ) -> None: ...
 def linear_activation_config(
     backward: bool,
@@ -250,6 +271,7 @@ def linear_activation_config(
     n: int,
     k: int,
     scale_bias: bool = False,
+    second_k: int = 0,
 ) -> str: ...
 def backward_workspace_bytes(
     *,

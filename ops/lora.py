@@ -13,15 +13,16 @@ from ..fuser import Gradient, Grads, TensorSpec
 from . import kernels
 from .checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
-from .kernels import Layout, Matrices
+from .kernels import Layout, Matrices, OperandPair
 from .parameters.grouped import ExpertParameters
 
 
 class GroupedLoRA(ExpertParameters):
     """``y[rows of g] = x[rows of g] @ (weight[g] + lora_b[g] @ lora_a[g]).T + bias[g]``; rows are sorted by group.
 
-    The sum of the matrices is never formed: two products of depth and width ``rank`` are added to that of the weight. A
-    frozen weight costs no product in the backward. Rows past the last group, the tail, are zero in the output.
+    The sum of the matrices is never formed. The rows go through ``lora_a`` first; what comes out, of width ``rank``,
+    through ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the backward. Rows
+    past the last group, the tail, are zero in the output.
 
     Keywords of a call:
         split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``; else it is copied there.
@@ -41,6 +42,7 @@ class GroupedLoRA(ExpertParameters):
     """
 
     checks_values = False
+    replayable = True
     values_checked_on_host = frozenset({"split_sizes"})
 
     class Saved(NamedTuple):
@@ -119,9 +121,8 @@ class GroupedLoRA(ExpertParameters):
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        y = self.product(rows, sizes)
         low = self.project(rows, sizes)
-        self.add_low_rank(y, low, sizes)
+        y = self.product(rows, low, sizes)
         return with_rows_of(x, y), self.saved(rows.dtype, rows, low, sizes, needs_grad, tuple(x.shape))
 
     def saved(
@@ -155,24 +156,42 @@ class GroupedLoRA(ExpertParameters):
             shape,
         )
 
-    def product(self, rows: Tensor, sizes: Tensor, row_scale: Tensor | None = None) -> Tensor:
-        """That of the weight, and the bias, without the adapter."""
+    def product(
+        self,
+        rows: Tensor,
+        low: Tensor | None,
+        sizes: Tensor,
+        *,
+        bias_scale: Tensor | None = None,
+        tail_unspecified: bool = False,
+    ) -> Tensor:
+        """``rows`` through the weight, plus ``low`` through ``lora_b``, plus the bias times its scales by row."""
         weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
-        return _tensor(kernels.grouped_gemm(Layout.NT, rows, weight, sizes, bias=bias, row_scale=row_scale))
+        return _tensor(
+            kernels.grouped_gemm(
+                Layout.NT,
+                rows,
+                weight,
+                sizes,
+                bias=bias,
+                bias_scale=bias_scale,
+                second=self.second(low),
+                tail_unspecified=tail_unspecified,
+            )
+        )
+
+    def second(self, low: Tensor | None) -> OperandPair | None:
+        """``low`` and ``lora_b``, whose product is added to that of the weight; None without an adapter."""
+        return None if low is None else _pair(low, self.factor("lora_b", low.dtype))
 
     def factor(self, name: str, dtype: torch.dtype | None) -> Tensor | None:
         """``lora_a`` or ``lora_b`` in the dtype of the products; None without an adapter."""
         return _tensor(self.matrices(name, dtype)) if self.rank else None
 
     def project(self, rows: Tensor, sizes: Tensor) -> Tensor | None:
-        """[T, R]: the rows through ``lora_a``; None without an adapter."""
+        """[T, R]: the rows through ``lora_a``, its tail unspecified; None without an adapter."""
         lora_a = self.factor("lora_a", rows.dtype)
-        return None if lora_a is None else _tensor(kernels.grouped_gemm(Layout.NT, rows, lora_a, sizes))
-
-    def add_low_rank(self, y: Tensor, low: Tensor | None, sizes: Tensor) -> None:
-        """Adds ``low`` through ``lora_b`` to ``y``, which has been allocated for this."""
-        if low is not None:
-            kernels.grouped_gemm(Layout.NT, low, self.matrices("lora_b", low.dtype), sizes, out=y, beta=1.0)
+        return None if lora_a is None else _through(Layout.NT, rows, lora_a, sizes)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows, sizes = as_rows(dy), saved.split_sizes
@@ -216,17 +235,37 @@ class GroupedLoRA(ExpertParameters):
 
 
 def back(dy: Tensor, lora_b: Tensor | None, sizes: Tensor) -> Tensor | None:
-    """[T, R]: the gradient of what :meth:`GroupedLoRA.project` gave; None if nothing needs it."""
-    return None if lora_b is None else _tensor(kernels.grouped_gemm(Layout.NN, dy, lora_b, sizes))
+    """[T, R]: the gradient of what :meth:`GroupedLoRA.project` gave, its tail unspecified; None if nothing needs it."""
+    return None if lora_b is None else _through(Layout.NN, dy, lora_b, sizes)
 
 
-def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved) -> Tensor:
+def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
     """[T, K]: through the weight, and through the adapter."""
     assert saved.weight is not None
-    dx = _tensor(kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes))
-    if dlow is not None and saved.lora_a is not None:
-        kernels.grouped_gemm(Layout.NN, dlow, saved.lora_a, saved.split_sizes, out=dx, beta=1.0)
-    return dx
+    return _tensor(
+        kernels.grouped_gemm(
+            Layout.NN,
+            dy,
+            saved.weight,
+            saved.split_sizes,
+            second=back_through(dlow, saved),
+            tail_unspecified=tail_unspecified,
+        )
+    )
+
+
+def back_through(dlow: Tensor | None, saved: GroupedLoRA.Saved) -> OperandPair | None:
+    """``dlow`` and ``lora_a``, whose product is added to the gradient of the input; None without an adapter."""
+    return None if dlow is None else _pair(dlow, saved.lora_a)
+
+
+def _pair(a: Tensor, b: Tensor | None) -> OperandPair | None:
+    return None if b is None else OperandPair(a, b)
+
+
+def _through(layout: Layout, rows: Tensor, factor: Tensor, sizes: Tensor) -> Tensor:
+    """Rows through a factor, for readers that know of the tail."""
+    return _tensor(kernels.grouped_gemm(layout, rows, factor, sizes, tail_unspecified=True))
 
 
 def _tensor(matrices: Matrices) -> Tensor:

@@ -24,6 +24,7 @@ BF16 = torch.bfloat16
         (2, 512, 256, 64, "128 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # no work for many rounds
         (32, 1024, 2880, 2880, "256 x 192, cluster 1 x 1"),  # 192 divides the columns
         (8, 2048, 2048, 64, "128 x 256, cluster 2 x 1, 3 stages, 4 blocks"),  # long groups
+        (8, 2048, 64, 2048, "128 x 64, cluster 1 x 1"),  # hardly any columns
     ],
 )
 def test_tiles_of_rows(emulation: harness.Emulation, groups: int, rows: int, n: int, k: int, tile: str) -> None:
@@ -40,6 +41,15 @@ def test_swap_ab_tiles_give_16_bits_and_the_lower_ones_take_bias(emulation: harn
     assert "128 x 256, cluster 2 x 1, 3 stages, swap_ab" in emulation.grouped_gemm_config(NT, bf16, bf16, *shape, True)
     assert "swap_ab" not in emulation.grouped_gemm_config(NT, bf16, fp32, *shape)
     assert "swap_ab" not in emulation.grouped_gemm_config(TN, bf16, bf16, 0, 64, 64 * 512, 2048, 2048, 0)
+
+
+@pytest.mark.parametrize(("rows", "n"), [(16, 256), (512, 2880), (512, 64), (2048, 2880)])
+def test_a_second_pair_has_tiles_that_are_built_for_it(emulation: harness.Emulation, rows: int, n: int) -> None:
+    bf16 = TYPE_CODES[BF16]
+    chosen = emulation.grouped_gemm_config(NT, bf16, bf16, 0, 8, 8 * rows, 0, n, 64, False, 16)
+
+    assert " x 256, cluster 2 x 1, 3 stages" in chosen
+    assert ("swap_ab" in chosen) == (rows <= 1024)
 
 
 def test_tiles_of_weight_gradients_may_be_halved(emulation: harness.Emulation) -> None:

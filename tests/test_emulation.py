@@ -30,7 +30,7 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (2, 3, 4, 6, 7), Layout.NN: (2, 3, 4, 6, 7), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8), Layout.NN: (2, 3, 4, 6, 7, 8), Layout.TN: (1, 2, 4)}
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -52,6 +52,23 @@ def test_tiles_of_the_benchmark() -> None:
         tiles = gemm_contestants.tiles(p)
         assert list(tiles) == [f"tile {variant}" for variant in VARIANTS[p.layout]]
         assert grouped_gemm.check(p, tiles).keys() == tiles.keys()
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64, 96])
+@pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
+def test_second_pairs(layout: Layout, rank: int) -> None:
+    """The depth of either pair ends within a block of 64, or at its end."""
+    for variant in (-1, *extension.library().PAIR_VARIANTS):
+        check(layout, k=136, n=264, rank=rank, pitch=24, variant=variant)
+        check(layout, (300, 0, 129), k=64, n=520, tail=0, rank=rank, variant=variant)
+    check(layout, dtype=torch.float16, rank=rank, separate=True, bias=torch.float32, alpha="groups", row_scale=True)
+
+
+@pytest.mark.parametrize("name", fused.SOME)
+def test_second_pairs_and_epilogues(name: str) -> None:
+    check_fused(name, features=72, columns=320, rank=16)
+    check_fused(name, features=64, columns=136, rank=96, bias=torch.float32, bias_scale=True)
+    check_fused(name, (70, 0, 200), dtype=torch.float16, features=136, columns=136, tail=0, rank=8, transposed=True)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -331,6 +348,6 @@ def test_groups_of_any_shapes_in_any_order_of_threads(emulation: harness.Emulati
             ragged.check("cpu", ragged.Case(layout, groups))
 
 
-@pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 8)])
+@pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 8), (8, 96)])
 def test_low_rank_adapters(ranks: tuple[int, int]) -> None:
     lora.check_trains("cpu", ranks)

@@ -43,6 +43,10 @@ SHIFTED = "in x b0 dy\nt0 = add x b0\ny = t0\ndx = dy\ndb0 = dy"
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "NT": (OPS.grouped_gemm, ("NT", X, [WEIGHT], SIZES, None, 2.0, None, [BIAS], SCALES, SCALES, "auto")),
     "NT of lists": (OPS.grouped_gemm, ("NT", X, [*WEIGHT], SIZES, torch.float64, None, None, [*BIAS], *PLAIN[3:])),
+    "NT with a second pair": (
+        OPS.grouped_gemm,
+        ("NT", X, [WEIGHT], SIZES, None, None, None, [BIAS], *PLAIN[3:], torch.rand(ROWS, 3), torch.rand(3, 16, 3)),
+    ),
     "NN": (OPS.grouped_gemm, ("NN", WIDE, [WEIGHT], SIZES.int(), None, *PLAIN)),
     "TN": (OPS.grouped_gemm, ("TN", WIDE, [X], SIZES, None, None, torch.rand(3), *PLAIN[2:5], "loop strict")),
     "no rows": (OPS.grouped_gemm, ("TN", WIDE[:0], [X[:0]], 0 * SIZES, None, *PLAIN)),
@@ -113,13 +117,15 @@ def test_custom_ops_are_the_door() -> None:
 
 GEMM = "str layout, Tensor a, Tensor[] b, Tensor split_sizes"
 ALPHA, BETA = "float? alpha, Tensor? alphas", "float? beta, Tensor? betas"
-EPILOGUE = "Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale, str switches"
+SECOND = "Tensor? second_a=None, Tensor? second_b=None"
+EPILOGUE = f"Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale, str switches, {SECOND}"
 ACTIVATION = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block, str? program"
 SCHEMAS = {  # exported programs name the arguments
     "grouped_gemm": f"({GEMM}, ScalarType? out_dtype, {ALPHA}, {EPILOGUE}) -> Tensor",
     "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
     "grouped_linear_activation": f"(Tensor x, Tensor[] weight, Tensor split_sizes, {ACTIVATION}, Tensor[]? bias, "
-    "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches) -> (Tensor, Tensor)",
+    "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches, "
+    f"{SECOND}) -> (Tensor, Tensor)",
     "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
     "route": "(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",

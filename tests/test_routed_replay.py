@@ -12,7 +12,7 @@ from emulation import build
 from test_replay import Runs, runs, same
 from torch import Tensor
 
-from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU
+from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
 from fusible.ops.fused import routed_mlp
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -79,6 +79,34 @@ def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, make: Callable[[], Laye
     again: list[Tensor] = []
     assert runs.of(lambda: again.extend(layer.step())) == (0, 2)
     assert same(again, first)
+
+
+class LayerWithAdapters(Layer):
+    """Frozen experts whose adapters are trained."""
+
+    def __init__(self, up_rank: int, down_rank: int) -> None:
+        super().__init__()
+        up = GroupedLoRA(E, K, 2 * F, up_rank, bias=False, dtype=torch.bfloat16)
+        down = GroupedLoRA(E, F, K, down_rank, bias=False, dtype=torch.bfloat16)
+        for name, parameter in [*up.named_parameters(), *down.named_parameters()]:
+            torch.nn.init.normal_(parameter)
+            parameter.requires_grad_("lora" in name)
+        self.model = Sequential(Dispatch(E), up, SwiGLU(), down, Scale(), Combine())
+
+
+@pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 72)])
+def test_a_layer_with_adapters_is_replayed_bit_by_bit(runs: Runs, ranks: tuple[int, int]) -> None:
+    layer = LayerWithAdapters(*ranks)
+    layer.warm()
+    assert [step.name for step in layer.model.explain().steps] == ["RoutedLoRA"]
+    for tokens in (T, T + 3, 40, T + 3, 40):
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+    assert len(got) == 3 + 2 * sum([rank > 0 for rank in ranks])
 
 
 def test_other_tokens_are_read(runs: Runs) -> None:

@@ -18,7 +18,7 @@ struct ActivationEpilogue {
   DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
     const int lane = threadIdx.x % 32;
     const uint64_t policy = tma::policy_evict_first();
-    each_smem_out<K>(s, p, consumer,
+    each_smem_out<K>(s, consumer,
                      [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
                        const RowScales scales(p.scales, rows.token, rows.rows, lane);
                        wait();

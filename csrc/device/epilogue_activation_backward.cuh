@@ -31,8 +31,7 @@ struct ActivationBackwardEpilogue {
     Staged& staged = s.scratch.staged[consumer * kStoreWarps + warp];
     const int lane = threadIdx.x % 32;
     each_smem_out<K>(
-        s, p, consumer,
-        [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
+        s, consumer, [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
           const RowScales scales(p.scales, rows.token, rows.rows, lane);
           const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
           const int subtile = tile.column * kStoreWarps + warp;  // in the row

@@ -11,7 +11,7 @@ namespace fusible {
 // start_tile(to, tile) says whether a tile goes out by TMA. If not, store_no_tma(to, tile, from, first row, part) does
 // it.
 template <class K, class StartTile, class StoreNoTma>
-DEVICE void store_parts(typename K::Storage& s, const typename K::Params& p, int consumer, bool issues, Destination to,
+DEVICE void store_parts(typename K::Storage& s, const GemmParams& p, int consumer, bool issues, Destination to,
                         StartTile start_tile, StoreNoTma store_no_tma) {
   using Layout = typename K::Layout;
   constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;

@@ -94,7 +94,7 @@ struct SmemOutRows {
 // Calls body(tile, first row in the group, rows, their output stage, a function that waits for it) for every
 // output stage of a consumer, and gives its room back.
 template <class K, class Body>
-DEVICE void each_smem_out(typename K::Storage& s, const typename K::Params& p, int consumer, Body body) {
+DEVICE void each_smem_out(typename K::Storage& s, int consumer, Body body) {
   static_assert(K::Layout::kRows == 64, "an output stage is as many rows as RowScales keeps");
   WorkTileReader tiles(s.work);
   PipelineState<K::Layout::kSlots> slot;

@@ -44,6 +44,7 @@ DEVICE int k_blocks_of(const WorkTile& tile, const typename K::Params& p) {
 
 template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
+  using G = typename K::Groups;  // which says what fills a block of the depth
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
@@ -63,23 +64,28 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       barrier_arrive_expecting(full, bytes);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
-        for (int i = rank; i < rows; i += 2) K::A::copy(Multicast{&p.a, full}, a, i, block * K::kTileK, tile);
+        for (int i = rank; i < rows; i += 2)
+          K::A::copy(Multicast{G::a(p, block), full}, a, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       } else if (rows == K::kTileM / K::A::kRows) {  // apart, because a loop of a known number of rounds is unrolled
 #pragma unroll
         for (int i = 0; i < K::kTileM / K::A::kRows; ++i)
-          K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
+          K::A::copy(Unicast{G::a(p, block), full}, a, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       } else {
 #pragma unroll 1
-        for (int i = 0; i < rows; ++i) K::A::copy(Unicast{&p.a, full}, a, i, block * K::kTileK, tile);
+        for (int i = 0; i < rows; ++i)
+          K::A::copy(Unicast{G::a(p, block), full}, a, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       }
       if (share_b) {
-        for (int i = rank; i < K::B::kPieces; i += 2) K::B::copy(Multicast{&p.b, full}, b, i, block * K::kTileK, tile);
+        for (int i = rank; i < K::B::kPieces; i += 2)
+          K::B::copy(Multicast{G::b(p, block), full}, b, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       } else if (pieces == K::B::kPieces) {
 #pragma unroll
-        for (int i = 0; i < K::B::kPieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
+        for (int i = 0; i < K::B::kPieces; ++i)
+          K::B::copy(Unicast{G::b(p, block), full}, b, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       } else {
 #pragma unroll 1
-        for (int i = 0; i < pieces; ++i) K::B::copy(Unicast{&p.b, full}, b, i, block * K::kTileK, tile);
+        for (int i = 0; i < pieces; ++i)
+          K::B::copy(Unicast{G::b(p, block), full}, b, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       state.advance();
@@ -171,6 +177,9 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
     else if (rest > 2 * A::kStepK) last(std::integral_constant<int, 3>());
     else if (rest > A::kStepK) last(std::integral_constant<int, 2>());
     else last(std::integral_constant<int, 1>());
+  } else if constexpr (K::Groups::kShortEnd) {
+    if (K::Groups::short_end(p)) last(std::integral_constant<int, 1>());
+    else last(std::integral_constant<int, K::kStepsK>());
   } else {
     last(std::integral_constant<int, K::kStepsK>());
   }

@@ -102,7 +102,7 @@ struct GateUpColumns : MnMajor<T> {
           tile.coordinate.near, tile.coordinate.far);
   }
 };
-// B [K, N] of each group, in chunks of 64 columns. Three of them do not divide between two blocks: half chunks then.
+// B [K, N] of each group, in chunks of 64 columns. An odd number does not divide between two blocks: half chunks then.
 template <class T, int kTileN>
 struct WeightColumns : MnMajor<T> {
   static constexpr bool kHalves = false;

@@ -44,8 +44,10 @@ concept EpilogueOf = requires(typename K::Storage& s, const typename K::Params& 
 // Where tiles come from, and who fills the stages and fetches bias and factors: token_groups.cuh, ragged_producer.cuh.
 template <class X>
 concept GroupsPolicy = requires {
-  typename X::Table;           // what all roles read of the groups, in shared memory
-  requires X::kProducers > 0;  // arrivals at a stage
+  typename X::Table;                              // what all roles read of the groups, in shared memory
+  requires X::kProducers > 0;                     // arrivals at a stage
+  { X::kShortEnd } -> std::convertible_to<bool>;  // whether the last block of the depth may be one step of a product
+  typename X::template Params<GemmParams>;        // of a kernel, from those of its epilogue
   typename X::template Scheduler<kTileVariants[0], true>;
 };
 template <class X, class K>

@@ -13,7 +13,10 @@ struct RaggedGroups {
   template <TileVariant kVariant, bool kRaggedRows>
   using Scheduler = RaggedScheduler<kVariant>;
   using Table = RaggedTable;
+  template <class EpilogueParams>
+  using Params = EpilogueParams;
   static constexpr int kProducers = 64;  // arrivals at a stage
+  static constexpr bool kShortEnd = false;
 
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const RaggedParams& p, int lane) {

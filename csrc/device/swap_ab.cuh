@@ -24,17 +24,18 @@ DEVICE int weight_block(int consumer, int i) {
   return K::B::kHalves ? consumer + i * kConsumers : consumer * kWeightBlocks<K> + i;
 }
 
-// The first kTokens of the tile's tokens, over all of k.
+// The first kTokens of the tile's tokens, over all of k; of the last block, where it may be short, the steps that
+// exist.
 template <class K, int kTokens>
 DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
-                            int blocks, int consumer, int lane) {
+                            int blocks, bool short_end, int consumer, int lane) {
   using Tokens = typename K::A;
   using Weights = typename K::B;
-  for (int block = 0; block < blocks; ++block) {
+  const auto multiply_block = [&](auto steps, int block) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < K::kStepsK; ++step)
+    for (int step = 0; step < steps.value; ++step)
 #pragma unroll
       for (int i = 0; i < kWeightBlocks<K>; ++i)
         wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(
@@ -46,16 +47,23 @@ DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, 
     wgmma_wait<0>();
     release<K>(s, state.stage, lane);
     state.advance();
+  };
+  constexpr std::integral_constant<int, K::kStepsK> kAll;
+  const int whole = blocks - (K::Groups::kShortEnd ? 1 : 0);
+  for (int block = 0; block < whole; ++block) multiply_block(kAll, block);
+  if constexpr (K::Groups::kShortEnd) {
+    if (short_end) multiply_block(std::integral_constant<int, 1>(), whole);
+    else multiply_block(kAll, whole);
   }
 }
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
 DEVICE void multiply_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
-                             int tokens, int blocks, int consumer, int lane) {
+                             int tokens, int blocks, bool short_end, int consumer, int lane) {
   constexpr int kMore = kTokens + kTokenStep;
   if constexpr (kTokens < K::kTileM)
-    if (tokens > kTokens) return multiply_swap_ab<K, kMore>(acc, s, state, tokens, blocks, consumer, lane);
-  multiply_tokens<K, kTokens>(acc, s, state, blocks, consumer, lane);
+    if (tokens > kTokens) return multiply_swap_ab<K, kMore>(acc, s, state, tokens, blocks, short_end, consumer, lane);
+  multiply_tokens<K, kTokens>(acc, s, state, blocks, short_end, consumer, lane);
 }
 
 // acc = scale * acc + bias_scale * bias, for a block of 64 weights and all tokens.
@@ -103,7 +111,7 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   SwapAbAccumulators<K> acc;
   for (WorkTile tile; tiles.next(tile);) {
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
-    else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, consumer, lane);
+    else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane);
     if constexpr (K::kScaleBias) {
       barrier_wait(&s.epilogue.full, epilogue_phase);
 #pragma unroll

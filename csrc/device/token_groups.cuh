@@ -9,7 +9,10 @@ struct TokenGroups {
   template <TileVariant kVariant, bool kRaggedRows>
   using Scheduler = TileScheduler<kVariant, kRaggedRows>;
   using Table = GroupTable;
+  template <class EpilogueParams>
+  using Params = EpilogueParams;
   static constexpr int kProducers = 1;
+  static constexpr bool kShortEnd = false;  // whether the last block of the depth may be one step of a product
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
     K::Scheduler::fill(s.groups, p.shape, lane);
@@ -18,6 +21,16 @@ struct TokenGroups {
   DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
     if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
   }
+  // What fills block number `block` of the depth: maps of the operands, from which of their depth on, and the tile with
+  // the coordinate of the group's matrix.
+  DEVICE static const CUtensorMap* a(const GemmParams& p, int) { return &p.a; }
+  DEVICE static const CUtensorMap* b(const GemmParams& p, int) { return &p.b; }
+  template <class K>
+  DEVICE static int depth(const GemmParams&, int block) {
+    return block * K::kTileK;
+  }
+  DEVICE static const WorkTile& tile(const GemmParams&, const WorkTile& tile, int) { return tile; }
+  DEVICE static bool short_end(const GemmParams&) { return false; }
   // Bias and scales of every tile, while the consumers multiply it.
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
@@ -31,6 +44,34 @@ struct TokenGroups {
         barrier_arrive(&s.epilogue.full);
       }
     }
+  }
+};
+
+// The same with a second pair of operands: the depth goes on with it.
+struct TokenGroupsOfPairs : TokenGroups {
+  template <class EpilogueParams>
+  using Params = WithSecondPair<EpilogueParams>;
+  static constexpr bool kShortEnd = true;
+  template <class P>
+  DEVICE static bool short_end(const P& p) {
+    return p.second.short_end;
+  }
+  template <class P>
+  DEVICE static const CUtensorMap* a(const P& p, int block) {
+    return block < p.second.k_blocks ? &p.a : &p.second.a;
+  }
+  template <class P>
+  DEVICE static const CUtensorMap* b(const P& p, int block) {
+    return block < p.second.k_blocks ? &p.b : &p.second.b;
+  }
+  template <class K>
+  DEVICE static int depth(const typename K::Params& p, int block) {
+    return (block < p.second.k_blocks ? block : block - p.second.k_blocks) * K::kTileK;
+  }
+  template <class P>
+  DEVICE static WorkTile tile(const P& p, WorkTile tile, int block) {
+    if (block >= p.second.k_blocks) tile.coordinate = {tile.group, 0};
+    return tile;
   }
 };
 

@@ -55,11 +55,14 @@ KernelEntry dispatch_product(const GemmProblem& p, const Body& body) {
 }
 KernelEntry forward_entry(const GemmProblem& p, bool halves, int variant) {
   return dispatch_product(p, [&](auto layout, auto operand) {
+    if (p.second_k)
+      return pair_activation_entry<decltype(layout)::value, decltype(operand)::value>(halves, p.scale_bias, variant);
     return activation_entry<decltype(layout)::value, decltype(operand)::value>(halves, p.scale_bias, variant);
   });
 }
 KernelEntry backward_entry(const GemmProblem& p, int variant) {
   return dispatch_product(p, [&](auto layout, auto operand) {
+    if (p.second_k) return pair_activation_backward_entry<decltype(layout)::value, decltype(operand)::value>(variant);
     return activation_backward_entry<decltype(layout)::value, decltype(operand)::value>(variant);
   });
 }
@@ -82,6 +85,13 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
   params.columns = static_cast<int>(columns);
   params.block = static_cast<int>(a.gated ? a.block : columns);
   return params;
+}
+
+// Of weights whose halves are gate and up.
+CUtensorMap gate_up_map(const GemmProblem& p, const MatrixView& weights, int64_t columns, int64_t k,
+                        const GemmConfig& config) {
+  return p.layout == Layout::kNT ? gate_up_rows_map(weights, p.groups, columns, k, config.tile().tile_n)
+                                 : gate_up_columns_map(weights, p.groups, columns, k);
 }
 
 // The gradient of the bias, if it is wanted, from the sums of blocks.
@@ -140,11 +150,12 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   const DeviceGuard guard(device);
   const GemmConfig config =
       choose_activation_config(p, call.activation, device_properties(device).multiprocessors, gemm.variant);
-  ActivationParams params = activation_params(gemm, config, call.activation, call.scales, columns, stream);
+  WithSecondPair<ActivationParams> params{
+      activation_params(gemm, config, call.activation, call.scales, columns, stream), second_pair(gemm, config)};
   const bool halves = has_halves(call.activation, columns);
   if (halves) {
-    params.b = p.layout == Layout::kNT ? gate_up_rows_map(gemm.b, p.groups, columns, p.k, config.tile().tile_n)
-                                       : gate_up_columns_map(gemm.b, p.groups, columns, p.k);
+    params.b = gate_up_map(p, gemm.b, columns, p.k, config);
+    if (p.second_k) params.second.b = gate_up_map(p, gemm.second_b, columns, p.second_k, config);
     if (keep_preact) params.out = gate_up_output_map(gemm.out, p.tokens, columns);
     params.epilogue.half = static_cast<int>(columns);
   }
@@ -168,7 +179,8 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   const DeviceGuard guard(device);
   if (p.tokens == 0) return sum_dbias(call, nullptr, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
-  ActivationParams params = activation_params(gemm, config, call.activation, call.scales, p.n, stream);
+  WithSecondPair<ActivationParams> params{activation_params(gemm, config, call.activation, call.scales, p.n, stream),
+                                          second_pair(gemm, config)};
   params.preact = call.preact;
   params.dpreact = call.dpreact;
   params.postact = call.postact;

@@ -15,6 +15,7 @@ enum Variant : int {
   kDecode = 4,   // hardly any rows: most bytes in flight
   kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
   kSwapAbHigh = 7,  // the same, with fewest bytes and largest tasks
+  kNarrow = 8,      // at most 64 columns, where reading the rows takes longer than multiplying them
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -40,7 +41,9 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
     const bool tall = bytes_decide(p) || medium > 1.05 * narrow || (rows >= 2048 && medium >= narrow);
     return tall && !pads ? kTall : kPadding;
   }
+  if (p.second_k) return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
   if (rows <= 32 && p.k < 4096) return kDecode;
+  if (p.n <= 64 && !p.scale_bias && p.output != DType::kFloat32) return kNarrow;
   if (pads && rows >= 384) return kPadding;
   return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
 }
@@ -73,6 +76,7 @@ std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
       << ", " << p.groups << " groups, " << p.tokens << " tokens, ";
   if (p.layout == Layout::kTN) out << "m " << p.m << ", n " << p.n;
   else out << "n " << p.n << ", k " << p.k;
+  if (p.second_k) out << " + " << p.second_k;
   return out << (p.scale_bias ? ", with bias or scales" : "");
 }
 std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {

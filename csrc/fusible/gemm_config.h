@@ -35,7 +35,7 @@ struct TileVariant {
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
   // What a consumer stores to shared memory at a time, and the room for it.
-  constexpr int smem_out_bytes() const { return tile_n == 192 || large() ? 24576 : 32768; }
+  constexpr int smem_out_bytes() const { return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
   constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
@@ -43,21 +43,24 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
     {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
+    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
-// Bias and factors need registers beside the accumulators.
-constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large(); }
+// Bias and factors need registers beside the accumulators. The narrow tile has none: nobody asks for them.
+constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large() && tile.tile_n > 64; }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
-  if (tile.swap_ab && fp32_output) return false;
+  if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
+  if (tile.tile_n == 64) return layout != Layout::kTN;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
+// Those of products with a second pair of operands.
+inline constexpr int kPairVariants[] = {3, 6, 7};
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
 struct GemmProblem {
@@ -65,8 +68,9 @@ struct GemmProblem {
   DType operand, output;
   bool scale_bias;  // bias or scales
   int64_t groups, tokens;
-  int64_t m;     // output rows of a group, kTN only
-  int64_t n, k;  // output columns; depth (not kTN)
+  int64_t m;             // output rows of a group, kTN only
+  int64_t n, k;          // output columns; depth (not kTN)
+  int64_t second_k = 0;  // depth of a second pair of operands, whose product is added; 0: there is none
 };
 
 // Whether an fp32 weight gradient takes longer to get through memory than to multiply.

@@ -18,6 +18,9 @@ void check(const GroupedGemm& call, int device);
 // Fills the workspace, on the stream, and the parameters.
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 
+// Maps of the second pair of operands; of nothing, where there is none.
+SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config);
+
 // `params` may be longer than GemmParams, with which they begin.
 void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
             int device, cudaStream_t stream);

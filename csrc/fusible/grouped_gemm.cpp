@@ -52,6 +52,8 @@ void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
                 " and a group stride of ", m.group_stride, " elements; both must be multiples of 16 bytes. ", p);
 }
 
+int k_blocks(const GemmProblem& p, int64_t k) { return static_cast<int>(blocks_of(k, tile_k(p.operand))); }
+
 GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
   const GemmProblem& p = call.problem;
   const TileVariant& tile = config.tile();
@@ -65,7 +67,7 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
                                        : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
-    params.k_blocks = static_cast<int>(blocks_of(p.k, tile_k(p.operand)));
+    params.k_blocks = k_blocks(p, p.k) + k_blocks(p, p.second_k);
   }
   params.shape = {.sizes = call.sizes,
                   .tokens = static_cast<int>(p.tokens),
@@ -188,6 +190,20 @@ void check_device(const GemmProblem& p, int device) {
   FUSIBLE_CHECK(p.groups >= 1 && p.groups <= kMaxGroups, "1 to ", kMaxGroups, " groups are possible. ", p);
 }
 
+namespace {
+
+void check_second_pair(const GroupedGemm& call) {
+  const GemmProblem& p = call.problem;
+  FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && p.second_k > 0 && p.second_k % 8 == 0,
+                "a second pair needs rows of tokens in the operands' type, and a depth that is a multiple of 8. ", p);
+  FUSIBLE_CHECK(call.second_a.type == p.operand && call.second_b.type == p.operand && call.second_b.addresses.empty(),
+                "a second pair has the type of the first, and weights that are one tensor. ", p);
+  check_matrix("second_a", call.second_a, p);
+  check_matrix("second_b", call.second_b, p);
+}
+
+}  // namespace
+
 void check(const GroupedGemm& call, int device) {
   const GemmProblem& p = call.problem;
   check_device(p, device);
@@ -206,10 +222,22 @@ void check(const GroupedGemm& call, int device) {
   check_matrix("a", call.a, p);
   check_matrix("b", call.b, p);
   check_matrix("out", call.out, p);
+  if (p.second_k) check_second_pair(call);
 }
 
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   return make_params(call, config, fill_workspace(call, config, stream));
+}
+
+SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config) {
+  const GemmProblem& p = call.problem;
+  const TileVariant& tile = config.tile();
+  if (!p.second_k) return {};
+  return {.a = token_rows_map(call.second_a, p.tokens, p.second_k, tile.token_box()),
+          .b = p.layout == Layout::kNT ? weight_rows_map(call.second_b, p.groups, p.n, p.second_k, tile.tile_n)
+                                       : weight_columns_map(call.second_b, p.groups, p.second_k, p.n, tile.tile_n),
+          .k_blocks = k_blocks(p, p.k),
+          .short_end = (p.second_k - 1) % tile_k(p.operand) < tile_k(p.operand) / 4};
 }
 
 void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
@@ -243,9 +271,10 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
-  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32), "tile variant ", config.variant,
-                " is not built for it. ", p);
-  const GemmParams params = prepare_params(call, config, stream);
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
+                    (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
+                "tile variant ", config.variant, " is not built for it. ", p);
+  const WithSecondPair<GemmParams> params{prepare_params(call, config, stream), second_pair(call, config)};
   if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
   launch(params, find_kernel(p, config.variant), config, p, device, stream);
 }

@@ -25,7 +25,8 @@ int64_t workspace_bytes(int64_t groups);
 struct GroupedGemm {
   GemmProblem problem;
   MatrixView a, b, out;
-  SplitSizes sizes;  // of problem.groups groups
+  MatrixView second_a{}, second_b{};  // where problem.second_k says so; b in the layout of the first, as one tensor
+  SplitSizes sizes;                   // of problem.groups groups
   EpilogueArguments epilogue;
   bool accumulate = false;       // out = beta * out + ... rather than out = ...
   const float* betas = nullptr;  // [E], on the device; null: `beta` for all groups

@@ -56,9 +56,15 @@ struct GemmLaunch : OnStream {
   void visit_schedule(Visitor& v) {
     v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
   }
+  template <class Visitor>
+  void visit_second_pair(Visitor& v) {
+    MatrixView &a = gemm.second_a, &b = gemm.second_b;
+    v.field("second_k", gemm.problem.second_k), v.field("second_a", a.data), v.field("second_a_pitch", a.pitch);
+    v.field("second_b", b.data), v.field("second_b_pitch", b.pitch), v.field("second_b_group", b.group_stride);
+  }
   void complete() {
     const GemmProblem& p = gemm.problem;
-    gemm.a.type = gemm.b.type = p.operand, gemm.out.type = p.output;
+    gemm.a.type = gemm.b.type = gemm.second_a.type = gemm.second_b.type = p.operand, gemm.out.type = p.output;
     gemm.sizes.groups = static_cast<int>(p.groups);
     gemm.b.addresses = b_addresses, gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
     gemm.problem.scale_bias = gemm.epilogue.bias.data || !bias_addresses.empty();
@@ -81,7 +87,7 @@ struct GroupedGemmLaunch : GemmLaunch {
     v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("alpha", e.alpha);
     v.field("betas", gemm.betas), v.field("beta", gemm.beta);
     visit_schedule(v);
-    v.field("zero_tail", gemm.zero_tail);
+    v.field("zero_tail", gemm.zero_tail), visit_second_pair(v);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
@@ -105,7 +111,7 @@ struct LinearActivationLaunch : GemmLaunch {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), visit_schedule(v);
+    visit_bias(v), visit_scales(v, scales), visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
@@ -132,7 +138,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     visit_scales(v, scales);
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
-    visit_schedule(v);
+    visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;

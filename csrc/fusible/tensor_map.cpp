@@ -117,7 +117,7 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 }
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
-  return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n == 192 ? 2 : 1), 1, 1});
+  return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n / 64 % 2 ? 2 : 1), 1, 1});
 }
 
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box) {

@@ -37,8 +37,8 @@ CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int6
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n);
 // b[k, 2, half] of each group, gate and up: 64 values of k x 64 columns of one half.
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k);
-// b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: three chunks of 64 columns do not divide between two
-// blocks.
+// b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: an odd number of chunks of 64 columns does not divide
+// between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
 // out[T, n], `box` rows x 128 bytes: row s + r of n that begin at s is addressed as (T - n + r, s + n, 0), and r >= n
 // is dropped.

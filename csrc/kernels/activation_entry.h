@@ -11,6 +11,11 @@ template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool scale_bias, int variant);
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
+// The same with a second pair of operands.
+template <Layout kLayout, DType kOperand>
+KernelEntry pair_activation_entry(bool halves, bool scale_bias, int variant);
+template <Layout kLayout, DType kOperand>
+KernelEntry pair_activation_backward_entry(int variant);
 
 // out[t] = the sum of dscale_partials[0 .. count)[t], in that order, as a number of the type; zero for the rows of no
 // group.

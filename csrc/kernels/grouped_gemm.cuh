@@ -13,14 +13,15 @@
 namespace fusible {
 
 template <OperandA A_, OperandB B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
-          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups = TokenGroups>
+          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups_ = TokenGroups>
 struct GroupedGemmKernel {
   using A = A_;
   using B = B_;
+  using Groups = Groups_;
   using T = typename A::Element;
   static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
   static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
-  using Params = typename Epilogue::Params;
+  using Params = typename Groups::template Params<typename Epilogue::Params>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer

@@ -46,10 +46,22 @@ struct GemmParams {
   CUtensorMap a, b, out;
   WorkShape shape;
   EpilogueParams epilogue;
-  int k_blocks;     // where the depth is not the group's tokens
+  int k_blocks;     // of all pairs of operands, where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
   bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
                     // is room for
+};
+
+// A second pair of operands along the depth: the product of a kernel that has one goes on with it. `b` is one tensor.
+struct SecondPair {
+  CUtensorMap a, b;
+  int k_blocks;    // those of the first pair, which come before
+  bool short_end;  // the last block is one step of a product: 16 values
+};
+// Behind the parameters of the kernel without one.
+template <class Params>
+struct WithSecondPair : Params {
+  SecondPair second;
 };
 
 struct KernelEntry {
@@ -60,6 +72,10 @@ struct KernelEntry {
 // One instantiation for each layout and operand type stands in a source of its own (kernels/nt_bf16.cu, ...).
 template <Layout kLayout, DType kOperand>
 KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant);
+
+// The same with a second pair of operands, of kNT and kNN, into the operands' type (kernels/pair_nt_bf16.cu, ...).
+template <Layout kLayout, DType kOperand>
+KernelEntry pair_entry(bool scale_bias, int variant);
 
 KernelEntry find_kernel(const GemmProblem& problem, int variant);
 

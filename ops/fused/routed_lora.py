@@ -2,7 +2,8 @@
 
 With ``v = dy B2`` and ``u = dy W2 + v A2``, which is ``dy (W2 + B2 A2)``, and s the scales:
 ``dpreact`` comes from ``s u`` as without adapters, ``ds = <u, a> + <dy, b2>``, ``dA2 = v^T (s a)`` and
-``dB2 = dy^T (s A2 a)``.
+``dB2 = dy^T (A2 (s a))``. The forward scales what goes into the second linear rather than what comes out: ``s a`` is
+what all of these read. Each adapter adds its product to that of the weight within one kernel.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from .. import routing as permutation
 from ..checks import product_dtype
 from ..glu import Activated
 from ..kernels import ActivationGrads
-from ..lora import GroupedLoRA, back, input_grad
+from ..lora import GroupedLoRA, back, back_through, input_grad
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import ACTIVATION, spec_of, with_activation
+from .routed_mlp import replay_unless_large
 from .routed_pattern import routed, with_as_many_groups
 
 
@@ -49,6 +51,7 @@ class RoutedLoRA(FusedOp):
     fc2: GroupedLoRA
     scale: Scale
     combine: Combine
+    replayable = True
 
     class Saved(NamedTuple):
         fc1: GroupedLoRA.Saved
@@ -70,20 +73,21 @@ class RoutedLoRA(FusedOp):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
+        replay_unless_large(tokens, top_k_index.numel())
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
         rows = permutation.permute(tokens, routing, fill=False)
-        low1, preact, postact = self._through_fc1(rows, sizes)
-        del rows
-        low2 = _scaled(self.fc2.project(postact, sizes), scales)
-        y = self.fc2.product(postact, sizes, row_scale=scales)
-        del postact
-        self.fc2.add_low_rank(y, low2, sizes)
         needs = _needs(needs_grad)
+        low1, preact, postact = self._through_fc1(rows, sizes, scales, needs.preact)
+        del rows
+        low2 = self.fc2.project(postact, sizes)
+        bias_scale = scales if self.fc2.has_bias else None
+        y = self.fc2.product(postact, low2, sizes, bias_scale=bias_scale, tail_unspecified=routing.is_native)
+        del postact
         kept = self.Saved(
-            self.fc1.saved(tokens.dtype, tokens, low1, sizes, needs.fc1),
-            self.fc2.saved(tokens.dtype, None, low2, sizes, needs.fc2),
-            preact if needs.preact else None,
+            _with_split_sizes(self.fc1.saved(tokens.dtype, tokens, low1, sizes, needs.fc1), None),
+            _with_split_sizes(self.fc2.saved(tokens.dtype, None, low2, sizes, needs.fc2), None),
+            preact,
             scales,
             self._kept_bias(needs_grad),
             routing._replace(scales=None),
@@ -92,12 +96,23 @@ class RoutedLoRA(FusedOp):
         )
         return permutation.unpermute(y, routing), kept
 
-    def _through_fc1(self, rows: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """What is low-rank of the rows, the pre-activation, and the hidden rows."""
-        low = self.fc1.project(rows, sizes)
-        preact = self.fc1.product(rows, sizes)
-        self.fc1.add_low_rank(preact, low, sizes)
-        return low, preact, kernels.activate(preact, spec_of(self.act))
+    def _through_fc1(
+        self, rows: Tensor, sizes: Tensor, scales: Tensor, keep_preact: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """What is low-rank of the rows, the pre-activation if it is kept, and the hidden rows times their scales."""
+        fc1, low = self.fc1, self.fc1.project(rows, sizes)
+        preact, postact = kernels.grouped_linear_activation(
+            rows,
+            fc1.matrices("weight", rows.dtype),
+            sizes,
+            spec_of(self.act),
+            bias=fc1.matrices("bias") if fc1.has_bias else None,
+            scales=scales,
+            keep_preact=keep_preact,
+            tail_unspecified=True,
+            second=fc1.second(low),
+        )
+        return low, preact, postact
 
     def _kept_bias(self, needs_grad: frozenset[str]) -> Tensor | None:
         wanted = self.fc2.has_bias and "top_k_weights" in needs_grad
@@ -105,6 +120,10 @@ class RoutedLoRA(FusedOp):
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         needs, routing, sizes = _needs(needs_grad), saved.routing, saved.routing.split_sizes
+        fc1, fc2 = (_with_split_sizes(part, sizes) for part in (saved.fc1, saved.fc2))
+        saved = saved._replace(fc1=fc1, fc2=fc2)
+        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+        replay_unless_large(dy, routing.row_of_slot.numel())
         rows = permutation.permute(dy, routing, fill=False)
         dlow2 = back(rows, saved.fc2.lora_b, sizes)
         through = self._through_activation(saved, rows, dlow2, needs)
@@ -113,8 +132,8 @@ class RoutedLoRA(FusedOp):
             grads["top_k_weights"] = self._weight_grads(saved, rows, through.scales)
         if "fc2.bias" in needs_grad:
             grads["fc2.bias"] = kernels.column_sums(rows, sizes, self.fc2.one_parameter("bias").dtype, saved.scales)
-        fc2 = self.fc2.parameter_grads(rows, dlow2, through.postact, saved.fc2.low, sizes, needs.fc2)
-        grads |= {f"fc2.{name}": evaluate(gradient) for name, gradient in fc2.items()}
+        by_fc2 = self.fc2.parameter_grads(rows, dlow2, through.postact, saved.fc2.low, sizes, needs.fc2)
+        grads |= {f"fc2.{name}": evaluate(gradient) for name, gradient in by_fc2.items()}
         del rows
         if needs.fc1:
             grads |= self._fc1_grads(saved, through.preact, needs.fc1)
@@ -127,13 +146,17 @@ class RoutedLoRA(FusedOp):
             return ActivationGrads(rows, None, None)
         if saved.fc2.weight is None:
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales))
-        wanted: dict[str, Any] = {"want_scales": needs.weights, "want_postact": needs.postact}
-        if dlow is None:
-            wanted |= {"scales": saved.scales}
-            weight, sizes = saved.fc2.weight, saved.fc2.split_sizes
-            return kernels.grouped_linear_activation_backward(rows, weight, preact, sizes, spec, **wanted)
-        u = input_grad(rows, dlow, saved.fc2)
-        return kernels.activate_backward(u, preact, spec, saved.scales, **wanted)
+        return kernels.grouped_linear_activation_backward(
+            rows,
+            saved.fc2.weight,
+            preact,
+            saved.fc2.split_sizes,
+            spec,
+            scales=saved.scales,
+            want_scales=needs.weights,
+            want_postact=needs.postact,
+            second=back_through(dlow, saved.fc2),
+        )
 
     def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:
         """[T, k]: of the routing weights."""
@@ -146,7 +169,7 @@ class RoutedLoRA(FusedOp):
         sizes, routing = saved.routing.split_sizes, saved.routing
         dlow, grads = back(dpreact, saved.fc1.lora_b, sizes), dict[str, Gradient]()
         if "x" in needs:
-            rows = input_grad(dpreact, dlow, saved.fc1)
+            rows = input_grad(dpreact, dlow, saved.fc1, tail_unspecified=routing.is_native)
             grads["x"] = permutation.unpermute(rows.to(saved.x_dtype), routing)
             del rows
         if "bias" in needs:
@@ -155,6 +178,11 @@ class RoutedLoRA(FusedOp):
         inputs = None if tokens is None else permutation.permute(tokens, routing, fill=False)
         parameter_grads = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
         return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in parameter_grads.items()}
+
+
+def _with_split_sizes(saved: GroupedLoRA.Saved, split_sizes: Any) -> GroupedLoRA.Saved:
+    """None for what is kept: they are a part of the routing, which is kept as a whole."""
+    return saved._replace(split_sizes=split_sizes)
 
 
 class _Needs(NamedTuple):
@@ -177,7 +205,3 @@ def _needs(needs_grad: frozenset[str]) -> _Needs:
     postact = not fc2.isdisjoint(("weight", "lora_a"))
     fc2 |= {"x"} if fc1 or weights else set()
     return _Needs(frozenset(fc1), frozenset(fc2), weights, postact, bool(postact or fc1 or weights))
-
-
-def _scaled(low: Tensor | None, scales: Tensor) -> Tensor | None:
-    return None if low is None else (low * scales.unsqueeze(-1)).to(low.dtype)

@@ -106,7 +106,7 @@ class RoutedMLP(FusedOp):
             if y is not None:
                 return y, None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
-        _replay_unless_large(tokens, top_k_index.numel())
+        replay_unless_large(tokens, top_k_index.numel())
         needs = self._needs_of_mlp(needs_grad)
         y, routing, saved = forward(
             *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
@@ -148,7 +148,7 @@ class RoutedMLP(FusedOp):
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
         needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
-        _replay_unless_large(dy, routing.row_of_slot.numel())
+        replay_unless_large(dy, routing.row_of_slot.numel())
         rows = permutation.permute(dy, routing, fill=False)
         pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
         grads: dict[str, Gradient] = {"fc1.bias": bias}
@@ -169,7 +169,7 @@ class RoutedMLP(FusedOp):
         return _needs_of_mlp(needs_grad, self.scale is not None, self.out_scale is not None)
 
 
-def _replay_unless_large(tokens: Tensor, rows: int) -> None:
+def replay_unless_large(tokens: Tensor, rows: int) -> None:
     """A replay has all its memory at once. Where rows are large, launches one by one need less, and hide the host."""
     if rows * tokens.shape[1] * tokens.element_size() > REPLAYED_UP_TO:
         capture.refuse("memory of large rows is let go of between launches")

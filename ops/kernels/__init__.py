@@ -9,6 +9,7 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from .dispatch import (
     pointwise_choice,
     row_choice,
     row_kernels,
+    second_refusal,
 )
 from .hopper import extension
 from .hopper import gemm as hopper
@@ -40,6 +42,7 @@ from .problem import (
     GroupedGemm,
     Layout,
     Matrices,
+    OperandPair,
     PointwiseGrads,
     PointwiseRows,
     first,
@@ -52,6 +55,7 @@ __all__ = [
     "ActivationGrads",
     "Layout",
     "Matrices",
+    "OperandPair",
     "compile_ahead",
     "grouped_gemm",
     "kernel_cache",
@@ -78,7 +82,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     return torch.as_tensor(split_sizes, device=device)
 
 
-@kernel(outputs.new_product, only_with_out=("beta",), only_without_out=("out_dtype",))
+@kernel(outputs.new_product, only_with_out=("beta",), only_without_out=("out_dtype",), eager_only=("tail_unspecified",))
 def grouped_gemm(
     layout: Layout,
     a: Tensor,
@@ -92,6 +96,8 @@ def grouped_gemm(
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
+    second: OperandPair | None = None,
+    tail_unspecified: bool = False,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
@@ -101,17 +107,21 @@ def grouped_gemm(
         split_sizes: int32 or int64 [E].
         out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
         out_dtype: of what is allocated here; that of ``a`` by default.
+        second: operands whose product is added to A B; neither alpha nor beta with them.
+        tail_unspecified: the tail of what is allocated here may hold anything: its readers know of it.
     """
     fresh = out is None
     if out is None:
         out = outputs.new_product(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
-    layout, b = _fold_transpose(layout, b)
+    layout, b, second = _fold_transpose(layout, b, second)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
+    problem.second, problem.tail_unspecified = second, tail_unspecified
     choice = _run(problem)
     if choice is not None:
-        if fresh and isinstance(out, Tensor) and layout is not Layout.TN and not choice.zeroes_tail:
+        has_tail = fresh and not tail_unspecified and layout is not Layout.TN
+        if has_tail and isinstance(out, Tensor) and not choice.zeroes_tail:
             _zero_tail(out, split_sizes, choice)
     elif not problem.rows:
         outputs.fill_without_rows(problem)
@@ -158,15 +168,17 @@ def grouped_linear_activation(
     scales: Tensor | None = None,
     keep_preact: bool,
     tail_unspecified: bool = False,
+    second: OperandPair | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
-    Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything.
+    Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything. The
+    product of ``second`` is added to ``x W^T``.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
-    layout, weight = _fold_transpose(Layout.NT, weight)
+    layout, weight, second = _fold_transpose(Layout.NT, weight, second)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue = Activate(activation, scales, preact)
+    problem.epilogue, problem.second = Activate(activation, scales, preact), second
     choice = _run(problem)
     if choice is not None and not tail_unspecified:
         for tokens in (preact, postact):
@@ -187,16 +199,18 @@ def grouped_linear_activation_backward(
     want_scales: bool,
     want_postact: bool,
     bias_dtype: torch.dtype | None = None,
+    second: OperandPair | None = None,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
 
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
-    ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
+    ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`. The
+    product of ``second`` is added to ``dy W``.
     """
     out = outputs.new_grads(preact, activation, scales, want_scales, want_postact, split_sizes, bias_dtype)
-    layout, weight = _fold_transpose(Layout.NN, weight)
+    layout, weight, second = _fold_transpose(Layout.NN, weight, second)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
-    problem.epilogue = ActivateBackward(activation, scales, preact, out)
+    problem.epilogue, problem.second = ActivateBackward(activation, scales, preact, out), second
     choice = _run(problem)
     if choice is not None:
         if choice.backend is not hopper or choice.epilogue_reason is not None:
@@ -323,14 +337,22 @@ def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
 _TRANSPOSED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
 
 
-def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
+def _fold_transpose(
+    layout: Layout, b: Matrices, second: OperandPair | None
+) -> tuple[Layout, Matrices, OperandPair | None]:
     """A transposed view of dense matrices as the matrices themselves, under the layout that transposes them.
 
-    Matrices without rows that are dense one way or the other may be either: the same kernels refuse both.
+    Matrices without rows that are dense one way or the other may be either: the same kernels refuse both. The second
+    pair of operands follows the first; a copy where it lies otherwise.
     """
     if layout is Layout.TN or first(b).stride(-1) == 1:
-        return layout, b
-    return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
+        return layout, b, second and _stored(second.a, second.b)
+    turned = b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
+    return _TRANSPOSED[layout], turned, second and _stored(second.a, second.b.mT)
+
+
+def _stored(a: Tensor, b: Tensor) -> OperandPair:
+    return OperandPair(a, b if b.stride(-1) == 1 else b.contiguous())
 
 
 def _activation_runs(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
@@ -345,6 +367,8 @@ def _run(problem: GroupedGemm) -> Choice | None:
     """Runs a product, or tells a trace of it; None if there is nothing to run: no rows, or a meta device."""
     tracing = trace.active()
     choice = choose(problem, tracing)
+    if problem.second is not None and second_refusal(problem, choice) is not None:
+        return _run_apart(problem)
     if tracing:
         recording.product(problem, choice)
         return choice
@@ -355,3 +379,18 @@ def _run(problem: GroupedGemm) -> Choice | None:
     else:
         unfused.run(choice.backend, problem)
     return choice
+
+
+def _run_apart(problem: GroupedGemm) -> Choice | None:
+    """The same where the product of the second pair of operands is a kernel of its own, and so is an epilogue."""
+    with_rows = problem if problem.epilogue is None else unfused.product_of(problem)
+    product = replace(with_rows, second=None)
+    choice = _run(product)
+    _run(unfused.second_product(problem, product.out))
+    if problem.epilogue is None:
+        return choice
+    if trace.active():
+        recording.epilogue(problem, first(product.out))
+    elif choice is not None:
+        unfused.run_epilogue(problem, first(product.out))
+    return choice and choice._replace(epilogue_reason="follows a second product")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..programs.program import Program, parse
-from .problem import Matrices
+from .problem import Matrices, OperandPair
 
 
 def itself(value: Any) -> Any:
@@ -35,6 +35,11 @@ class Codec(NamedTuple):
     schemas: tuple[str, ...]
     flatten: Callable[[Any], Any] = lambda value: (value,)
     unflatten: Callable[..., Any] = itself
+
+    @property
+    def has_default(self) -> bool:
+        """Whether a call may leave the parameter out, so that it follows those that are there."""
+        return any("=" in schema for schema in self.schemas)
 
     def named(self, name: str) -> Codec:
         """That of a parameter of this name."""
@@ -60,6 +65,11 @@ def _unfactored(number: float | None, tensor: Tensor | None) -> float | Tensor |
     return number if tensor is None else tensor
 
 
+def _pair(a: Tensor | None = None, b: Tensor | None = None) -> OperandPair | None:
+    """Values at the end that are their defaults are left out of a call."""
+    return None if a is None or b is None else OperandPair(a, b)
+
+
 _NAMES = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType"}
 CODECS: dict[Any, Codec] = {
     **{annotation: Codec((f"{name} {{}}",)) for annotation, name in _NAMES.items()},
@@ -69,6 +79,7 @@ CODECS: dict[Any, Codec] = {
     tuple[float, ...]: Codec(("float[] {}=[]",), lambda numbers: (list(numbers),), tuple),
     Program: Codec(("str {}",), lambda program: (program.text,), parse),
     Program | None: Codec(("str? {}",), lambda program: (program and program.text,), lambda text: text and parse(text)),
+    OperandPair | None: Codec(("Tensor? {}_a=None", "Tensor? {}_b=None"), lambda pair: pair or (None, None), _pair),
     float | Tensor | None: Codec(("float? {}", "Tensor? {}s"), _factor, _unfactored),
 }
 OUT = Codec(("Tensor(a!)[] {}",), _listed, _unlisted)

@@ -58,6 +58,7 @@ def kernel(
         codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
         if obeys_switches:
             codecs["switches"] = codec_of(str).named("switches")
+        codecs = dict(sorted(codecs.items(), key=lambda item: item[1].has_default))
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
         allocates = _define(op, function, allocate, *new)
         if "out" in codecs:

@@ -104,6 +104,13 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
     return choice._replace(epilogue_reason=why)
 
 
+def second_refusal(problem: GroupedGemm, choice: Choice) -> str | None:
+    """Why the product of the second pair of operands is a kernel of its own; None: there is none, or it is not."""
+    if problem.second is None:
+        return None
+    return hopper.second_refusal(problem) if choice.backend is hopper else f"{choice.backend.NAME} takes one pair"
+
+
 def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
     if tracing:
         return _ask(problem, only)

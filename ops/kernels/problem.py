@@ -78,6 +78,18 @@ Epilogue = Activate | ActivateBackward | None
 _MANY = 2**30  # rows of which some kernels take fewer only
 
 
+class OperandPair(NamedTuple):
+    """Operands beside those of a product, of another depth, whose product is added to it before anything else.
+
+    Attributes:
+        a: [T, R].
+        b: [E, N, R] for NT, [E, R, N] for NN.
+    """
+
+    a: Tensor
+    b: Tensor
+
+
 @dataclass(slots=True)
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
@@ -92,6 +104,8 @@ class GroupedGemm:
         fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
         bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
         epilogue: an activation or its backward, applied to the product before it is stored.
+        second: a second pair of operands, of NT and NN: what is said of A B is true of the sum of both products.
+        tail_unspecified: rows of ``out`` past the last group may hold anything although it is fresh.
     """
 
     layout: Layout
@@ -106,6 +120,8 @@ class GroupedGemm:
     row_scale: Tensor | None = None
     fresh: bool = False
     epilogue: Epilogue = None
+    second: OperandPair | None = None
+    tail_unspecified: bool = False
 
     @property
     def groups(self) -> int:
@@ -159,12 +175,12 @@ class GroupedGemm:
     @property
     def flops(self) -> int:
         m, n, k = self.mnk
-        return 2 * m * n * k
+        return 2 * m * n * (k if self.second is None else k + self.second.a.shape[1])
 
     @property
     def bytes(self) -> int:
         """Every operand read once, the result written once (and read, if it counts)."""
-        moved = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale)
+        moved = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale, *(self.second or ()))
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
         epilogue = self.epilogue
         if isinstance(epilogue, Activate):

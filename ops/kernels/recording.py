@@ -23,11 +23,16 @@ def product(problem: GroupedGemm, choice: Choice) -> None:
     if why is None:
         trace.record(_call_of(problem, choice))
         return
-    alone, activated = unfused.product_of(problem), problem.epilogue
+    alone = unfused.product_of(problem)
     split = f"its epilogue {why}" if backend is hopper else f"{backend.NAME} {why}"
     reason = "; ".join(filter(None, (choice.reason, split)))
     trace.record(_call_of(alone, choice._replace(reason=reason)))
-    rows = first(alone.out)
+    epilogue(problem, first(alone.out))
+
+
+def epilogue(problem: GroupedGemm, rows: Tensor) -> None:
+    """An activation that is a kernel of its own, of the rows of its product."""
+    activated = problem.epilogue
     if isinstance(activated, ActivateBackward):
         activation(activated.spec, activated.preact, activated.scales, rows, *activated.grads[:3])
     elif activated is not None:

@@ -1,12 +1,14 @@
-"""A product and its epilogue as two kernels, where the backend has no kernel for both."""
+"""A product, that of its second pair of operands, and its epilogue as kernels of their own, where none does it all."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from . import dispatch
 from .interface import Backend
-from .problem import Activate, GroupedGemm, first
+from .problem import Activate, GroupedGemm, Matrices, first
 
 
 def product_of(problem: GroupedGemm) -> GroupedGemm:
@@ -20,9 +22,23 @@ def product_of(problem: GroupedGemm) -> GroupedGemm:
 
 def run(backend: Backend, problem: GroupedGemm) -> None:
     """The product, then the activation or its backward."""
-    epilogue, product = problem.epilogue, product_of(problem)
+    product = product_of(problem)
     backend.run(product)
-    rows = first(product.out)
+    run_epilogue(problem, first(product.out))
+
+
+def second_product(problem: GroupedGemm, out: Matrices) -> GroupedGemm:
+    """That of the second pair of operands, added to what ``out`` holds of the first."""
+    p, second = problem, problem.second
+    assert second is not None
+    assert p.alpha is None
+    assert p.beta is None
+    return GroupedGemm(p.layout, second.a, second.b, p.split_sizes, out, beta=1.0, row_scale=p.row_scale)
+
+
+def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
+    """The activation or its backward, of the rows of the product."""
+    epilogue = problem.epilogue
     if isinstance(epilogue, Activate):
         out = first(problem.out)
         kernels = dispatch.activation_kernels(epilogue.spec, rows, epilogue.scales, out)

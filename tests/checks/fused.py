@@ -20,7 +20,7 @@ from fusible.ops.activation_spec import ActivationSpec, activation, gated, inter
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.interface import ActivationKernels
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, OperandPair
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
 
@@ -53,6 +53,7 @@ class Case:
     bias_scale: bool = False
     index: torch.dtype = torch.int64
     transposed: bool = False  # both weights, as the kernels read them
+    rank: int = 0  # depth of a second pair of operands
     variant: int = -1
     function: Callable[..., Tensor] | None = None  # of gate, up and maybe the scale, where the spec is a user's
 
@@ -113,6 +114,9 @@ class Tensors:
         self.x, self.dy = self.rows(case.features), self.rows(case.features)
         self.w1 = self.random(experts, case.width, case.features) * case.features**-0.5
         self.w2 = self.random(experts, case.features, case.columns) * case.features**-0.5
+        self.low, rank = self.rows(case.rank), case.rank
+        self.b1 = self.random(experts, case.width, rank) * max(rank, 1) ** -0.5  # of a second pair, beside w1
+        self.a2 = self.random(experts, rank, case.columns) * max(rank, 1) ** -0.5  # and beside w2
         self.scales = None if case.scales is None else (self.rows(1).float().abs() + 0.1).to(case.scales).flatten()
         self.bias = None if case.bias is None else self.random(experts, case.width).to(case.bias)
         self.bias_scale = self.rows(1).float().flatten() if case.bias_scale else None
@@ -133,7 +137,7 @@ class Tensors:
         return torch.cat([part @ w.double().T for part, w in zip(parts, weights, strict=True)])
 
     def exact_preact(self) -> Tensor:
-        preact = self.by_group(self.x, self.w1)
+        preact = self.by_group(self.x, self.w1) + self.by_group(self.low, self.b1)
         if self.bias is not None:
             added = self.bias.double().repeat_interleave(self.sizes, dim=0, output_size=self.valid)
             preact += added if self.bias_scale is None else added * self.bias_scale[: self.valid, None].double()
@@ -145,6 +149,13 @@ def as_stored(t: Tensors, weights: Tensor, layout: Layout) -> tuple[Layout, Tens
     if not t.case.transposed:
         return layout, weights
     return Layout.NN if layout is Layout.NT else Layout.NT, weights.mT.contiguous()
+
+
+def second_pair(t: Tensors, factor: Tensor) -> OperandPair | None:
+    """``low`` and what it is multiplied with, which lies as the weights do."""
+    if not t.case.rank:
+        return None
+    return OperandPair(t.low, factor.mT.contiguous() if t.case.transposed else factor)
 
 
 def poisoned(t: Tensors, *shape: int, dtype: torch.dtype, rows: int | None = None) -> Tensor:
@@ -167,7 +178,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     postact = poisoned(t, case.columns, dtype=case.dtype)
     layout, weights = as_stored(t, t.w1, Layout.NT)
     problem = GroupedGemm(layout, t.x, weights, t.sizes, postact, bias=t.bias, bias_scale=t.bias_scale)
-    problem.epilogue = Activate(case.spec, t.scales, preact)
+    problem.epilogue, problem.second = Activate(case.spec, t.scales, preact), second_pair(t, t.b1)
     assert hopper.refusal(problem) is None
     assert hopper.epilogue_refusal(problem) is None
     addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
@@ -192,7 +203,7 @@ def backward(
     )
     layout, weights = as_stored(t, t.w2, Layout.NN)
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
-    problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out)
+    problem.epilogue, problem.second = ActivateBackward(case.spec, t.scales, preact, out), second_pair(t, t.a2)
     assert hopper.epilogue_refusal(problem) is None
     epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
     return out
@@ -236,9 +247,10 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
     preact = t.rows(case.width)
     out = backward(t, preact, **wants)
     assert_only_valid_rows_written(t, out.preact, out.postact)
-    dpostact = t.by_group(t.dy, t.w2.mT)
+    dpostact = t.by_group(t.dy, t.w2.mT) + t.by_group(t.low, t.a2.mT)
     rounded = t.dy.new_empty(t.tokens, case.columns)
-    hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes)  # what the unfused backward would start from
+    second = OperandPair(t.low, t.a2) if case.rank else None
+    hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes, second=second)  # what the unfused backward would start from
     assert_near(rounded[:n], dpostact, absolute=2e-4)
     scales = None if t.scales is None else t.scales[:n].double()
     if out.bias is not None:

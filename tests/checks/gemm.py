@@ -17,7 +17,7 @@ import torch
 from fusible import check_device_errors
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problem import Layout, OperandPair
 
 from .device import synchronize
 
@@ -49,6 +49,7 @@ class Case:
     beta: float | str = 1.0  # with accumulate; "groups": one for each, 0 and 1 among them
     separate: bool = False  # weights, their gradients and biases anywhere in memory
     index: torch.dtype = torch.int32
+    rank: int = 0  # depth of a second pair of operands
     pitch: int = 0  # elements between a row's end and the next
     variant: int = -1
     dynamic: bool = True  # tasks on demand, or a static schedule
@@ -88,6 +89,11 @@ class Problem:
             self.a = view(self.tokens, case.k, **tokens)
             self.b = view(experts, *shape, dtype=case.dtype, scale=case.k**-0.5)
             self.out = view(self.tokens, case.n, dtype=out_dtype)
+        self.second = None
+        if case.rank:
+            shape = (case.n, case.rank) if case.layout is Layout.NT else (case.rank, case.n)
+            second_b = view(experts, *shape, dtype=case.dtype, scale=case.rank**-0.5)
+            self.second = OperandPair(view(self.tokens, case.rank, **tokens), second_b)
         self.bias = (
             None
             if case.bias is None
@@ -142,6 +148,7 @@ class Problem:
             betas=self.betas,
             variant=case.variant,
             dynamic=case.dynamic,
+            second=self.second,
         )
 
     def expected(self) -> torch.Tensor:
@@ -154,6 +161,9 @@ class Problem:
                 value = a.T @ self.b[rows].double()
             else:
                 value = a @ (self.b[g].double().T if case.layout is Layout.NT else self.b[g].double())
+            if self.second is not None:
+                low, factor = self.second.a[rows].double(), self.second.b[g].double()
+                value = value + low @ (factor.T if case.layout is Layout.NT else factor)
             value = value * (self.alphas[g].double() if self.alphas is not None else case.alpha)
             if self.bias is not None:
                 value = value + self.bias[g].double() * (

@@ -11,7 +11,7 @@ from ...activation_spec import ActivationSpec
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, first
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import Activation, activation, scale_arguments
 
@@ -34,7 +34,8 @@ def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -
     backward = isinstance(epilogue, ActivateBackward)
     columns = n // 2 if spec.gated and not backward else n
     shape = backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
-    chosen = compiled().linear_activation_config(*shape, p.a.get_device(), p.groups, p.rows, n, k, p.bias is not None)
+    sizes = p.groups, p.rows, n, k, p.bias is not None, second_depth(p)
+    chosen = compiled().linear_activation_config(*shape, p.a.get_device(), *sizes)
     return f"{p}: {chosen}"
 
 
@@ -81,8 +82,8 @@ def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     backward = isinstance(problem.epilogue, ActivateBackward)
-    bias = problem.bias is not None
-    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, bias)
+    extras = problem.bias is not None, problem.second is not None
+    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, *extras)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
@@ -139,6 +140,7 @@ def forward(
         scales_type=scales_type,
         workspace=workspace.data_ptr(),
         variant=variant,
+        **second_fields(p.second),
     )
 
 
@@ -163,7 +165,28 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         dbias_type=bias_type,
         workspace=workspace.data_ptr(),
         variant=variant,
+        **second_fields(p.second),
     )
+
+
+def second_depth(problem: GroupedGemm) -> int:
+    """R of the second pair of operands; 0: there is none."""
+    return 0 if problem.second is None else problem.second.a.shape[1]
+
+
+def second_fields(second: OperandPair | None) -> dict[str, int]:
+    """The second pair of operands as the extension wants it, by the names of its fields; none where there is none."""
+    if second is None:
+        return {}
+    a, b = second
+    return {
+        "second_k": a.shape[1],
+        "second_a": a.data_ptr(),
+        "second_a_pitch": a.stride(0),
+        "second_b": b.data_ptr(),
+        "second_b_pitch": b.stride(1),
+        "second_b_group": b.stride(0),
+    }
 
 
 def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:

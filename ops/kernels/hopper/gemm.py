@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....fuser.replay import capture
 from ..architecture import assumed
-from ..problem import Activate, GroupedGemm, Layout, Matrices, addresses, first
+from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, addresses, first
 from . import epilogue
 from .epilogue import Addressing
 from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
@@ -37,6 +37,22 @@ def refusal(problem: GroupedGemm) -> str | None:
     if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
     return _factor_refusal(p) or _alignment_refusal(p)
+
+
+def second_refusal(problem: GroupedGemm) -> str | None:
+    """Why a product that this backend takes cannot go on with its second pair of operands; None: it can."""
+    if problem.second is None:
+        return None
+    a, b = problem.second
+    if not a.dtype == b.dtype == problem.a.dtype == first(problem.out).dtype:
+        return "needs one dtype of both pairs of operands and the result"
+    if a.shape[1] % 8:
+        return f"needs a depth of the second pair that is a multiple of 8, got {a.shape[1]}"
+    for name, tensor in (("second a", a), ("second b", b)):
+        strides = tensor.stride()
+        if strides[-1] != 1 or any(stride % 8 for stride in strides[:-1]) or addresses(tensor)[0] % 16:
+            return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
+    return None
 
 
 def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | None:
@@ -68,7 +84,7 @@ def configuration(problem: GroupedGemm) -> str:
     sizes = (m, n, 0) if p.layout is Layout.TN else (0, n, k)
     affine = any(extra is not None for extra in (p.alpha, p.bias, p.bias_scale, p.row_scale))
     chosen = compiled().grouped_gemm_config(
-        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine
+        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine, epilogue.second_depth(p)
     )
     return f"{p}: {chosen}"
 
@@ -107,6 +123,8 @@ def _run_product(p: GroupedGemm) -> None:
         alpha=alpha,
         alphas=alphas,
         fresh=p.fresh,
+        second=p.second,
+        tail_unspecified=p.tail_unspecified,
     )
 
 
@@ -128,6 +146,8 @@ def launch(
     variant: int = -1,
     dynamic: bool = True,
     fresh: bool = False,
+    second: OperandPair | None = None,
+    tail_unspecified: bool = False,
 ) -> None:
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
@@ -137,7 +157,9 @@ def launch(
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
-        fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero.
+        fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero,
+            unless it is ``tail_unspecified``.
+        second: operands whose product is added to that of ``a`` and ``b``.
     """
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
@@ -162,7 +184,8 @@ def launch(
         beta=beta,
         accumulate=accumulate,
         variant=variant,
-        zero_tail=fresh and layout is not Layout.TN,
+        zero_tail=fresh and not tail_unspecified and layout is not Layout.TN,
+        second=second,
     )
     if not fresh:
         capture.written(out)
@@ -188,6 +211,7 @@ def _launch(
     accumulate: bool,
     variant: int,
     zero_tail: bool,
+    second: OperandPair | None,
 ) -> None:
     (tokens, features), device, is_wgrad = a.shape, a.get_device(), layout is Layout.TN
     compiled().grouped_gemm(
@@ -227,6 +251,7 @@ def _launch(
         workspace=0 if workspace is None else workspace.data_ptr(),
         variant=variant,
         zero_tail=zero_tail,
+        **epilogue.second_fields(second),
     )
 
 

@@ -32,6 +32,7 @@ class EpilogueForm(NamedTuple):
         concat: gate and up stand half a row apart, so that a tile of the forward has columns of both.
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
+        second: it has a second pair of operands.
     """
 
     program: Program
@@ -41,15 +42,23 @@ class EpilogueForm(NamedTuple):
     concat: bool
     narrow: bool
     scale_bias: bool
+    second: bool = False
 
 
 def form_of(
-    program: Program, backward: bool, layout: Layout, dtype: torch.dtype, block: int | None, columns: int, bias: bool
+    program: Program,
+    backward: bool,
+    layout: Layout,
+    dtype: torch.dtype,
+    block: int | None,
+    columns: int,
+    bias: bool,
+    second: bool = False,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -79,6 +88,7 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
 def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
+    parameters = library().PAIR_ACTIVATION_PARAMS_BYTES if form.second else library().ACTIVATION_PARAMS_BYTES
     return f"""#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
@@ -87,8 +97,9 @@ using T = {ELEMENTS[form.dtype]};
 inline constexpr TileVariant kVariant = kTileVariants[{variant}];
 using Pair = Operands<Layout::k{form.layout.value}, T, kVariant>;
 using Epilogue = {_epilogue(form)};
-using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.scale_bias)}, kVariant, Epilogue>;
-static_assert(sizeof(Kernel::Params) == {library().ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
+using Groups = {"TokenGroupsOfPairs" if form.second else "TokenGroups"};
+using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.scale_bias)}, kVariant, Epilogue, Groups>;
+static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
 }}  // namespace fusible
 extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
     kernel(const __grid_constant__ fusible::Kernel::Params p) {{
