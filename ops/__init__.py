@@ -14,6 +14,7 @@ from .linear import Linear
 from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
+from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -21,6 +22,8 @@ __all__ = [
     "GEGLU",
     "GLU",
     "GRAD_INPUT_BUFFER_KEY",
+    "MXFP8",
+    "NVFP4",
     "OUTPUT_BUFFER_KEY",
     "QGEGLU",
     "Activation",
@@ -29,7 +32,11 @@ __all__ = [
     "ClampedSwiGLU",
     "Combine",
     "ConstantScale",
+    "Delayed",
     "Dispatch",
+    "Float8Block",
+    "Float8Row",
+    "Float8Tensor",
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
@@ -39,6 +46,7 @@ __all__ = [
     "Identity",
     "Linear",
     "MakeExtraOutput",
+    "NoRecipe",
     "Pointwise",
     "ReGLU",
     "RoutedLoRA",

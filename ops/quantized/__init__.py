@@ -1,1 +1,1 @@
-"""Tensors in 8 and 4 bits: formats, recipes, copies and the definition of every quantiser."""
+"""Quantised operands: recipes, the copies of tensors that they ask for, and what computes them."""
