@@ -144,8 +144,8 @@ def product(
 ) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
-    allocated = {"out_dtype": dtype} if out is None else {"out": out}
-    return scaled_gemm(rows, weight.data, weight.scales, split_sizes, **allocated, **options)
+    options |= {"out_dtype": dtype} if out is None else {"out": out}
+    return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
 
 
 def input_grad(
@@ -153,7 +153,7 @@ def input_grad(
 ) -> Tensor:
     """``dy W`` by group, of this dtype."""
     options: dict[str, Any] = {"out_dtype": dtype} if out is None else {"out": out}
-    return scaled_gemm(dy, weight.data, weight.scales.mT, split_sizes, **options)
+    return scaled_gemm(*dy, weight.data, weight.scales.mT, split_sizes, **options)
 
 
 def weight_grad(
@@ -168,5 +168,5 @@ def weight_grad(
 ) -> Matrices:
     """The product of two columnwise copies by group, with the keywords of a ``Wgrad``."""
     if out is None:
-        return scaled_wgrad(a, b, split_sizes, rows=rows, out_dtype=out_dtype)
-    return scaled_wgrad(a, b, split_sizes, rows=rows, out=out, accumulate=beta is not None)
+        return scaled_wgrad(*a, *b, split_sizes, rows=rows, out_dtype=out_dtype)
+    return scaled_wgrad(*a, *b, split_sizes, rows=rows, out=out, accumulate=beta is not None)

@@ -131,17 +131,14 @@ def new_backward_copies(
     return BackwardCopies(*dpreact, *postact[2:], dscales)
 
 
-def new_scaled_product(a: QuantizedRows, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+def new_scaled_product(a: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     """Memory for a product of rows."""
-    return a.data.new_empty((a.data.shape[0], weight.shape[1]), dtype=out_dtype or torch.bfloat16)
+    return a.new_empty((a.shape[0], weight.shape[1]), dtype=out_dtype or torch.bfloat16)
 
 
-def new_scaled_wgrad(
-    a: BlockedColumns, b: BlockedColumns, split_sizes: Tensor, out_dtype: torch.dtype | None
-) -> Tensor:
+def new_scaled_wgrad(a: Tensor, b: Tensor, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     """Memory for the gradient of a weight."""
-    shape = split_sizes.shape[0], a.data.shape[1], b.data.shape[1]
-    return a.data.new_empty(shape, dtype=out_dtype or torch.bfloat16)
+    return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or torch.bfloat16)
 
 
 @kernel(new_copies)
@@ -223,9 +220,10 @@ def quantize_activation_backward(
     return out._replace(dscales=grads.scales)
 
 
-@kernel(new_scaled_product)
+@kernel(new_scaled_product, only_without_out=("out_dtype",))
 def scaled_gemm(
-    a: QuantizedRows,
+    a: Tensor,
+    a_scales: Tensor,
     weight: Tensor,
     weight_scales: Tensor,
     split_sizes: Tensor,
@@ -240,6 +238,7 @@ def scaled_gemm(
     """``row_scale * (A W^T + bias_scale * bias)`` of quantised rows and a quantised weight; see :class:`ScaledGemm`.
 
     Args:
+        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
         weight: e4m3 [E, N, K], or the transposed bytes of a weight, with transposed scales, for the gradient of rows.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; bfloat16 by default.
@@ -247,15 +246,19 @@ def scaled_gemm(
     fresh = out is None
     if out is None:
         out = new_scaled_product(a, weight, out_dtype)
-    problem = ScaledGemm(a, weight, weight_scales, halves, split_sizes, out, bias, row_scale, None, bias_scale, fresh)
-    _multiply(problem)
+    rows = QuantizedRows(a, a_scales)
+    _multiply(
+        ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, row_scale, None, bias_scale, fresh)
+    )
     return out
 
 
 @kernel(new_scaled_wgrad, only_with_out=("accumulate",), only_without_out=("out_dtype",))
 def scaled_wgrad(
-    a: BlockedColumns,
-    b: BlockedColumns,
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
     split_sizes: Tensor,
     *,
     rows: int,
@@ -266,13 +269,15 @@ def scaled_wgrad(
     """``A_g B_g^T`` for each group [E, M, N], of columns of as many tokens; see :class:`ScaledWgrad`.
 
     Args:
+        a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`BlockedColumns`.
         rows: T, which the number of blocks does not say.
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
-    _multiply(ScaledWgrad(a, b, split_sizes, rows, out, accumulate))
+    columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
+    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
     return out
 
 
