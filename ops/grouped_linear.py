@@ -13,6 +13,7 @@ from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
 from . import kernels
+from . import quantized_linear as quantized
 from .checks import (
     check_buffer,
     check_buffer_columns,
@@ -24,6 +25,9 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
+from .quantized.copies import BlockedColumns, QuantizedWeight
+from .quantized.recipe import Float8Block, Recipe
+from .quantized_linear import TokenCopies, TransposedWeight
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -60,6 +64,8 @@ class GroupedLinear(WeightGrads):
             A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
         transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read as it is stored.
+        recipe: what the operands of its products are quantised by. None: as ``config(recipe=...)`` says;
+            ``NoRecipe()``: by nothing.
 
     Raises:
         ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
@@ -70,16 +76,18 @@ class GroupedLinear(WeightGrads):
     checks_values = False  # those of split sizes on the host
     values_checked_on_host = frozenset({"split_sizes"})
     replayable = True
+    recipe: Recipe | None = None
 
     class Saved(NamedTuple):
-        x: Tensor | None
-        weight: Matrices | None
+        x: Tensor | BlockedColumns | None
+        weight: Matrices | TransposedWeight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
         grad_input: CallerBuffer | None
         x_shape: tuple[int, ...]
         zero_tail: bool
+        recipe: Float8Block | None = None
 
     def __init__(
         self,
@@ -96,12 +104,14 @@ class GroupedLinear(WeightGrads):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         transposed_weight: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
+        quantized.check_recipe("GroupedLinear", recipe)
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
         check_sizes("GroupedLinear", dtype, **sizes)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.has_bias, self.scale_bias = bias, scale_bias and bias
+        self.has_bias, self.scale_bias, self.recipe = bias, scale_bias and bias, recipe
         self.init_expert_parameters()
         self.transposed_weight = transposed_weight
         weight = torch.empty((num_groups, *self._matrix_shape()), device=device, dtype=dtype)
@@ -126,7 +136,7 @@ class GroupedLinear(WeightGrads):
         return shape[::-1] if self.transposed_weight else shape
 
     def decision_key(self) -> tuple[Any, ...]:
-        key: list[Any] = [type(self)]  # which a parametrization changes
+        key: list[Any] = [type(self), self.recipe]  # a parametrization changes the type
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
@@ -190,24 +200,41 @@ class GroupedLinear(WeightGrads):
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
-        scale = None if bias_scale is None else bias_scale.reshape(-1)
-        out = None if output is None else output.view(-1, self.out_features)
-        y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, out=out, bias=bias, bias_scale=scale)
-        assert isinstance(y, Tensor)
-        saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+        recipe = quantized.applied(self.recipe, rows.dtype)
+        factors = {
+            "out": None if output is None else output.view(-1, self.out_features),
+            "bias": self.matrices("bias") if self.has_bias else None,
+            "bias_scale": None if bias_scale is None else bias_scale.reshape(-1),
+        }
+        if recipe is None:
+            weight = self.matrices("weight", rows.dtype)
+            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)  # type: ignore[arg-type]
+            assert isinstance(y, Tensor)
+            saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+        else:
+            copies = quantized.copies_of(recipe, rows, sizes, rows=True, wgrad="weight" in needs_grad)
+            bytes_of_weight = self.weight_copies(recipe, both="x" in needs_grad)
+            assert copies.rows is not None
+            y = quantized.product(copies.rows, bytes_of_weight, sizes, rows.dtype, **factors)
+            kept = copies.for_wgrad, quantized.transposed(bytes_of_weight)
+            saved = self.saved(x, *kept, sizes, bias_scale, grad_input, needs_grad, x_is_inner, recipe)
         return with_rows_of(x, y) if output is None else output.detach(), saved
+
+    def weight_copies(self, recipe: Float8Block, *, both: bool) -> QuantizedWeight:
+        """The quantised weight; ``both``: also as the gradient of rows reads it."""
+        return quantized.weight_copies(recipe, self.matrices("weight"), both=both)
 
     def saved(
         self,
         x: Tensor,
-        rows: Tensor,
-        weight: Matrices,
+        rows: Tensor | BlockedColumns | None,
+        weight: Matrices | TransposedWeight | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
         needs_grad: frozenset[str],
         x_is_inner: bool,
+        recipe: Float8Block | None = None,
     ) -> Saved:
         """What the wanted gradients need, and no more."""
         copies = x_is_inner and grad_input is not None and "x" in needs_grad
@@ -216,8 +243,8 @@ class GroupedLinear(WeightGrads):
         bias = self.matrices("bias") if "bias_scale" in needs_grad else None
         if bias is not None and type(bias) is not nn.Parameter:
             bias = self.to_save("bias", bias)
-        if "x" in needs_grad and type(weight) is not nn.Parameter:
-            weight = self.to_save("weight", weight)
+        if recipe is None and "x" in needs_grad and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)  # type: ignore[arg-type]
         return self.Saved(
             rows if "weight" in needs_grad else None,
             weight if "x" in needs_grad else None,
@@ -227,17 +254,29 @@ class GroupedLinear(WeightGrads):
             None if grad_input is None else CallerBuffer(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
             copies,
+            recipe,
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
-        grads: dict[str, Gradient] = {"x": lambda: input_grad(rows, saved)}
-        grads |= self.weight_grads(rows, saved.x, saved.split_sizes, needs_grad)
+        if saved.recipe is None:
+            grads = self.product_grads(rows, saved, needs_grad)
+        else:
+            wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad}
+            copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted)
+            grads = self.product_grads(copies, saved, needs_grad)
         if self.has_bias:
             grads |= self.bias_grads(rows, saved.split_sizes, saved.bias_scale)
         bias, scale = saved.bias, saved.bias_scale
         if bias is not None and scale is not None:
             grads["bias_scale"] = lambda: kernels.row_dots(rows, bias, saved.split_sizes, scale.dtype).view_as(scale)
+        return grads
+
+    def product_grads(self, dy: Tensor | TokenCopies, saved: Saved, needs_grad: frozenset[str]) -> dict[str, Gradient]:
+        """The gradients of ``x`` and of the weight."""
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved)}
+        left, rows = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
+        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, rows)
         return grads
 
     def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:
@@ -250,7 +289,8 @@ class GroupedLinear(WeightGrads):
         return {"bias": gradient}
 
     def extra_repr(self) -> str:
-        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}{recipe}"
 
 
 def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -267,17 +307,27 @@ def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
-def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:
+def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved) -> Tensor:
     """``dy W`` by group, into the caller's buffer if there is one."""
-    weight, lent = saved.weight, saved.grad_input
-    if weight is None:
+    lent = saved.grad_input
+    if saved.weight is None:
         raise ArgumentError("the gradient of x was not wanted in the forward")
     if lent is None:
-        dx = kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes)
-        assert isinstance(dx, Tensor)
+        dx = _times_weight(dy, saved, None)
         return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
-    kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, out=lent.tensor.view(-1, saved.x_shape[-1]))
+    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]))
     return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
+
+
+def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None) -> Tensor:
+    """``dy W`` as rows."""
+    if isinstance(dy, TokenCopies):
+        assert dy.rows is not None
+        assert isinstance(saved.weight, TransposedWeight)
+        return quantized.input_grad(dy.rows, saved.weight, saved.split_sizes, dy.dtype, out)
+    dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
+    assert isinstance(dx, Tensor)
+    return dx
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("routing.py", "inference.py")  # to routing, and to what reads routed rows
+DOORS = ("routing.py", "inference.py", "quantized_linear.py")  # to routing, to what reads routed rows, to quantisers
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",

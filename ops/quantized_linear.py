@@ -1,0 +1,172 @@
+"""The products of a grouped linear whose operands are quantised, forward and backward, on tensors.
+
+Forward ``y = x W^T`` reads rows of ``x``; ``dx = dy W`` rows of ``dy`` and the transposed bytes of the weight; ``dW =
+dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import ArgumentError, RefusedError
+from ..fuser import tracing as trace
+from ..fuser.config import active_config
+from .kernels.problem import Matrices, first
+from .kernels.quantized import quantize_rows, quantize_weight, scaled_gemm, scaled_wgrad
+from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
+from .quantized.recipe import Float8Block, NoRecipe, Recipe
+
+
+class TokenCopies(NamedTuple):
+    """A tensor of tokens as the products of a linear read it; None for what nobody reads.
+
+    Attributes:
+        number: of tokens.
+        dtype: of what was not quantised.
+        values: what was not quantised.
+    """
+
+    number: int
+    dtype: torch.dtype
+    values: Tensor | None
+    rows: QuantizedRows | None
+    columns: BlockedColumns | None
+
+    @property
+    def for_wgrad(self) -> Tensor | BlockedColumns | None:
+        """What the gradient of a weight reads."""
+        return self.values if self.columns is None else self.columns
+
+
+class TransposedWeight(NamedTuple):
+    """A weight for the gradient of rows.
+
+    Attributes:
+        data: e4m3 [E, K, N].
+        scales: those of the weight itself, float32 [E, blocks of N, blocks of K].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+
+def check_recipe(op: str, recipe: Any) -> None:
+    """Raises :class:`ArgumentError` for what is no recipe."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ArgumentError(f"{op}: recipe must be one such as fusible.Float8Block(), or None, got {recipe!r}")
+
+
+def in_force(of_op: Recipe | None) -> Recipe | None:
+    """The recipe of an op that has this one of its own, or else of the configuration; None: nothing is quantised."""
+    recipe: Any = active_config().recipe if of_op is None else of_op
+    return None if isinstance(recipe, NoRecipe) else recipe
+
+
+def applied(of_op: Recipe | None, dtype: torch.dtype) -> Float8Block | None:
+    """The recipe that products of rows of this dtype follow; None: they are not quantised, and a trace is told why.
+
+    Raises:
+        RefusedError: there is one that is not followed, under ``config(strict=True)``.
+    """
+    recipe = in_force(of_op)
+    if recipe is None:
+        return None
+    why = refusal(recipe, dtype)
+    if why is None:
+        assert isinstance(recipe, Float8Block)
+        return recipe
+    if active_config().strict:
+        raise RefusedError(f"strict: the linear is not quantised, because {why}")
+    trace.note(f"not quantised: {why}")
+    return None
+
+
+def refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
+    """Why products of rows of this dtype do not follow the recipe; None: they do."""
+    name = type(recipe).__name__
+    if not isinstance(recipe, Float8Block):
+        return f"{name} has storage and quantisers, and no grouped linear yet"
+    if recipe.gradient != "e4m3":
+        return f"{name}(gradient={recipe.gradient!r}) has no products yet"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"{name} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def copies_of(
+    recipe: Float8Block, tokens: Tensor, split_sizes: Tensor, *, rows: bool, wgrad: bool, values: bool = False
+) -> TokenCopies:
+    """The copies of ``tokens`` [T, K].
+
+    Args:
+        rows: whether a product of rows reads them.
+        wgrad: whether the gradient of a weight does.
+        values: whether something else reads what was not quantised.
+    """
+    columns = wgrad and recipe.wgrad == "float8"
+    kept = tokens if values or (wgrad and not columns) else None
+    if not rows and not columns:
+        return TokenCopies(tokens.shape[0], tokens.dtype, kept, None, None)
+    copies = quantize_rows(
+        tokens, split_sizes, power_of_two=is_power_of_two(recipe), want_rows=rows, want_columns=columns
+    )
+    return TokenCopies(tokens.shape[0], tokens.dtype, kept, copies.rows, copies.columns)
+
+
+def is_power_of_two(recipe: Float8Block) -> bool:
+    """Whether scales are powers of two."""
+    return recipe.scales == "power_of_two"
+
+
+def weight_copies(recipe: Float8Block, weight: Matrices, *, both: bool) -> QuantizedWeight:
+    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads.
+
+    A weight that is stored transposed is quantised as it lies: blocks are the same.
+    """
+    if first(weight).stride(-1) == 1 or first(weight).shape[-2] == 1:
+        return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
+    turned = weight.mT if isinstance(weight, Tensor) else tuple(part.mT for part in weight)
+    copies = quantize_weight(turned, power_of_two=is_power_of_two(recipe), both=True)
+    assert copies.transposed is not None
+    return QuantizedWeight(copies.transposed, copies.data, copies.scales.mT)
+
+
+def transposed(weight: QuantizedWeight) -> TransposedWeight | None:
+    """What of a weight's copies the gradient of rows reads; None if they are not there."""
+    return None if weight.transposed is None else TransposedWeight(weight.transposed, weight.scales)
+
+
+def product(
+    rows: QuantizedRows, weight: QuantizedWeight, split_sizes: Tensor, dtype: torch.dtype, **options: Any
+) -> Tensor:
+    """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
+    out = options.pop("out", None)
+    options |= {"out_dtype": dtype} if out is None else {"out": out}
+    return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
+
+
+def input_grad(
+    dy: QuantizedRows, weight: TransposedWeight, split_sizes: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """``dy W`` by group, of this dtype."""
+    options: dict[str, Any] = {"out_dtype": dtype} if out is None else {"out": out}
+    return scaled_gemm(*dy, weight.data, weight.scales.mT, split_sizes, **options)
+
+
+def weight_grad(
+    a: BlockedColumns,
+    b: BlockedColumns,
+    split_sizes: Tensor,
+    rows: int,
+    *,
+    out: Matrices | None = None,
+    out_dtype: torch.dtype | None = None,
+    beta: float | None = None,
+) -> Matrices:
+    """The product of two columnwise copies by group, with the keywords of a ``Wgrad``."""
+    if out is None:
+        return scaled_wgrad(*a, *b, split_sizes, rows=rows, out_dtype=out_dtype)
+    return scaled_wgrad(*a, *b, split_sizes, rows=rows, out=out, accumulate=beta is not None)
