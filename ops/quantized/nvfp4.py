@@ -55,7 +55,7 @@ def quantize_rows(x: Tensor, split_sizes: Tensor, generator: torch.Generator | N
 def quantize_columns(
     x: Tensor, split_sizes: Tensor, is_transformed: bool = True, generator: torch.Generator | None = None
 ) -> NVFP4Data:
-    """``x`` [T, K] transposed, in blocks of 16 tokens of one group: data [T // 16 + E, K, 8], scales [T // 16 + E, K].
+    """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
         is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
@@ -65,7 +65,7 @@ def quantize_columns(
     values = transform(values) if is_transformed else values
     amax = largest_by_group(amax_of(values, (1, 2)).flatten(), blocks.group, split_sizes.shape[0])
     codes, scales = _quantize(values, (2,), amax[blocks.group].view(-1, 1, 1), generator)
-    return NVFP4Data(pack(codes), scales.squeeze(2), amax)
+    return NVFP4Data(pack(codes), scales, amax)
 
 
 def quantize_weight(weight: Tensor) -> NVFP4Data:
