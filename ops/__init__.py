@@ -15,6 +15,7 @@ from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
 from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .quantized_tensor import QuantizedGroupedTensor
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -48,6 +49,7 @@ __all__ = [
     "MakeExtraOutput",
     "NoRecipe",
     "Pointwise",
+    "QuantizedGroupedTensor",
     "ReGLU",
     "RoutedLoRA",
     "RoutedMLP",

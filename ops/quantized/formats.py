@@ -79,6 +79,20 @@ def cast_e2m1(values: Tensor) -> Tensor:
     return code | (torch.signbit(values) & ~values.isnan()).to(torch.uint8) << 3
 
 
+def cast_e2m1_stochastic(values: Tensor, random: Tensor) -> Tensor:
+    """float32 to one of the two codes beside, the nearer one more often: the mean is the value, up to 6.
+
+    Args:
+        random: a number for each value, from 0 inclusive to 1 exclusive.
+    """
+    table = values.new_tensor(_E2M1)
+    magnitude = values.abs().clamp(max=table[-1]).nan_to_num(nan=_E2M1[-1])
+    below = (torch.searchsorted(table, magnitude, right=True) - 1).clamp(max=len(_E2M1) - 2)
+    fraction = (magnitude - table[below]) / (table[below + 1] - table[below])
+    code = (below + (random < fraction)).to(torch.uint8)
+    return code | (torch.signbit(values) & ~values.isnan()).to(torch.uint8) << 3
+
+
 def from_e2m1(codes: Tensor) -> Tensor:
     """The values of codes, float32."""
     table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)

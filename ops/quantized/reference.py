@@ -30,10 +30,10 @@ class Blocks(NamedTuple):
 
 
 class TokenBlocks(NamedTuple):
-    """The tokens of each group in blocks of 128.
+    """The tokens of each group in blocks of one size.
 
     Attributes:
-        tokens: int64 [blocks, 128], the token at each place.
+        tokens: int64 [blocks, size], the token at each place.
         valid: whether there is one; the rest of ``tokens`` is any token.
         group: int64 [blocks], the group of each block; of an unused block the last.
     """
@@ -43,14 +43,11 @@ class TokenBlocks(NamedTuple):
     group: Tensor
 
 
-def quantize_blocks(
-    x: Tensor, dims: tuple[int, ...], is_power_of_two: bool, format: Format = E4M3, encode: Tensor | None = None
-) -> Blocks:
-    """Quantises blocks that span ``dims`` of ``x``; with the encode scales that are given, if any are."""
+def quantize_blocks(x: Tensor, dims: tuple[int, ...], is_power_of_two: bool, format: Format = E4M3) -> Blocks:
+    """Quantises blocks that span ``dims`` of ``x``."""
     amax = amax_of(x, dims)
-    encode = encode_scales(amax, is_power_of_two, format, x.dtype) if encode is None else encode
-    scales = torch.where(amax.isfinite(), torch.ones_like(encode) / encode, torch.nan)
-    return Blocks(cast(x.float() * encode, format), scales)
+    encode = encode_scales(amax, is_power_of_two, format, x.dtype)
+    return Blocks(cast(x.float() * encode, format), decode_scales(encode, amax))
 
 
 def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -69,6 +66,11 @@ def encode_scales(amax: Tensor, is_power_of_two: bool, format: Format, dtype: to
     return power_of_two(encode) if is_power_of_two else encode
 
 
+def decode_scales(encode: Tensor, amax: Tensor) -> Tensor:
+    """What bytes are multiplied by; NaN, which nobody overlooks, for a block with a value that is not finite."""
+    return torch.where(amax.isfinite(), torch.ones_like(encode) / encode, torch.nan)
+
+
 def quantize_rows(x: Tensor, is_power_of_two: bool, format: Format = E4M3) -> QuantizedRows:
     """Blocks of 1 x 128 of ``x`` [T, K]."""
     rows, features = x.shape
@@ -79,24 +81,52 @@ def quantize_rows(x: Tensor, is_power_of_two: bool, format: Format = E4M3) -> Qu
 
 def quantize_columns(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, format: Format = E4M3) -> BlockedColumns:
     """Blocks of 128 tokens of one group of ``x`` [T, K]. Unused blocks are zeros with scale 1."""
-    blocks = token_blocks(split_sizes, x.shape[0])
-    values = x.new_zeros(()) if not x.shape[0] else x[blocks.tokens]
-    values = torch.where(blocks.valid.unsqueeze(-1), values, x.new_zeros(())).expand(*blocks.tokens.shape, x.shape[1])
+    values = gather(x, token_blocks(split_sizes, x.shape[0]))
     data, scales = quantize_blocks(values, (1,), is_power_of_two, format)
     return BlockedColumns(data.transpose(1, 2).contiguous(), scales.squeeze(1))
 
 
-def token_blocks(split_sizes: Tensor, rows: int) -> TokenBlocks:
-    """Where the tokens of each block are; sizes that reach past the rows are cut off."""
+def token_blocks(split_sizes: Tensor, rows: int, size: int = BLOCK) -> TokenBlocks:
+    """Where the tokens of each of T // size + E blocks are; sizes that reach past the rows are cut off."""
     ends = split_sizes.long().clamp(min=0).cumsum(0).clamp(max=rows)
     starts = F.pad(ends[:-1], (1, 0))
-    last_blocks = ((ends - starts + BLOCK - 1) // BLOCK).cumsum(0)
+    last_blocks = ((ends - starts + size - 1) // size).cumsum(0)
     first_blocks = F.pad(last_blocks[:-1], (1, 0))
-    block = torch.arange(rows // BLOCK + split_sizes.shape[0], device=split_sizes.device)
+    block = torch.arange(rows // size + split_sizes.shape[0], device=split_sizes.device)
     group = torch.searchsorted(last_blocks, block, right=True).clamp(max=split_sizes.shape[0] - 1)
-    first = starts[group] + (block - first_blocks[group]) * BLOCK
-    tokens = first.unsqueeze(-1) + torch.arange(BLOCK, device=block.device)
+    first = starts[group] + (block - first_blocks[group]) * size
+    tokens = first.unsqueeze(-1) + torch.arange(size, device=block.device)
     return TokenBlocks(tokens.clamp(max=max(0, rows - 1)), tokens < ends[group].unsqueeze(-1), group)
+
+
+def gather(x: Tensor, blocks: TokenBlocks) -> Tensor:
+    """The rows of ``x`` [T, K] in blocks, [blocks, size, K]; zeros where there is none."""
+    values = x[blocks.tokens] if x.shape[0] else x.new_zeros((*blocks.tokens.shape, x.shape[1]))
+    return torch.where(blocks.valid.unsqueeze(-1), values, x.new_zeros(()))
+
+
+def scatter(values: Tensor, blocks: TokenBlocks, rows: int) -> Tensor:
+    """Rows [T, K] from their blocks [blocks, size, K]; zeros in the tail."""
+    places = torch.where(blocks.valid, blocks.tokens, rows).flatten()
+    out = values.new_zeros((rows + 1, values.shape[-1]))
+    return out.index_copy(0, places, values.flatten(0, 1))[:rows]
+
+
+def groups_of(split_sizes: Tensor, rows: int) -> Tensor:
+    """int64 [T], the group of each row; E in the tail."""
+    ends = split_sizes.long().clamp(min=0).cumsum(0)
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
+
+
+def largest_by_group(amax: Tensor, group: Tensor, groups: int) -> Tensor:
+    """float32 [E, ...]: the largest of ``amax`` [N, ...] of each group [N]; 0 without any, NaN where there is one.
+
+    Floats that are not negative are ordered as their bits are, NaN above all others; integers make it deterministic.
+    """
+    bits = amax.abs().view(torch.int32)
+    index = group.view(-1, *[1] * (amax.dim() - 1)).expand_as(bits)
+    most = bits.new_zeros((groups + 1, *amax.shape[1:])).scatter_reduce(0, index, bits, "amax")
+    return most[:groups].view(torch.float32)
 
 
 def quantize_weight(weight: Tensor, halves: int, is_power_of_two: bool, format: Format = E4M3) -> QuantizedWeight:
