@@ -163,7 +163,9 @@ def make_wgrad(device: str, case: WgradCase) -> tuple[ScaledWgrad, Tensor, Tenso
         left, right = (x.data[blocks].double() * x.scales[blocks].double()[..., None] for x in (a, b))
         truth.append(torch.einsum("bmt,bnt->mn", left, right))
         magnitude.append(torch.einsum("bmt,bnt->mn", left.abs(), right.abs()))
-    start = torch.randn(len(case.sizes), case.m, case.n, generator=random, device=device) if case.accumulate else math.nan
+    start = (
+        torch.randn(len(case.sizes), case.m, case.n, generator=random, device=device) if case.accumulate else math.nan
+    )
     out = torch.empty(len(case.sizes), case.m, case.n, dtype=case.out_dtype, device=device)
     out[:] = start
     problem = ScaledWgrad(

@@ -148,7 +148,9 @@ def _gemm_refusal(p: ScaledGemm) -> str | None:
     if p.a.scales.shape != (blocks, pitch) or not p.a.scales.is_contiguous():
         return f"needs contiguous scales of rows of shape {[blocks, pitch]}, got {list(p.a.scales.shape)}"
     if p.weight_scales.shape != (p.groups, ceil_blocks(n), blocks):
-        return f"needs scales of weights of shape {[p.groups, ceil_blocks(n), blocks]}, got {list(p.weight_scales.shape)}"
+        return (
+            f"needs scales of weights of shape {[p.groups, ceil_blocks(n), blocks]}, got {list(p.weight_scales.shape)}"
+        )
     if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
         return "needs float32 scales"
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
@@ -182,7 +184,12 @@ def _layout_refusal(name: str, matrices: Matrices) -> str | None:
 
 
 def _vectors_refusal(p: ScaledGemm) -> str | None:
-    for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale), ("alpha", p.alpha)):
+    for name, vectors in (
+        ("bias", p.bias),
+        ("bias_scale", p.bias_scale),
+        ("row_scale", p.row_scale),
+        ("alpha", p.alpha),
+    ):
         listed = () if vectors is None else (vectors,) if isinstance(vectors, Tensor) else vectors
         if any(vector.stride(-1) != 1 for vector in listed):
             return f"needs a dense {name}"
