@@ -115,6 +115,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
              "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false,
              "The configuration that grouped_gemm chooses, in words.");
+  def<fusible::ScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights with scales of blocks.");
+  def<fusible::ScaledWgradLaunch>(module, "Weight gradients from e4m3 tokens in transposed blocks.");
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
              "What ragged_gemm needs for itself.");

@@ -23,6 +23,8 @@ template <int kRegisters>
 DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 template <int kRegisters>
 DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+DEVICE void named_barrier_sync(int, int) {}
+DEVICE void named_barrier_arrive(int, int) {}
 DEVICE void async_proxy_fence() {}
 DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
