@@ -47,7 +47,7 @@ template <class T>
 struct Tile {
   uint32_t words[kTileRows][4];  // two features each
 
-  DEVICE void load(int row, const T* from) { set(row, *reinterpret_cast<const uint4*>(from)); }
+  DEVICE void load(int row, bool exists, const T* from) { set(row, ptx::load_vector_if(exists, from)); }
   DEVICE void set(int row, const uint4& w) {
     words[row][0] = w.x, words[row][1] = w.y, words[row][2] = w.z, words[row][3] = w.w;
   }
@@ -55,7 +55,6 @@ struct Tile {
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[row][j] = ptx::pack<T>(v[2 * j], v[2 * j + 1]);
   }
-  DEVICE void clear(int row) { set(row, uint4{}); }
   DEVICE float2 pair(int row, int j) const { return ptx::unpack<T>(words[row][j]); }
   DEVICE uint32_t magnitudes(int row, int j) const { return words[row][j] & 0x7FFF7FFFu; }
 
@@ -75,14 +74,14 @@ template <>
 struct Tile<float> {
   float values[kTileRows][8];
 
-  DEVICE void load(int row, const float* from) {
-    const auto low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    values[row][0] = low.x, values[row][1] = low.y, values[row][2] = low.z, values[row][3] = low.w;
-    values[row][4] = high.x, values[row][5] = high.y, values[row][6] = high.z, values[row][7] = high.w;
-  }
-  DEVICE void clear(int row) {
+  DEVICE void load(int row, bool exists, const float* from) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[row][i] = 0.f;
+    for (int half = 0; half < 2; ++half) {
+      const uint4 words = ptx::load_vector_if(exists, from + 4 * half);
+      const uint32_t bits[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[row][4 * half + i] = __uint_as_float(bits[i]);
+    }
   }
   DEVICE float2 pair(int row, int j) const { return {values[row][2 * j], values[row][2 * j + 1]}; }
 
@@ -183,6 +182,9 @@ DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, boo
 // Rows of the tile that exist, and features.
 struct TileExtent {
   int rows, features;
+
+  // Whether a thread's row is one of them.
+  DEVICE bool has(const TilePosition& at, int row) const { return at.row() + row < rows && at.feature() < features; }
 };
 
 // A tile of rows: bytes from `data` on, rows `pitch` bytes apart; scales of neighbouring rows are neighbours.
@@ -195,9 +197,8 @@ DEVICE void store_rows(const Tile<T>& tile, const TilePosition& at, const TileEx
   uint8_t* to = data + at.row() * pitch + at.feature();
 #pragma unroll
   for (int i = 0; i < kTileRows; ++i) {
-    const float encode = __shfl_sync(~0u, mine.encode, 16 * at.half + 2 * i);
-    if (at.row() + i < extent.rows && at.feature() < extent.features)
-      *reinterpret_cast<uint2*>(to + i * pitch) = row_bytes(tile, i, encode);
+    const uint2 bytes = row_bytes(tile, i, __shfl_sync(~0u, mine.encode, 16 * at.half + 2 * i));
+    ptx::store_vector_if(extent.has(at, i), to + i * pitch, bytes);
   }
 }
 
@@ -242,8 +243,46 @@ DEVICE void stage_and_scale_columns(const Tile<T>& tile, const TilePosition& at,
 // The staged columns of a tile to data[features, 128].
 DEVICE void store_columns(const TransposedTile& staged, const TileExtent& extent, uint8_t* data) {
   each_staged(staged, [&](int feature, int row, const uint4& bytes) INLINE {
-    if (feature < extent.features) ptx::store_vector(data + feature * kScaleBlock + row, bytes);
+    ptx::store_vector_if(feature < extent.features, data + feature * kScaleBlock + row, bytes);
   });
+}
+
+// Memory of the copies of a block's tokens, from its first token on. A copy that is not wanted is not touched.
+struct TokenCopies {
+  QuantizedRows rows;
+  BlockedColumns columns;
+  int64_t features;  // of all tiles
+
+  DEVICE TokenCopies(const QuantizedRows& r, const BlockedColumns& c, int64_t features, int64_t block, int64_t row)
+      : rows{r.data + row * features, r.scales + row, r.scales_pitch},
+        columns{c.data + block * features * kScaleBlock, c.scales + block * features},
+        features(features) {}
+};
+
+// Quantises the features from `first` to `end` of a block's tokens, tile by tile. read(tile, first feature, extent)
+// fills a tile; it is called while the columns of the tile before are on their way to memory.
+template <class T, bool kRows, bool kColumns, class Read>
+DEVICE void quantize_tokens(const TokenCopies& to, const TilePosition& at, int rows, int64_t first, int64_t end,
+                            bool power_of_two, ColumnsShared& shared, Read read) {
+  Tile<T> tile;
+  TileExtent extent{rows, 0};
+  for (int64_t feature = first - kScaleBlock;; feature += kScaleBlock) {
+    const int64_t next = feature + kScaleBlock;
+    const TileExtent stored = extent;
+    if (next < end) {
+      extent.features = static_cast<int>(min(end - next, int64_t{kScaleBlock}));
+      read(tile, next, extent);
+    }
+    if (kColumns && feature >= first) {
+      __syncthreads();
+      store_columns(shared.bytes, stored, to.columns.data + feature * kScaleBlock);
+    }
+    if (next >= end) return;
+    if constexpr (kRows)
+      store_rows(tile, at, extent, power_of_two, to.rows.data + next, to.features,
+                 to.rows.scales + next / kScaleBlock * to.rows.scales_pitch);
+    if constexpr (kColumns) stage_and_scale_columns(tile, at, extent, power_of_two, shared, to.columns.scales + next);
+  }
 }
 
 }  // namespace fusible

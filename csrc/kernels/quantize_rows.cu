@@ -39,9 +39,7 @@ struct RowReader {
 
   DEVICE void read(Tile<T>& tile, int64_t first_feature, const TileExtent& extent, const TilePosition& at) const {
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (at.row() + i < extent.rows && at.feature() < extent.features) tile.load(i, row(i) + first_feature);
-      else tile.clear(i);
+    for (int i = 0; i < kTileRows; ++i) tile.load(i, extent.has(at, i), row(i) + first_feature);
   }
 };
 
@@ -53,28 +51,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerMultiprocessor)
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t first = static_cast<int64_t>(blockIdx.x % chunks) * c.tiles * kScaleBlock,
-                end = min(c.features, first + c.tiles * kScaleBlock);
-  const auto extent_at = [&](int64_t feature) INLINE {
-    return TileExtent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
-  };
-  Tile<T> tile;
-  reader.read(tile, first, extent_at(first), at);
-  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
-    const TileExtent extent = extent_at(feature);
-    if constexpr (kRows)
-      store_rows(tile, at, extent, c.power_of_two, c.rows.data + block.first_row * c.features + feature, c.features,
-                 c.rows.scales + feature / kScaleBlock * c.rows.scales_pitch + block.first_row);
-    const int64_t column = block.number * c.features + feature;
-    if constexpr (kColumns)
-      stage_and_scale_columns(tile, at, extent, c.power_of_two, shared, c.columns.scales + column);
-    const int64_t next = feature + kScaleBlock;
-    if (next < end) reader.read(tile, next, extent_at(next), at);
-    if constexpr (kColumns) {
-      __syncthreads();
-      store_columns(shared.bytes, extent, c.columns.data + column * kScaleBlock);
-    }
-  }
+  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width;
+  quantize_tokens<T, kRows, kColumns>(TokenCopies(c.rows, c.columns, c.features, block.number, block.first_row), at,
+                                      block.rows, first, min(c.features, first + width), c.power_of_two, shared,
+                                      [&](Tile<T>& tile, int64_t feature, const TileExtent& extent)
+                                          INLINE { reader.read(tile, feature, extent, at); });
 }
 
 // As many tiles as leave the device several waves of blocks.

@@ -60,9 +60,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor<T>
   weight += (first_row + at.row()) * c.pitch + first_column + at.feature();
   Tile<T> tile;
 #pragma unroll
-  for (int i = 0; i < kTileRows; ++i)
-    if (at.row() + i < extent.rows && at.feature() < extent.features) tile.load(i, weight + i * c.pitch);
-    else tile.clear(i);
+  for (int i = 0; i < kTileRows; ++i) tile.load(i, extent.has(at, i), weight + i * c.pitch);
 
   const Encoding encoding = encoding_of<T>(largest_of_block<T>(tile.largest_word()), c.power_of_two);
   if (threadIdx.x == 0) {
@@ -73,9 +71,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor<T>
   if (c.data) {
     uint8_t* to = c.data + (group * c.n + first_row + at.row()) * c.k + first_column + at.feature();
 #pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-      if (at.row() + i < extent.rows && at.feature() < extent.features)
-        *reinterpret_cast<uint2*>(to + i * c.k) = row_bytes(tile, i, encoding.encode);
+    for (int i = 0; i < kTileRows; ++i) {
+      const uint2 bytes = row_bytes(tile, i, encoding.encode);
+      ptx::store_vector_if(extent.has(at, i), to + i * c.k, bytes);
+    }
   }
   if (!c.transposed) return;
   float encode[8];
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor<T>
   __syncthreads();
   uint8_t* to = c.transposed + (group * c.k + first_column) * c.n + first_row;
   each_staged(shared, [&](int column, int row, const uint4& bytes) INLINE {
-    if (column < extent.features && row < extent.rows) ptx::store_vector(to + column * c.n + row, bytes);
+    ptx::store_vector_if(column < extent.features && row < extent.rows, to + column * c.n + row, bytes);
   });
 }
 
