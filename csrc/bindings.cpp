@@ -16,6 +16,7 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
+#include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
@@ -153,6 +154,10 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
   def<fusible::RoutedMlpLaunch>(
       module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");
+  def<fusible::QuantizeRowsLaunch>(
+      module,
+      "Rows of tokens in e4m3, as they lie and transposed in blocks of a group's tokens; 0 for a copy not wanted.");
+  def<fusible::QuantizeWeightLaunch>(module, "Weights in e4m3, as they lie and transposed; 0 for a copy not wanted.");
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("FP32_OUTPUT_TILE_VARIANTS") = tile_variants(true);
 }

@@ -408,3 +408,43 @@ def routed_mlp(
 def routed_workspace_bytes(
     *, gated: bool, type: int, groups: int, features: int, columns: int, unfused: bool, slots: int
 ) -> int: ...
+def quantize_rows(
+    *,
+    device: int,
+    stream: int,
+    type: int,
+    tokens: int,
+    features: int,
+    x: int,
+    pitch: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
+    power_of_two: bool,
+    rows: int,
+    row_scales: int,
+    columns: int,
+    column_scales: int,
+    slot_of_row: int = ...,
+    top_k: int = ...,
+    tiles: int = ...,
+) -> None: ...
+def quantize_weight(
+    *,
+    device: int,
+    stream: int,
+    type: int,
+    groups: int,
+    n: int,
+    k: int,
+    weight: int,
+    pitch: int,
+    group_stride: int,
+    addresses: list[int],
+    halves: int,
+    power_of_two: bool,
+    data: int,
+    transposed: int,
+    scales: int,
+    scales_transposed: bool,
+) -> None: ...

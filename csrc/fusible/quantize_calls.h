@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches of quantisers as values (fusible/launches.h). Pitches and numbers of blocks that are no line in the
+// tokens are derived from them when a launch is made.
+#pragma once
+#include "fusible/launch_calls.h"
+#include "fusible/quantize.h"
+
+namespace fusible {
+
+template <class Visitor>
+void visit_groups(Visitor& v, SplitSizes& sizes) {
+  v.field("groups", sizes.groups), visit_sizes(v, sizes);
+}
+template <class Visitor>
+void visit_copies(Visitor& v, QuantizedRows& rows, BlockedColumns& columns) {
+  v.field("rows", rows.data), v.field("row_scales", rows.scales);
+  v.field("columns", columns.data), v.field("column_scales", columns.scales);
+}
+
+struct QuantizeRowsLaunch : OnStream {
+  static constexpr const char* kName = "quantize_rows";
+  QuantizeRows call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("type", call.type), v.rows("tokens", call.tokens);
+    v.field("features", call.features), v.field("x", call.x), v.field("pitch", call.pitch), visit_groups(v, call.sizes);
+    v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
+    v.optional();
+    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_rows(call, device, stream); }
+};
+
+struct QuantizeWeightLaunch : OnStream {
+  static constexpr const char* kName = "quantize_weight";
+  QuantizeWeight call{};
+  Addresses addresses;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("type", call.type), v.field("groups", call.groups), v.field("n", call.n);
+    v.field("k", call.k), v.field("weight", call.weight), v.field("pitch", call.pitch);
+    v.field("group_stride", call.group_stride), v.field("addresses", addresses), v.field("halves", call.halves);
+    v.field("power_of_two", call.power_of_two), v.field("data", call.data), v.field("transposed", call.transposed);
+    v.field("scales", call.scales);
+    v.field("scales_transposed", call.scales_transposed);
+  }
+  void complete() { call.addresses = addresses; }
+  void run() const { quantize_weight(call, device, stream); }
+};
+
+}  // namespace fusible
