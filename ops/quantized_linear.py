@@ -17,7 +17,6 @@ from ..fuser.config import active_config
 from . import kernels
 from .activation_spec import ActivationSpec
 from .kernels import Matrices
-from .kernels.problem import first
 from .kernels.quantized import (
     quantize_activation,
     quantize_activation_backward,
@@ -133,16 +132,8 @@ def is_power_of_two(recipe: Float8Block) -> bool:
 
 
 def weight_copies(recipe: Float8Block, weight: Matrices, *, both: bool) -> QuantizedWeight:
-    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads.
-
-    A weight that is stored transposed is quantised as it lies: blocks are the same.
-    """
-    if first(weight).stride(-1) == 1 or first(weight).shape[-2] == 1:
-        return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-    turned = weight.mT if isinstance(weight, Tensor) else tuple(part.mT for part in weight)
-    copies = quantize_weight(turned, power_of_two=is_power_of_two(recipe), both=True)
-    assert copies.transposed is not None
-    return QuantizedWeight(copies.transposed, copies.data, copies.scales.mT)
+    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads."""
+    return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
 
 
 def transposed(weight: QuantizedWeight) -> TransposedWeight | None:

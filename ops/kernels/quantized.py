@@ -273,10 +273,11 @@ def scaled_wgrad(
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
+    fresh = out is None
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
     columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
-    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
+    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
     return out
 
 

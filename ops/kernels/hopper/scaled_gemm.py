@@ -106,7 +106,8 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
         out_addresses=out_addresses,
         accumulate=p.accumulate,
     )
-    capture.written(p.out)
+    if not p.fresh:
+        capture.written(p.out)
 
 
 def _workspace(like: Tensor, groups: int) -> Tensor:
