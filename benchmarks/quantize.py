@@ -17,8 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.ops.activation_spec import gated
 from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.quantized_problem import QuantizeRows, QuantizeWeight, Quantizing, ceil_blocks
+from fusible.ops.kernels.hopper import rows as kernels
+from fusible.ops.kernels.problem import ActivationGrads, nbytes
+from fusible.ops.kernels.quantized_problem import (
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+    Quantizing,
+    ceil_blocks,
+)
 from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 
 from .arguments import add_common_arguments, command, positive
@@ -82,6 +92,7 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
     yield Part("rows", QuantizeRows(x, sizes, True, copies[0], None), peers)
     yield Part("columns", QuantizeRows(x, sizes, True, None, copies[1]), {})
     del x, copies
+    yield from activation_parts(rows, f, sizes, device)
     for dtype in (torch.bfloat16, torch.float32):
         weight, out = (
             torch.randn(experts, 2 * f, k, device=device, dtype=dtype),
@@ -93,9 +104,34 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
         del weight, out
 
 
+def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[Part]:
+    """A gated silu with scales: what its forward quantises, and what its backward does where it can."""
+    experts, spec = sizes.shape[0], gated("silu", None, 1.0, 0.0, "concat")
+    preact, dpostact = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for n in (2 * f, f))
+    scales = torch.rand(rows, device=device)
+    postact, columns = empty_rows(rows, f, device), empty_columns(rows, experts, f, device)
+    both = QuantizeActivation(preact, sizes, spec, scales, True, postact, None)
+    out = torch.empty_like(dpostact)
+    yield Part("activation, rows", both, {"activation alone": partial(kernels.forward, preact, spec, scales, out)})
+    copies = empty_rows(rows, 2 * f, device), empty_columns(rows, experts, 2 * f, device), columns
+    backward = QuantizeActivationBackward(
+        *(dpostact, preact, sizes, spec, scales, True, *copies, torch.empty_like(scales))
+    )
+    if quantize.refusal(backward) is None:
+        grads = ActivationGrads(torch.empty_like(preact), scales, out)
+        alone = partial(kernels.backward, dpostact, preact, spec, scales, grads)
+        yield Part("activation backward", backward, {"activation backward alone": alone})
+
+
 def moved_bytes(problem: Quantizing) -> int:
-    """What is read and written: of blocks of columns those that groups can use, not those that are allocated."""
-    return problem.bytes
+    """What is read and written: without the blocks of columns that are allocated but no group uses."""
+    if isinstance(problem, QuantizeWeight):
+        return problem.bytes
+    columns = [problem.columns]
+    if isinstance(problem, QuantizeActivationBackward):
+        columns.append(problem.postact_columns)
+    used = int((-(-problem.split_sizes // BLOCK)).sum())
+    return problem.bytes - sum(nbytes(*(t[used:] for t in copy)) for copy in columns if copy is not None)
 
 
 def measure(part: Part, rounds: int, device: str) -> dict[str, float]:

@@ -45,3 +45,25 @@ def test_weight(dtype, asked):
 
 def test_weights_of_many_experts():
     checks.check_weight("cuda", 130, 256, 128, separate=True)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_activation(name, dtype, power_of_two):
+    for want, scales, features in (("rows", None, 768), ("rows and columns", torch.float32, 1024)):
+        checks.check_activation("cuda", name, features, dtype, power_of_two=power_of_two, want=want, scales=scales)
+    if checks.SPECS[name].block is None:
+        checks.check_activation("cuda", name, 2880, dtype, want="columns", scales=torch.bfloat16)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+@pytest.mark.parametrize("name", [name for name in checks.SPECS if name != "blocks of 32"])
+def test_activation_backward(name, dtype, power_of_two):
+    sizes = [300, 0, 77, 1, 128, 0, 129]
+    for want, scales in (("rows", None), ("rows, columns", torch.float32), ("columns, postact, dscales", dtype)):
+        asked = {"want": want, "scales": scales, "power_of_two": power_of_two, "sizes": sizes}
+        checks.check_activation_backward("cuda", name, 768, dtype, **asked)
+    if not checks.SPECS[name].gated:
+        checks.check_activation_backward("cuda", name, 2880, dtype)

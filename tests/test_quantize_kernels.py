@@ -7,8 +7,14 @@ import torch
 from checks import quantize as checks
 from emulation import build, harness
 
+from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.quantized_problem import QuantizeRows, QuantizeWeight
+from fusible.ops.kernels.quantized_problem import (
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+)
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -109,3 +115,57 @@ def weight_problem(weight: torch.Tensor, halves: int = 1) -> QuantizeWeight:
 )
 def test_weights_that_are_refused(weight: torch.Tensor, halves: int, why: str) -> None:
     assert why in str(quantize.refusal(weight_problem(weight, halves)))
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_activation(name: str, power_of_two: bool) -> None:
+    checks.check_activation("cpu", name, 256, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_activation_of_partial_blocks(dtype: torch.dtype) -> None:
+    for want, scales in (("rows", None), ("columns", torch.bfloat16)):
+        checks.check_activation("cpu", "silu glu", 144, dtype, want=want, scales=scales)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("name", [name for name in checks.SPECS if name != "blocks of 32"])
+def test_activation_backward(name: str, power_of_two: bool) -> None:
+    checks.check_activation_backward("cpu", name, 256, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+@pytest.mark.parametrize("want", ["rows", "columns", "rows, postact", "rows, columns, dscales"])
+def test_parts_of_an_activation_backward(want: str, dtype: torch.dtype) -> None:
+    checks.check_activation_backward("cpu", "gelu_tanh", 144, dtype, want=want, scales=torch.bfloat16)
+    checks.check_activation_backward("cpu", "silu glu", 128, dtype, want=want, scales=None)
+
+
+def activation_problem(spec: ActivationSpec, features: int = 128) -> QuantizeActivation:
+    preact = torch.ones(4, features * 2).bfloat16()
+    return QuantizeActivation(preact, torch.tensor([4]), spec, None, True, checks.rows_copy(4, features, "cpu"), None)
+
+
+def test_activations_that_are_refused() -> None:
+    problem = activation_problem(gated("silu", None, 1.0, 0.0, interleaved(1)))
+    assert "blocks of gate and up that are multiples of 8, got 1" in str(quantize.refusal(problem))
+    problem = activation_problem(checks.SPECS["silu glu"])
+    assert quantize.refusal(problem) is None
+    problem.scales = torch.ones(4, dtype=torch.float64)
+    assert "dense scales of 16 or 32 bits" in str(quantize.refusal(problem))
+    problem = activation_problem(checks.SPECS["silu glu"])
+    problem.preact = problem.preact.float()
+    assert "quantises bfloat16 or float16 rows" in str(quantize.refusal(problem))
+
+
+def test_backwards_that_are_refused() -> None:
+    spec, sizes, dy = checks.SPECS["blocks of 32"], torch.tensor([4]), torch.ones(4, 128).bfloat16()
+    problem = QuantizeActivationBackward(dy, dy.repeat(1, 2), sizes, spec, None, True, None, None, None, None)
+    assert "multiples of 128, got 32" in str(quantize.refusal(problem))
+    problem.activation = checks.SPECS["silu glu"]
+    assert quantize.refusal(problem) is None
+    problem.dscales = torch.ones(4)
+    assert "gradient of the scales" in str(quantize.refusal(problem))
+    problem.dscales, problem.dpostact = None, dy.half()
+    assert "dense rows of one dtype" in str(quantize.refusal(problem))

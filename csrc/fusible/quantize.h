@@ -60,8 +60,46 @@ struct QuantizeWeight {
   bool scales_transposed;      // [groups, blocks of k, blocks of n]
 };
 
+// activation(preact) * scales, rounded to the type of `preact`.
+struct QuantizeActivation {
+  Activation activation;  // a built-in one, of which vectors of 8 lie in one block
+  DType type;             // bf16 or fp16
+  int64_t tokens, features;
+  const void* preact;  // [tokens, features], or [tokens, 2 * features] if gated
+  RowScale scales;
+  SplitSizes sizes;
+  bool power_of_two;
+  QuantizedRows rows;
+  BlockedColumns columns;
+  int tiles;  // as in QuantizeRows
+};
+
+// The gradient of `preact`, and activation(preact) * scales again, both rounded to its type. Where the activation is
+// gated, its blocks are multiples of 128: no block of scales has gates and ups.
+struct QuantizeActivationBackward {
+  Activation activation;
+  DType type;
+  int64_t tokens, features;  // of dpostact
+  const void *dpostact, *preact;
+  RowScale scales;
+  SplitSizes sizes;
+  bool power_of_two;
+  QuantizedRows rows;  // of the gradient of preact
+  BlockedColumns columns, postact_columns;
+  void* dscales;     // [tokens] in the type of the scales, zero for rows past the last group; null if not wanted
+  float* workspace;  // quantize_backward_workspace() bytes, for dscales
+  int tiles;
+};
+
 // All throw fusible::Error if the launch fails.
 void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
+void quantize_activation(const QuantizeActivation& call, int device, cudaStream_t stream);
+void quantize_activation_backward(const QuantizeActivationBackward& call, int device, cudaStream_t stream);
+
+// A share of dscales for each block of 128 features.
+constexpr int64_t quantize_backward_workspace(int64_t tokens, int64_t features) {
+  return (features + kScaleBlock - 1) / kScaleBlock * tokens * static_cast<int64_t>(sizeof(float));
+}
 
 }  // namespace fusible

@@ -51,4 +51,51 @@ struct QuantizeWeightLaunch : OnStream {
   void run() const { quantize_weight(call, device, stream); }
 };
 
+struct QuantizeActivationLaunch : OnStream {
+  static constexpr const char* kName = "quantize_activation";
+  QuantizeActivation call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("preact", call.preact);
+    visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
+    visit_copies(v, call.rows, call.columns);
+    v.optional();
+    visit_scales(v, call.scales), v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_activation(call, device, stream); }
+};
+
+struct QuantizeActivationBackwardLaunch : OnStream {
+  static constexpr const char* kName = "quantize_activation_backward";
+  QuantizeActivationBackward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("dpostact", call.dpostact);
+    v.field("preact", call.preact), visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
+    visit_copies(v, call.rows, call.columns);
+    v.optional();
+    v.field("postact_columns", call.postact_columns.data), v.field("postact_scales", call.postact_columns.scales);
+    visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
+    v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_activation_backward(call, device, stream); }
+};
+
+struct QuantizeBackwardWorkspace {
+  static constexpr const char* kName = "quantize_backward_workspace";
+  int64_t tokens = 0, features = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("features", features);
+  }
+  int64_t bytes() const { return quantize_backward_workspace(tokens, features); }
+};
+
 }  // namespace fusible

@@ -3,13 +3,12 @@
 // their way while the columns of the one before are stored.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "device/element.cuh"
 #include "device/quantize.cuh"
 #include "device/token_blocks.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "kernels/quantize_launch.h"
 
 namespace fusible {
 namespace {
@@ -58,25 +57,16 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerMultiprocessor)
                                           INLINE { reader.read(tile, feature, extent, at); });
 }
 
-// As many tiles as leave the device several waves of blocks.
-int tiles_of_block(const QuantizeRows& c, int64_t blocks, int device) {
-  const int64_t tiles = blocks_of(c.features, kScaleBlock),
-                many = device_properties(device).multiprocessors * int64_t{kBlocksPerMultiprocessor} * 4;
-  const int64_t most = std::clamp<int64_t>(blocks * tiles / many, 1, 8);
-  return static_cast<int>(blocks_of(tiles, blocks_of(tiles, most)));
-}
-
 template <class T, bool kRows, bool kColumns>
 void launch(const QuantizeRows& c, int device, cudaStream_t stream) {
+  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kBlocksPerMultiprocessor, c.tiles, device);
   QuantizeRows call = c;
+  call.tiles = tiles.of_block;
   call.rows.scales_pitch = row_scales_pitch(c.tokens);
-  const int64_t blocks = token_blocks(c.tokens, c.sizes.groups);
-  if (!call.tiles) call.tiles = tiles_of_block(c, blocks, device);
-  const int chunks = static_cast<int>(blocks_of(c.features, call.tiles * kScaleBlock));
-  const unsigned grid = static_cast<unsigned>(blocks * chunks);
   if (c.slot_of_row)
-    quantize_rows_kernel<T, kRows, kColumns, true><<<grid, kQuantizeThreads, 0, stream>>>(call, chunks);
-  else quantize_rows_kernel<T, kRows, kColumns, false><<<grid, kQuantizeThreads, 0, stream>>>(call, chunks);
+    quantize_rows_kernel<T, kRows, kColumns, true><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(call, tiles.chunks);
+  else
+    quantize_rows_kernel<T, kRows, kColumns, false><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(call, tiles.chunks);
 }
 
 }  // namespace

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.quantized_problem import QuantizeRows, QuantizeWeight, ceil_blocks
+from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.kernels.hopper import quantize, rows
+from fusible.ops.kernels.problem import ActivationGrads
+from fusible.ops.kernels.quantized_problem import (
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+    ceil_blocks,
+)
 from fusible.ops.quantized import reference
 from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 
@@ -30,6 +38,15 @@ WEIGHTS: list[dict[str, Any]] = [
     {"experts": 2, "n": 144, "k": 272, "stored_transposed": True},
     {"experts": 2, "n": 256, "k": 144, "halves": 2, "separate": True, "stored_transposed": True},
 ]
+SPECS: dict[str, ActivationSpec] = {
+    "silu glu": gated("silu", None, 1.0, 0.0, "concat"),
+    "sigmoid": activation("sigmoid"),  # not 0 of 0, which rows that do not exist must be
+    "gelu_tanh": activation("gelu_tanh"),
+    "relu2 glu": gated("relu2", None, 1.0, 0.0, "concat"),
+    "limited": gated("silu", 1.5, 1.702, 1.0, "concat"),
+    "blocks of 32": gated("silu", None, 1.0, 0.0, interleaved(32)),
+    "blocks of 128": gated("gelu", 1.0, 1.0, 0.5, interleaved(128)),
+}
 POISON = 0xA5
 
 
@@ -193,3 +210,90 @@ def check_weight(
     assert_same(out.scales, expected.scales, "scales")
     if out.transposed is not None:
         assert_same(out.transposed, expected.data.mT.contiguous(), "transposed bytes")
+
+
+class Activated(NamedTuple):
+    """What a forward and a backward of an activation read; rows past the last group are NaN."""
+
+    preact: Tensor
+    dpostact: Tensor
+    scales: Tensor | None
+    split_sizes: Tensor
+    used: int
+
+
+def activated(
+    device: str, spec: ActivationSpec, sizes: Sequence[int], features: int, dtype: torch.dtype, scales: Any
+) -> Activated:
+    wide, used = features * (2 if spec.gated else 1), sum(size for size in sizes if 0 < size < 2**20)
+    preact, dpostact = (torch.full((used + 3, columns), math.nan, dtype=dtype) for columns in (wide, features))
+    preact[:used], dpostact[:used] = (torch.randn(used, t.shape[1]).to(dtype) for t in (preact, dpostact))
+    dpostact[: used // 2] *= 2.0**-9
+    factors = None if scales is None else torch.rand(used + 3).to(scales).to(device)
+    if factors is not None:
+        factors[used:] = math.nan
+    split_sizes = torch.tensor(sizes, device=device)
+    return Activated(preact.to(device), dpostact.to(device), factors, split_sizes, used)
+
+
+def check_activation(
+    device: str,
+    name: str,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sizes: Sequence[int] = (130, 0, 1, 40),
+    power_of_two: bool = True,
+    scales: torch.dtype | None = torch.float32,
+    want: str = "rows and columns",
+) -> None:
+    """The bytes are those of the activation that its own kernel stores."""
+    spec = SPECS[name]
+    preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
+    postact = torch.empty_like(dpostact)
+    rows.forward(preact, spec, factors, postact)
+    by_row = rows_copy(*dpostact.shape, device) if "rows" in want else None
+    by_column = columns_copy(len(preact), len(sizes), features, device) if "columns" in want else None
+    problem = QuantizeActivation(preact, split_sizes, spec, factors, power_of_two, by_row, by_column)
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(by_row, postact.cpu(), used, power_of_two)
+    assert_columns(by_column, postact.cpu(), split_sizes.cpu(), power_of_two)
+
+
+def check_activation_backward(
+    device: str,
+    name: str,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sizes: Sequence[int] = (130, 0, 1, 40),
+    power_of_two: bool = True,
+    scales: torch.dtype | None = torch.float32,
+    want: str = "rows, columns, postact, dscales",
+) -> None:
+    """The bytes are those of what the kernel of the activation's backward stores."""
+    spec = SPECS[name]
+    preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
+    expected = ActivationGrads(*(None if t is None else torch.empty_like(t) for t in (preact, factors, dpostact)))
+    rows.backward(dpostact, preact, spec, factors, expected)
+    by_row = rows_copy(*preact.shape, device) if "rows" in want else None
+    by_column, postact = (
+        columns_copy(len(preact), len(sizes), tensor.shape[1], device) if part in want else None
+        for part, tensor in (("columns", preact), ("postact", dpostact))
+    )
+    dscales = torch.full_like(factors, math.nan) if factors is not None and "dscales" in want else None
+    problem = QuantizeActivationBackward(
+        *(dpostact, preact, split_sizes, spec, factors, power_of_two, by_row, by_column, postact, dscales)
+    )
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(by_row, expected.preact.cpu(), used, power_of_two)
+    assert_columns(by_column, expected.preact.cpu(), split_sizes.cpu(), power_of_two)
+    assert expected.postact is not None
+    assert_columns(postact, expected.postact.cpu(), split_sizes.cpu(), power_of_two)
+    if dscales is not None:
+        assert expected.scales is not None
+        step = 2.0**-6 if dscales.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(dscales[:used], expected.scales[:used], rtol=step, atol=step)
+        assert (dscales[used:] == 0).all()

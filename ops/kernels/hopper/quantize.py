@@ -6,7 +6,7 @@ neither read nor written.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 from ..problem import Matrices, first
 from ..quantized_problem import (
+    QuantizeActivation,
+    QuantizeActivationBackward,
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
@@ -21,6 +23,7 @@ from ..quantized_problem import (
     source,
 )
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .rows import activation, scale_arguments
 
 NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
@@ -39,7 +42,7 @@ def refusal(problem: Quantizing) -> str | None:
         return _rows_refusal(problem)
     if isinstance(problem, QuantizeWeight):
         return _weight_refusal(problem)
-    return "does not fuse an activation with the quantiser yet"
+    return _activation_refusal(problem) or _activation_copies_refusal(problem)
 
 
 def run(problem: Quantizing) -> None:
@@ -48,8 +51,10 @@ def run(problem: Quantizing) -> None:
         _quantize_rows(problem)
     elif isinstance(problem, QuantizeWeight):
         _quantize_weight(problem)
+    elif isinstance(problem, QuantizeActivation):
+        _quantize_activation(problem)
     else:
-        raise NotImplementedError(type(problem).__name__)
+        _quantize_activation_backward(problem)
 
 
 def _rows_refusal(problem: QuantizeRows) -> str | None:
@@ -233,3 +238,96 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
         scales=stored.scales.data_ptr(),
         scales_transposed=stored.is_transposed,
     )
+
+
+def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+    """Of what both directions read."""
+    preact, spec, scales = problem.preact, problem.activation, problem.scales
+    features = spec.out_features(preact.shape[1])
+    backward = isinstance(problem, QuantizeActivationBackward)
+    block, least = spec.block or features, BLOCK if backward else 8
+    if spec.program is not None:
+        return "does not fuse functions of users with the quantiser"
+    if preact.dtype not in (torch.bfloat16, torch.float16):
+        return f"quantises bfloat16 or float16 rows, not {preact.dtype}"
+    if not _is_dense(preact, preact.dtype):
+        return f"needs dense rows, got strides {list(preact.stride())}"
+    if spec.gated and block % least:
+        return f"needs blocks of gate and up that are multiples of {least}, got {block}"
+    if scales is not None and not (scales.dtype in TYPE_CODES and scales.is_contiguous()):
+        return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
+    return _tokens_refusal(preact.shape[0], problem.split_sizes) or _features_refusal(features)
+
+
+def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % _VECTOR == 0
+
+
+def _activation_copies_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+    """Of what one direction has, and of what it writes."""
+    (tokens, wide), groups = problem.preact.shape, problem.split_sizes.shape[0]
+    features = problem.activation.out_features(wide)
+    if isinstance(problem, QuantizeActivation):
+        why = _rows_copy_refusal(problem.rows, tokens, features)
+        return why or _columns_copy_refusal(problem.columns, tokens, features, groups)
+    return (
+        _gradients_refusal(problem)
+        or _rows_copy_refusal(problem.rows, tokens, wide)
+        or _columns_copy_refusal(problem.columns, tokens, wide, groups)
+        or _columns_copy_refusal(problem.postact_columns, tokens, features, groups)
+    )
+
+
+def _gradients_refusal(problem: QuantizeActivationBackward) -> str | None:
+    dpostact, scales, dscales = problem.dpostact, problem.scales, problem.dscales
+    if not _is_dense(dpostact, problem.preact.dtype):
+        return f"needs dense rows of one dtype, got {dpostact.dtype} with strides {list(dpostact.stride())}"
+    if dscales is None or (scales is not None and dscales.dtype == scales.dtype and dscales.is_contiguous()):
+        return None
+    return "needs a dense gradient of the scales, in their dtype"
+
+
+def _quantize_activation(problem: QuantizeActivation) -> None:
+    compiled().quantize_activation(
+        **_activation_arguments(problem), **_copy_arguments(problem.rows, problem.columns)
+    )
+
+
+def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
+    postact_data, postact_scales = problem.postact_columns or (None, None)
+    workspace = None if problem.dscales is None else _workspace(problem.dpostact)
+    compiled().quantize_activation_backward(
+        **_activation_arguments(problem),
+        dpostact=problem.dpostact.data_ptr(),
+        **_copy_arguments(problem.rows, problem.columns),
+        postact_columns=address(postact_data),
+        postact_scales=address(postact_scales),
+        dscales=address(problem.dscales),
+        workspace=address(workspace),
+    )
+
+
+def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackward) -> dict[str, Any]:
+    preact, device = problem.preact, problem.preact.get_device()
+    features = problem.activation.out_features(preact.shape[1])
+    scales, scales_type = scale_arguments(problem.scales)
+    return {
+        "activation": activation(problem.activation, features),
+        "device": device,
+        "stream": stream(device),
+        "type": TYPE_CODES[preact.dtype],
+        "tokens": preact.shape[0],
+        "features": features,
+        "preact": preact.data_ptr(),
+        **_group_arguments(problem.split_sizes),
+        "power_of_two": problem.power_of_two,
+        "scales": scales,
+        "scales_type": scales_type,
+    }
+
+
+def _workspace(dpostact: Tensor) -> Tensor:
+    """Asked at every call, so that a capture sees what the size depends on."""
+    tokens, features = dpostact.shape
+    size = compiled().quantize_backward_workspace(tokens=tokens, features=features)
+    return dpostact.new_empty(size, dtype=torch.uint8)
