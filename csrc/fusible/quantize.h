@@ -10,10 +10,9 @@
 
 #include "fusible/activation_kind.h"
 #include "fusible/groups.h"
+#include "fusible/scale_block.h"
 
 namespace fusible {
-
-inline constexpr int kScaleBlock = 128;
 
 // Scales of neighbouring tokens are neighbours; those of a block of features begin this many after the block before.
 constexpr int64_t row_scales_pitch(int64_t tokens) { return (tokens + 3) / 4 * 4; }

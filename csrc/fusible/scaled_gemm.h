@@ -3,10 +3,9 @@
 // scale. Products of a block are summed by the tensor cores, blocks in fp32.
 #pragma once
 #include "fusible/grouped_gemm.h"
+#include "fusible/scale_block.h"
 
 namespace fusible {
-
-constexpr int64_t kScaleBlock = 128;
 
 // out[t, :] = the epilogue of sum over b of a_scale[b, t] * b_scale[g, :, b] * (a[t, block b] b[g][:, block b]^T).
 struct ScaledGemm {
