@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fuser import ArgumentError
 from .grouped_linear import GroupedLinear
-from .quantized.recipe import Recipe
+from .quantized.recipe import Float8Block, Recipe
 from .quantized_linear import is_power_of_two, refusal
 from .quantized_weights import SCALES, copies_of_weight
 
@@ -35,6 +35,16 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     for linear in linears:
         _quantize(linear, recipe)
     return module
+
+
+def holding(weight: Tensor, scales: Tensor, recipe: Float8Block) -> GroupedLinear:
+    """A linear on bytes [E, N, K] and decode scales that somebody else owns, without a bias."""
+    groups, rows, columns = weight.shape
+    linear = GroupedLinear(groups, columns, rows, bias=False, device="meta", dtype=torch.bfloat16, recipe=recipe)
+    linear.is_quantized = True
+    linear._parameters["weight"] = weight  # type: ignore[assignment]
+    linear.register_buffer(SCALES, scales)
+    return linear
 
 
 @torch.no_grad()
