@@ -100,13 +100,13 @@ def columnwise(tensor: QuantizedGroupedTensor) -> Tensor:
 
 def row_products(rows: Tensor, matrices: Tensor, sizes: Tensor) -> Tensor:
     """float64: each group of rows times its matrix."""
-    parts = zip(rows.double().split(sizes.tolist()), matrices.double(), strict=True)
+    parts = zip(rows.double().split_with_sizes(sizes.tolist()), matrices.double(), strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def weight_grads(dy: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
     """float64, of each group."""
-    parts = zip(dy.double().split(sizes.tolist()), x.double().split(sizes.tolist()), strict=True)
+    parts = zip(dy.double().split_with_sizes(sizes.tolist()), x.double().split_with_sizes(sizes.tolist()), strict=True)
     return torch.stack([left.t() @ right for left, right in parts])
 
 
