@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
-from .quantized.copies import BlockedColumns, QuantizedWeight
+from .quantized.copies import BlockedColumns
 from .quantized.recipe import Float8Block, Recipe
 from .quantized_linear import TokenCopies, TransposedWeight
 
@@ -201,28 +201,45 @@ class GroupedLinear(WeightGrads):
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
         recipe = quantized.applied(self.recipe, rows.dtype)
-        factors = {
+        factors: dict[str, Any] = {
             "out": None if output is None else output.view(-1, self.out_features),
             "bias": self.matrices("bias") if self.has_bias else None,
             "bias_scale": None if bias_scale is None else bias_scale.reshape(-1),
         }
         if recipe is None:
             weight = self.matrices("weight", rows.dtype)
-            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)  # type: ignore[arg-type]
+            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)
             assert isinstance(y, Tensor)
             saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
         else:
-            copies = quantized.copies_of(recipe, rows, sizes, rows=True, wgrad="weight" in needs_grad)
-            bytes_of_weight = self.weight_copies(recipe, both="x" in needs_grad)
-            assert copies.rows is not None
-            y = quantized.product(copies.rows, bytes_of_weight, sizes, rows.dtype, **factors)
-            kept = copies.for_wgrad, quantized.transposed(bytes_of_weight)
-            saved = self.saved(x, *kept, sizes, bias_scale, grad_input, needs_grad, x_is_inner, recipe)
+            lent = bias_scale, grad_input
+            y, saved = self.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, factors)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
-    def weight_copies(self, recipe: Float8Block, *, both: bool) -> QuantizedWeight:
-        """The quantised weight; ``both``: also as the gradient of rows reads it."""
-        return quantized.weight_copies(recipe, self.matrices("weight"), both=both)
+    def quantized_fwd(
+        self,
+        recipe: Float8Block,
+        x: Tensor,
+        rows: Tensor | TokenCopies,
+        split_sizes: Tensor,
+        bias_scale: Tensor | None,
+        grad_input: Tensor | None,
+        needs_grad: frozenset[str],
+        x_is_inner: bool,
+        factors: Mapping[str, Any],
+    ) -> tuple[Tensor, Saved]:
+        """The output as rows, and what is saved, from the rows of ``x`` or from copies of them.
+
+        Args:
+            factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
+        """
+        if isinstance(rows, Tensor):
+            rows = quantized.copies_of(recipe, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
+        weight = quantized.weight_copies(recipe, self.matrices("weight"), both="x" in needs_grad)
+        assert rows.rows is not None
+        y = quantized.product(rows.rows, weight, split_sizes, rows.dtype, **factors)
+        kept = rows.for_wgrad, quantized.transposed(weight)
+        return y, self.saved(x, *kept, split_sizes, bias_scale, grad_input, needs_grad, x_is_inner, recipe)
 
     def saved(
         self,
@@ -260,23 +277,29 @@ class GroupedLinear(WeightGrads):
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
         if saved.recipe is None:
-            grads = self.product_grads(rows, saved, needs_grad)
-        else:
-            wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad}
-            copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted)
-            grads = self.product_grads(copies, saved, needs_grad)
+            return self.grads_of(saved, rows, rows, needs_grad)
+        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad}
+        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted)
+        return self.grads_of(saved, copies, rows, needs_grad)
+
+    def grads_of(
+        self, saved: Saved, dy: Tensor | TokenCopies, values: Tensor | None, needs_grad: frozenset[str]
+    ) -> Grads:
+        """All gradients from that of the output, as its products read it.
+
+        Args:
+            values: the gradient of the output, not quantised; None where neither bias nor its scale are wanted.
+        """
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved)}
+        left, number = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
+        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number)
+        if values is None:
+            return grads
         if self.has_bias:
-            grads |= self.bias_grads(rows, saved.split_sizes, saved.bias_scale)
+            grads |= self.bias_grads(values, saved.split_sizes, saved.bias_scale)
         bias, scale = saved.bias, saved.bias_scale
         if bias is not None and scale is not None:
-            grads["bias_scale"] = lambda: kernels.row_dots(rows, bias, saved.split_sizes, scale.dtype).view_as(scale)
-        return grads
-
-    def product_grads(self, dy: Tensor | TokenCopies, saved: Saved, needs_grad: frozenset[str]) -> dict[str, Gradient]:
-        """The gradients of ``x`` and of the weight."""
-        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved)}
-        left, rows = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
-        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, rows)
+            grads["bias_scale"] = lambda: kernels.row_dots(values, bias, saved.split_sizes, scale.dtype).view_as(scale)
         return grads
 
     def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:

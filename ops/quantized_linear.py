@@ -14,8 +14,18 @@ from torch import Tensor
 from ..fuser import ArgumentError, RefusedError
 from ..fuser import tracing as trace
 from ..fuser.config import active_config
-from .kernels.problem import Matrices, first
-from .kernels.quantized import quantize_rows, quantize_weight, scaled_gemm, scaled_wgrad
+from . import kernels
+from .activation_spec import ActivationSpec
+from .kernels import Matrices
+from .kernels.quantized import (
+    quantize_activation,
+    quantize_activation_backward,
+    quantize_rows,
+    quantize_weight,
+    scaled_gemm,
+    scaled_wgrad,
+    zero_tail,
+)
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
 from .quantized.recipe import Float8Block, NoRecipe, Recipe
 
@@ -122,16 +132,8 @@ def is_power_of_two(recipe: Float8Block) -> bool:
 
 
 def weight_copies(recipe: Float8Block, weight: Matrices, *, both: bool) -> QuantizedWeight:
-    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads.
-
-    A weight that is stored transposed is quantised as it lies: blocks are the same.
-    """
-    if first(weight).stride(-1) == 1 or first(weight).shape[-2] == 1:
-        return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-    turned = weight.mT if isinstance(weight, Tensor) else tuple(part.mT for part in weight)
-    copies = quantize_weight(turned, power_of_two=is_power_of_two(recipe), both=True)
-    assert copies.transposed is not None
-    return QuantizedWeight(copies.transposed, copies.data, copies.scales.mT)
+    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads."""
+    return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
 
 
 def transposed(weight: QuantizedWeight) -> TransposedWeight | None:
@@ -170,3 +172,122 @@ def weight_grad(
     if out is None:
         return scaled_wgrad(*a, *b, split_sizes, rows=rows, out_dtype=out_dtype)
     return scaled_wgrad(*a, *b, split_sizes, rows=rows, out=out, accumulate=beta is not None)
+
+
+def quantized_hidden(
+    recipe: Float8Block,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    copied: bool,
+) -> Tensor | TokenCopies:
+    """``act(preact) * scales``, rounded; ``copied``: the copy that a product of rows reads, and no more."""
+    if copied:
+        power_of_two = is_power_of_two(recipe)
+        copies = quantize_activation(preact, split_sizes, activation, scales=scales, power_of_two=power_of_two)
+        return TokenCopies(preact.shape[0], preact.dtype, None, copies.rows, None)
+    postact = kernels.activate(preact, activation, scales)
+    zero_tail(postact, split_sizes)
+    return postact
+
+
+class ThroughActivation(NamedTuple):
+    """The backward of a linear that follows an activation, and of the activation.
+
+    Attributes:
+        dy: the gradient of the output.
+        preact: that of the pre-activation.
+        scales: that of the scales, by row; None: it is not wanted.
+        postact: the activation times the scales, as the gradient of the weight reads it; None: it is not wanted.
+    """
+
+    dy: TokenCopies
+    preact: TokenCopies | None
+    scales: Tensor | None
+    postact: Tensor | BlockedColumns | None
+
+
+class Wanted(NamedTuple):
+    """What a backward through an activation gives: gradients of scales, of the weight behind, and of what is in front.
+
+    Attributes:
+        values: the gradient of the pre-activation, not quantised, which a bias reads.
+    """
+
+    scales: bool
+    weight: bool
+    inner_rows: bool
+    inner_weight: bool
+    values: bool
+
+
+def through_activation(
+    recipe: Float8Block,
+    dy: TokenCopies,
+    weight: TransposedWeight,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    wanted: Wanted,
+) -> ThroughActivation:
+    """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
+    assert dy.rows is not None
+    dpostact = input_grad(dy.rows, weight, split_sizes, dy.dtype)
+    if wanted.values or recipe.wgrad != "float8":
+        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
+    out = quantize_activation_backward(
+        *(dpostact, preact, split_sizes, activation),
+        scales=scales,
+        power_of_two=is_power_of_two(recipe),
+        want_rows=wanted.inner_rows,
+        want_columns=wanted.inner_weight,
+        want_postact=wanted.weight,
+        want_scales=wanted.scales,
+    )
+    copies = TokenCopies(preact.shape[0], preact.dtype, None, out.preact.rows, out.preact.columns)
+    return ThroughActivation(dy, copies, out.dscales, out.postact)
+
+
+def _by_two_passes(
+    recipe: Float8Block,
+    dy: TokenCopies,
+    dpostact: Tensor,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    wanted: Wanted,
+) -> ThroughActivation:
+    grads = kernels.activate_backward(
+        dpostact, preact, activation, scales, want_scales=wanted.scales, want_postact=wanted.weight
+    )
+    copies = copies_of(
+        *(recipe, grads.preact, split_sizes),
+        rows=wanted.inner_rows,
+        wgrad=wanted.inner_weight,
+        values=wanted.values,
+    )
+    if grads.scales is not None:
+        zero_tail(grads.scales.unsqueeze(-1), split_sizes)
+    postact = grads.postact
+    if postact is None:
+        return ThroughActivation(dy, copies, grads.scales, None)
+    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True)
+    return ThroughActivation(dy, copies, grads.scales, kept.for_wgrad)
+
+
+def hidden_for_wgrad(
+    recipe: Float8Block, preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None
+) -> Tensor | BlockedColumns | None:
+    """``act(preact) * scales`` as the gradient of a weight reads it."""
+    if recipe.wgrad != "float8":
+        return kernels.activate(preact, activation, scales)
+    return quantize_activation(
+        *(preact, split_sizes, activation),
+        scales=scales,
+        power_of_two=is_power_of_two(recipe),
+        want_rows=False,
+        want_columns=True,
+    ).columns

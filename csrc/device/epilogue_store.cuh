@@ -52,14 +52,14 @@ struct StoreEpilogue {
   static constexpr int kStoreWarps = 0, kRegisters = 72;
   struct Scratch {};
   template <class K>
-  DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
+  DEVICE static void store_tiles(typename K::Storage& s, const typename K::Params& p, int consumer, int) {
     if (K::kFetchesOld && p.accumulate) store_sums<K>(s, p, consumer);
     else store<K>(s, p, consumer);
   }
 
  private:
   template <class K>
-  DEVICE static void store(typename K::Storage& s, const Params& p, int consumer) {
+  DEVICE static void store(typename K::Storage& s, const typename K::Params& p, int consumer) {
     const Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
     store_parts<K>(
         s, p, consumer, true, to, [](Destination&, const WorkTile&) INLINE { return true; },
@@ -69,7 +69,7 @@ struct StoreEpilogue {
   // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first
   // parts.
   template <class K>
-  DEVICE static void store_sums(typename K::Storage& s, const Params& p, int consumer) {
+  DEVICE static void store_sums(typename K::Storage& s, const typename K::Params& p, int consumer) {
     using Layout = typename K::Layout;
     WorkTileReader tiles(s.work);
     PipelineState<Layout::kSlots> slot;

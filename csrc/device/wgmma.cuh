@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix products: accumulator[64 x N] (+)= A[64 x 16] B[16 x N], A and B in shared memory, fp32
-// accumulators.
+// accumulators. Of e4m3 they are 32 deep, and the accumulators keep 13 fraction bits of what they add.
 #pragma once
 #include <type_traits>
 
@@ -91,6 +91,14 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   WGMMA_OF_SIZE(176)
   WGMMA_OF_SIZE(192)
   WGMMA_OF_SIZE(256)
+}
+// Of e4m3, 128 columns; both operands are K-major.
+DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, %66, 0;\n"
+      " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS64 "}, %64, %65, accumulate, 1, 1;\n}"
+      : ACC32(0), ACC32(32)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 #undef WGMMA_OF_SIZE
 #undef WGMMA_256

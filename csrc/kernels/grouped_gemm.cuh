@@ -7,23 +7,27 @@
 #pragma once
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
+#include "device/scaled_mainloop.cuh"
 #include "device/swap_ab.cuh"
 #include "device/token_groups.cuh"
 
 namespace fusible {
 
 template <OperandA A_, OperandB B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
-          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups = TokenGroups>
+          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups = TokenGroups, class Scaling_ = NoScaling>
 struct GroupedGemmKernel {
   using A = A_;
   using B = B_;
   using T = typename A::Element;
   static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
   static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
-  using Params = typename Epilogue::Params;
+  using Scaling = Scaling_;
+  using Params = typename Scaling::template Params<typename Epilogue::Params>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
+  static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
+  static constexpr bool kTurns = kVariant.turns;
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -46,6 +50,7 @@ struct GroupedGemmKernel {
   struct __align__(1024) Storage {
     Stages<kTileM, kTileN, kStages> stages;
     uint8_t smem_out[kConsumers][Layout::kBytes];
+    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, kStages> scales;
     uint64_t full[kStages], empty[kStages];
     uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
@@ -75,7 +80,7 @@ struct GroupedGemmKernel {
 
   // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
   // are all a tile has: 64 columns of 192 are a third of its work.
-  static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kScaleBias;
+  static constexpr bool kNarrows = Scaling::kScaled ? kTileN == 256 : kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const WorkTile& tile, const Params& p) {
     return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
@@ -99,43 +104,16 @@ struct GroupedGemmKernel {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     WorkTileReader tiles(s.work);
     PipelineState<kStages> state;
-    PipelineState<Layout::kSlots> slot;
-    [[maybe_unused]] uint32_t epilogue_phase = 0;
+    HandOverState<GroupedGemmKernel> handed;
     float acc[kRowBlocks][kTileN / 2];
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
-    const auto hand_over = [&](auto block) {
-      constexpr int i = block.value;
-      if constexpr (kScaleBias) {
-        barrier_wait(&s.epilogue.full, epilogue_phase);
-        apply(s.epilogue.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
-      }
-#pragma unroll
-      for (int part = 0; part < Layout::kParts; ++part) {
-        uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
-        bool fetches = false;
-        if constexpr (kFetchesOld) fetches = p.accumulate;
-        barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
-          store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
-        else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
-        ptx::async_proxy_fence();
-        if constexpr (!kWholeWarp) __syncwarp();
-        if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
-        slot.advance();
-        if (Layout::kParts % Layout::kSlots == 0)
-          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
-      }
-    };
-    const auto end_tile = [&] {
-      if constexpr (kScaleBias) {
-        barrier_arrive(&s.epilogue.empty);
-        epilogue_phase ^= 1;
-      }
+    const auto hand_over_block = [&](auto block) {
+      hand_over<GroupedGemmKernel, block.value>(s, p, acc[block.value], consumer, warp, lane, handed);
     };
     const auto end_tile_before = [&] {
       if (!pending) return;
-      hand_over(std::integral_constant<int, kRowBlocks - 1>());
-      end_tile();
+      hand_over_block(std::integral_constant<int, kRowBlocks - 1>());
+      handed.end_tile(s);
       pending = false;
     };
     WorkTile tile, following;
@@ -147,24 +125,23 @@ struct GroupedGemmKernel {
         if constexpr (kNarrows) {
           if (narrow(tile, p))
             multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, state, tile, p, consumer, lane,
-                                                                    end_tile_before, look_ahead, hand_over);
+                                                                    end_tile_before, look_ahead, hand_over_block);
           else
             multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                    hand_over);
+                                                    hand_over_block);
         } else {
           multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                  hand_over);
+                                                  hand_over_block);
         }
         if (kRowBlocks == 2) pending = true;
-        else end_tile();
+        else handed.end_tile(s);
       } else if (mine > 0) {
-        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
-        end_tile();
+        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over_block);
+        handed.end_tile(s);
       } else {
         end_tile_before();
         skip<GroupedGemmKernel>(s, state, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
-        if constexpr (kScaleBias) barrier_wait(&s.epilogue.full, epilogue_phase);
-        end_tile();
+        handed.skip_tile(s);
         look_ahead();
       }
     }
@@ -180,6 +157,7 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.a);
       tma::prefetch_map(&p.b);
       tma::prefetch_map(&p.out);
+      if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
@@ -200,6 +178,7 @@ struct GroupedGemmKernel {
     } else {
       ptx::registers_increase<kConsumerRegisters>();
       if constexpr (kVariant.swap_ab) consume_swap_ab<GroupedGemmKernel>(s, p, warp / 4 - 1);
+      else if constexpr (Scaling::kScaled) consume_scaled<GroupedGemmKernel>(s, p, warp / 4 - 1);
       else consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
@@ -207,11 +186,18 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kConsumerRegisters = kApart            ? 256 - Epilogue::kRegisters
-                                            : kWholeWarp      ? (504 - Epilogue::kRegisters) / 2
-                                            : kSpareRegisters ? 192
-                                                              : 224;
+  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
+  static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
+                                            : kScarce             ? 56
+                                            : Scaling::kScaled ? 72
+                                            : kSpareRegisters  ? 120
+                                                               : 56;
+  static constexpr int kConsumerRegisters = kApart             ? 256 - Epilogue::kRegisters
+                                            : kWholeWarp       ? (504 - Epilogue::kRegisters) / 2
+                                            : kScarce             ? 224
+                                            : Scaling::kScaled ? 216
+                                            : kSpareRegisters  ? 192
+                                                               : 224;
 };
 
 template <class K>

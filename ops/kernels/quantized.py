@@ -214,9 +214,8 @@ def quantize_activation_backward(
     _quantize(QuantizeRows(grads.preact, split_sizes, power_of_two, copies.rows, copies.columns))
     if grads.postact is not None:
         _quantize(QuantizeRows(grads.postact, split_sizes, power_of_two, None, out.postact))
-    if grads.scales is not None and not trace.active() and not preact.is_meta and preact.shape[0]:
-        column = grads.scales.unsqueeze(-1)
-        row_kernels(column, split_sizes, column).zero_tail(column, split_sizes)
+    if grads.scales is not None:
+        zero_tail(grads.scales.unsqueeze(-1), split_sizes)
     return out._replace(dscales=grads.scales)
 
 
@@ -274,11 +273,18 @@ def scaled_wgrad(
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
+    fresh = out is None
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
     columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
-    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
+    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
     return out
+
+
+def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Zeros the rows past the last group of what is allocated here."""
+    if not trace.active() and not out.is_meta and out.shape[0]:
+        row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
 
 
 def _quantize(problem: Quantizing) -> None:

@@ -204,6 +204,7 @@ class ScaledWgrad:
         rows: T, which the number of blocks does not say.
         out: bfloat16, float16 or float32 [E, M, N], or E matrices [M, N].
         accumulate: whether the product is added to what stands in ``out``, before the one rounding.
+        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
     """
 
     a: BlockedColumns
@@ -212,6 +213,7 @@ class ScaledWgrad:
     rows: int
     out: Matrices
     accumulate: bool = False
+    fresh: bool = False
 
     @property
     def groups(self) -> int:
