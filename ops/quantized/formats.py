@@ -96,8 +96,8 @@ def cast_e2m1_stochastic(values: Tensor, random: Tensor) -> Tensor:
 def from_e2m1(codes: Tensor) -> Tensor:
     """The values of codes, float32: bits moved to where float32 has them, and half a step below 1."""
     code = codes.to(torch.int32)
-    sign, exponent, half = (code & 8) << 28, (code >> 1) & 3, code & 1
-    bits = torch.where(exponent > 0, exponent + 126 << 23 | half << 22, half * 0x3F000000)
+    sign, exponent, mantissa = (code & 8) << 28, (code >> 1) & 3, code & 1
+    bits = torch.where(exponent > 0, exponent + 126 << 23 | mantissa << 22, mantissa * 0x3F000000)
     return (bits | sign).view(torch.float32)
 
 

@@ -288,9 +288,7 @@ def _gradients_refusal(problem: QuantizeActivationBackward) -> str | None:
 
 
 def _quantize_activation(problem: QuantizeActivation) -> None:
-    compiled().quantize_activation(
-        **_activation_arguments(problem), **_copy_arguments(problem.rows, problem.columns)
-    )
+    compiled().quantize_activation(**_activation_arguments(problem), **_copy_arguments(problem.rows, problem.columns))
 
 
 def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
