@@ -33,6 +33,7 @@ class QuantizedGroupedTensor:
         dtype: of the tensor that it stands for.
         first_dims: tokens of each group, int32 or int64 [E]; None for weights.
         halves: 2 where the rows of a weight are gate and up, which no block spans; else 1.
+        is_gradient: whether it is a gradient, whose format the recipe's ``gradient`` says.
         rowwise, rowwise_scales, rowwise_amax: the rowwise copy, as ``quantize`` makes it; ``rowwise_amax`` [E] for
             NVFP4 only.
         columnwise, columnwise_scales, columnwise_amax: the columnwise copy, likewise.
@@ -48,6 +49,7 @@ class QuantizedGroupedTensor:
         dtype: torch.dtype,
         first_dims: Tensor | None = None,
         halves: int = 1,
+        is_gradient: bool = False,
         *,
         rowwise: Tensor | None = None,
         rowwise_scales: Tensor | None = None,
@@ -57,7 +59,7 @@ class QuantizedGroupedTensor:
         columnwise_amax: Tensor | None = None,
     ) -> None:
         self.recipe, self.shape, self.dtype = recipe, torch.Size(shape), dtype
-        self.first_dims, self.halves = first_dims, halves
+        self.first_dims, self.halves, self.is_gradient = first_dims, halves, is_gradient
         self.rowwise, self.rowwise_scales, self.rowwise_amax = rowwise, rowwise_scales, rowwise_amax
         self.columnwise, self.columnwise_scales, self.columnwise_amax = columnwise, columnwise_scales, columnwise_amax
         _check(self)
@@ -72,6 +74,7 @@ class QuantizedGroupedTensor:
         rowwise: bool = True,
         columnwise: bool = False,
         halves: int = 1,
+        is_gradient: bool = False,
     ) -> QuantizedGroupedTensor:
         """The wanted copies of tokens [T, K] with their ``first_dims``, or of weights [E, N, K].
 
@@ -82,19 +85,18 @@ class QuantizedGroupedTensor:
         if isinstance(data, GroupedTensor):
             if data.last_dims is not None:
                 raise ValueError("QuantizedGroupedTensor: groups that are ragged in their columns are not quantised")
-            return cls.quantize(
-                data.data, recipe, data.first_dims, rowwise=rowwise, columnwise=columnwise, halves=halves
-            )
+            wanted = {"rowwise": rowwise, "columnwise": columnwise, "is_gradient": is_gradient}
+            return cls.quantize(data.data, recipe, data.first_dims, halves=halves, **wanted)
         if data.dim() != (3 if first_dims is None else 2):
             expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
             raise ValueError(f"QuantizedGroupedTensor: expected {expected}, got shape {list(data.shape)}")
-        scheme = scheme_of(recipe)
+        scheme = scheme_of(recipe, is_gradient)
         fields: dict[str, Tensor | None] = {}
         for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
             if is_wanted:
                 copy = _quantize(scheme, name, data.detach(), first_dims, halves)
                 fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
-        return cls(recipe, data.shape, data.dtype, first_dims, halves, **fields)
+        return cls(recipe, data.shape, data.dtype, first_dims, halves, is_gradient, **fields)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:
         """The values, in the shape and dtype of what was quantised, or in another dtype.
@@ -103,7 +105,7 @@ class QuantizedGroupedTensor:
             columnwise: of which copy; None: of the rowwise one, if it is there.
         """
         name = "columnwise" if columnwise or (columnwise is None and self.rowwise is None) else "rowwise"
-        copy, scheme = self._copy(name), scheme_of(self.recipe)
+        copy, scheme = self._copy(name), scheme_of(self.recipe, self.is_gradient)
         if copy is None:
             raise ValueError(f"QuantizedGroupedTensor: there is no {name} copy")
         sizes = self.first_dims
@@ -152,7 +154,8 @@ class QuantizedGroupedTensor:
         return QuantizedWeight(self.rowwise, self.columnwise, self.rowwise_scales)
 
     def _is_block_of(self, dims: int) -> bool:
-        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims
+        is_e4m3 = not self.is_gradient or (isinstance(self.recipe, Float8Block) and self.recipe.gradient == "e4m3")
+        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims and is_e4m3
 
     def to(self, device: torch.device | str) -> QuantizedGroupedTensor:
         """The same on another device."""
@@ -164,6 +167,7 @@ class QuantizedGroupedTensor:
         """Tensors and plain values by name, for ``torch.save``, and for ``torch.load`` with ``weights_only=True``."""
         recipe = {"name": type(self.recipe).__name__, **asdict(self.recipe)}
         described = {"recipe": recipe, "shape": tuple(self.shape), "dtype": self.dtype, "halves": self.halves}
+        described["is_gradient"] = self.is_gradient
         return described | {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
     @classmethod
@@ -196,7 +200,7 @@ def _check(tensor: QuantizedGroupedTensor) -> None:
     """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
-    scheme, sizes = scheme_of(tensor.recipe), tensor.first_dims
+    scheme, sizes = scheme_of(tensor.recipe, tensor.is_gradient), tensor.first_dims
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     for name in ("rowwise", "columnwise"):
         copy = tensor._copy(name)

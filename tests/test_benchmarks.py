@@ -30,6 +30,7 @@ from fusible.benchmarks import (
     loss_curves,
     plots,
     pointwise,
+    quantised_errors,
     roofline,
     routing,
     timing,
@@ -561,3 +562,14 @@ def test_a_tree_that_does_not_start_is_an_error(tmp_path):
     case = compare.Case("fc1", 8, 8, (1, 2), "float32")
     with pytest.raises(RuntimeError, match="ended with status 3"):
         list(compare.compare([tmp_path, tmp_path], {"fc1": case}, 1))
+
+
+def test_errors_of_recipes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    quantised_errors.main(["--tokens", "64", "--features", "128", "--columns", "64", "--groups", "2"])
+
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    errors = {name.strip(): [float(e) for cell in cells for e in cell.split("/")] for _, name, *cells, _ in lines[2:]}
+    assert list(errors) == list(quantised_errors.RECIPES)
+    assert all(0.001 < error < 0.003 for error in errors["bfloat16"])
+    assert all(0.02 < error < 0.05 for error in errors["Float8Block()"])
+    assert all(0.05 < error < 0.2 for error in errors["NVFP4()"])
