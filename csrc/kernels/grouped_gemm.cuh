@@ -80,7 +80,8 @@ struct GroupedGemmKernel {
 
   // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
   // are all a tile has: 64 columns of 192 are a third of its work.
-  static constexpr bool kNarrows = Scaling::kScaled ? kTileN == 256 : kTileN == 192 && kRaggedDepth && !kScaleBias;
+  static constexpr bool kNarrows =
+      Scaling::kScaled ? kTileN == 256 && !kVariant.swap_ab : kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const WorkTile& tile, const Params& p) {
     return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
