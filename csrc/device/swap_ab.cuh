@@ -56,7 +56,8 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
   using Weights = typename K::B;
   static_assert(!Weights::kHalves && K::kTileN == kConsumers * kUnitColumns);
   const auto& scales = p.b_scales;
-  const int first = tile.column * scales.tile_step + consumer * scales.unit_step;
+  const bool exists = consumer == 0 || !p.shape.narrow_end || tile.column != p.shape.columns - 1;
+  const int first = tile.column * scales.tile_step + (exists ? consumer * scales.unit_step : 0);
   const float* next = scales.data + tile.group * scales.group + first * scales.row;
   float of_weights = __ldg(next), part[kTokens / 2];
 #pragma unroll

@@ -58,7 +58,7 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
       choose_scaled_config(p, device_properties(device).multiprocessors, restarts ? 0 : gemm.variant);
   const TileVariant& tile = config.tile();
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
-  params.shape.narrow_end = !restarts && !tile.swap_ab && last_tile_is_narrow(p, tile);
+  params.shape.narrow_end = !restarts && last_tile_is_narrow(p, tile);
   params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, tile.tile_m);
   params.b_scales = {.data = call.b_scales,
                      .group = call.b_scales_group,
