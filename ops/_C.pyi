@@ -506,6 +506,18 @@ def quantize_weight(
     scales: int,
     scales_transposed: bool,
 ) -> None: ...
+def permute_scales(
+    *,
+    device: int,
+    stream: int,
+    tokens: int,
+    top_k: int,
+    features: int,
+    slot_of_row: int,
+    num_rows: int,
+    source: int,
+    out: int,
+) -> None: ...
 def quantize_activation(
     *,
     activation: Activation,
