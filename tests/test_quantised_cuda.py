@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, QuantizedGroupedTensor
+from fusible.ops import quantized_products as quantised
 from fusible.ops.kernels.pytorch import scaled_gemm as products
 from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
 from fusible.ops.quantized import formats, mxfp8, reference
@@ -147,3 +148,18 @@ def test_products_are_those_of_a_cpu() -> None:
 
     for on_cpu, on_gpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, MXFP8("fast")], ids=str)
+def test_products_under_a_recipe_are_those_of_a_cpu(recipe: Any) -> None:
+    operands = [torch.randn(304, 256).bfloat16(), torch.randn(304, 384).bfloat16(), torch.randn(4, 384, 256).bfloat16()]
+    results = []
+    for device in ("cpu", "cuda"):
+        x, dy, weight = (each.to(device) for each in operands)
+        sizes, quantize = SIZES.to(device), QuantizedGroupedTensor.quantize
+        a, b = (quantize(each, recipe, sizes, columnwise=True) for each in (x, dy))
+        w = quantize(weight, recipe, columnwise=True)
+        results.append((quantised.forward(a, w), quantised.input_grad(b, w), quantised.weight_grad(b, a)))
+
+    for on_cpu, on_gpu in zip(*results, strict=True):
+        assert (on_cpu - on_gpu.cpu()).float().norm() < 2**-7 * on_cpu.float().norm()
