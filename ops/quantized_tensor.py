@@ -202,12 +202,12 @@ def _copies(
     is_power_of_two = recipe.scales == "power_of_two"
     if first_dims is None:
         weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
-        by_name = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
+        parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
     else:
         wanted = {"want_rows": "rowwise" in names, "want_columns": "columnwise" in names}
         tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, **wanted)
-        by_name = {"rowwise": tokens[:2], "columnwise": tokens[2:]}
-    return {name: Copy(*by_name[name]) for name in names}  # type: ignore[arg-type]
+        parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
+    return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
 
 
 def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None, halves: int) -> Copy:

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("routing.py", "inference.py", "quantized_linear.py")  # to routing, to what reads routed rows, to quantisers
+DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
+    *("routing.py", "inference.py"),
+    *("quantized_linear.py", "quantized_tensor.py", "quantized_products.py"),
+)
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",
