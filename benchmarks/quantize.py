@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.ops import routing
 from fusible.ops.activation_spec import gated
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.hopper import rows as kernels
 from fusible.ops.kernels.problem import ActivationGrads, nbytes
 from fusible.ops.kernels.quantized_problem import (
+    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -92,6 +94,7 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
     yield Part("rows", QuantizeRows(x, sizes, True, copies[0], None), peers)
     yield Part("columns", QuantizeRows(x, sizes, True, None, copies[1]), {})
     del x, copies
+    yield from routed_parts(preset, tokens, device)
     yield from activation_parts(rows, f, sizes, device)
     for dtype in (torch.bfloat16, torch.float32):
         weight, out = (
@@ -102,6 +105,23 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
         others = {"torch.compile": partial(torch.compile(torch_weight), weight)} if whole else {}
         yield Part(f"weights, {str(dtype).removeprefix('torch.')}", QuantizeWeight(weight, 2, True, out), others)
         del weight, out
+
+
+def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[Part]:
+    """Tokens that are quantised before they go to their experts, and columns of rows that are read where they lie."""
+    experts, k, _, top_k, ranks = preset
+    tokens //= ranks  # their slots are all of these experts
+    index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
+    x, found = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
+    if not found.is_native:
+        return
+    few, many = empty_rows(tokens, k, device), empty_rows(tokens * top_k, k, device)
+    order = found.slot_of_row, found.row_of_slot, found.tokens_per_expert
+    wide = {"permute in bfloat16": partial(routing.permute, x, found)}
+    yield Part("permute quantised rows", PermuteQuantizedRows(few, *order, many), wide)
+    columns = empty_columns(tokens * top_k, experts, k, device)
+    gather = QuantizeRows(x, found.split_sizes, True, None, columns, found.slot_of_row, top_k)
+    yield Part("columns of gathered rows", gather, {})
 
 
 def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[Part]:
@@ -125,7 +145,7 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
 
 def moved_bytes(problem: Quantizing) -> int:
     """What is read and written: without the blocks of columns that are allocated but no group uses."""
-    if isinstance(problem, QuantizeWeight):
+    if isinstance(problem, QuantizeWeight | PermuteQuantizedRows):
         return problem.bytes
     columns = [problem.columns]
     if isinstance(problem, QuantizeActivationBackward):

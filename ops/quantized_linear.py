@@ -21,7 +21,6 @@ from .kernels.quantized import (
     quantize_activation,
     quantize_activation_backward,
     quantize_rows,
-    quantize_weight,
     scaled_gemm,
     scaled_wgrad,
     zero_tail,
@@ -131,14 +130,14 @@ def is_power_of_two(recipe: Float8Block) -> bool:
     return recipe.scales == "power_of_two"
 
 
-def weight_copies(recipe: Float8Block, weight: Matrices, *, both: bool) -> QuantizedWeight:
-    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads."""
-    return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-
-
 def transposed(weight: QuantizedWeight) -> TransposedWeight | None:
     """What of a weight's copies the gradient of rows reads; None if they are not there."""
     return None if weight.transposed is None else TransposedWeight(weight.transposed, weight.scales)
+
+
+def turned(weight: QuantizedWeight) -> TransposedWeight:
+    """The transposed bytes of a weight that has none, as a pass over it."""
+    return TransposedWeight(weight.data.view(torch.uint8).mT.contiguous().view(weight.data.dtype), weight.scales)
 
 
 def product(

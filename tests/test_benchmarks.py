@@ -275,6 +275,24 @@ def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "| unfused, loop " in capsys.readouterr().out
 
 
+def test_loss_curves_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    loss_curves.main(["--device", "cpu", "--steps", "2", "--recipes", "--out", str(tmp_path / "curves")])
+    found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
+
+    assert list(found) == ["nudged 1", "nudged 2", "nudged 3", *loss_curves.RECIPES, "16 bits"]
+    assert all(found[name] != found["16 bits"] for name in loss_curves.RECIPES)
+    assert max(loss_curves.apart(found).values()) < 0.05
+    assert "apart from 16 bits" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_recipes_train_as_16_bits_do_on_cuda() -> None:
+    far = loss_curves.apart(loss_curves.recipe_losses("cuda", 200))
+    nudged = max(far[name] for name in far if name.startswith("nudged"))
+
+    assert max(far.values()) < 2 * max(nudged, 0.03), far
+
+
 def test_curves_that_part_are_seen() -> None:
     assert loss_curves.apart({"a": [1.0] * 30, "b": [1.0] * 25 + [3.0] * 5})["a"] == pytest.approx(0.5)
 

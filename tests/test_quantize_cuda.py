@@ -67,3 +67,14 @@ def test_activation_backward(name, dtype, power_of_two):
         checks.check_activation_backward("cuda", name, 768, dtype, **asked)
     if not checks.SPECS[name].gated:
         checks.check_activation_backward("cuda", name, 2880, dtype)
+
+
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_gathered_rows(dtype, want):
+    checks.check_gathered_rows("cuda", 700, 3, 2880, dtype, want)
+
+
+def test_permuted_rows():
+    checks.check_permuted_rows("cuda", 700, 3, 2880)
+    checks.check_permuted_rows("cuda", 3, 8, 1168)

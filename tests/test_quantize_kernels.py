@@ -9,12 +9,15 @@ from emulation import build, harness
 
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels.hopper import quantize
+from fusible.ops.kernels.pytorch import quantize as pytorch_quantize
 from fusible.ops.kernels.quantized_problem import (
+    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
     QuantizeWeight,
 )
+from fusible.ops.quantized import reference
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -169,3 +172,40 @@ def test_backwards_that_are_refused() -> None:
     assert "gradient of the scales" in str(quantize.refusal(problem))
     problem.dscales, problem.dpostact = None, dy.half()
     assert "dense rows of one dtype" in str(quantize.refusal(problem))
+
+
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_gathered_rows(dtype: torch.dtype, want: str) -> None:
+    checks.check_gathered_rows("cpu", 70, 3, 144, dtype, want)
+
+
+def test_permuted_rows() -> None:
+    checks.check_permuted_rows("cpu", 70, 3, 144)
+    checks.check_permuted_rows("cpu", 3, 8, 1040 + 128)
+
+
+def test_permutations_that_are_refused() -> None:
+    r = checks.routed(4, 2, 5, 32, torch.bfloat16, "cpu")
+    source, out = checks.rows_copy(4, 32, "cpu"), checks.rows_copy(8, 32, "cpu")
+    problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
+    assert quantize.refusal(problem) is None
+    problem.slot_of_row = r.slot_of_row.long()
+    assert "dense indices of 32 bits" in str(quantize.refusal(problem))
+    problem.slot_of_row, problem.out = r.slot_of_row, source
+    assert "bytes [8, 32]" in str(quantize.refusal(problem))
+
+
+def test_torch_brings_rows_to_experts_alike() -> None:
+    r = checks.routed(20, 3, 5, 144, torch.bfloat16, "cpu")
+    sizes, gathered = r.tokens_per_expert[:-1], r.x[r.slot_of_row // 3]
+    of_tokens, of_rows = reference.quantize_rows(r.x, True), reference.quantize_rows(gathered, True)
+    for problem in (
+        QuantizeRows(r.x, sizes, True, checks.rows_copy(60, 144, "cpu"), None, r.slot_of_row, 3),
+        PermuteQuantizedRows(of_tokens, *r[1:], checks.rows_copy(60, 144, "cpu")),
+    ):
+        pytorch_quantize.run(problem)
+        found = problem.rows if isinstance(problem, QuantizeRows) else problem.out
+        assert found is not None
+        checks.assert_same(found.data, of_rows.data, "bytes")
+        checks.assert_same(found.scales, of_rows.scales, "scales")

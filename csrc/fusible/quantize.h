@@ -59,6 +59,16 @@ struct QuantizeWeight {
   bool scales_transposed;      // [groups, blocks of k, blocks of n]
 };
 
+// out[b, r] = source[b, slot_of_row[r] / top_k] for the rows before *num_rows, of all blocks b of features: the scales
+// of QuantizedRows.
+struct PermuteScales {
+  int64_t tokens, features;
+  int top_k;
+  const int32_t *slot_of_row, *num_rows;
+  const float* source;
+  float* out;
+};
+
 // activation(preact) * scales, rounded to the type of `preact`.
 struct QuantizeActivation {
   Activation activation;  // a built-in one, of which vectors of 8 lie in one block
@@ -93,6 +103,7 @@ struct QuantizeActivationBackward {
 // All throw fusible::Error if the launch fails.
 void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
+void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
 void quantize_activation(const QuantizeActivation& call, int device, cudaStream_t stream);
 void quantize_activation_backward(const QuantizeActivationBackward& call, int device, cudaStream_t stream);
 

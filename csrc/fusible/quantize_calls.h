@@ -51,6 +51,20 @@ struct QuantizeWeightLaunch : OnStream {
   void run() const { quantize_weight(call, device, stream); }
 };
 
+struct PermuteScalesLaunch : OnStream {
+  static constexpr const char* kName = "permute_scales";
+  PermuteScales call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.rows("tokens", call.tokens), v.field("top_k", call.top_k);
+    v.field("features", call.features), v.field("slot_of_row", call.slot_of_row), v.field("num_rows", call.num_rows);
+    v.field("source", call.source), v.field("out", call.out);
+  }
+  void complete() {}
+  void run() const { permute_scales(call, device, stream); }
+};
+
 struct QuantizeActivationLaunch : OnStream {
   static constexpr const char* kName = "quantize_activation";
   QuantizeActivation call{};

@@ -20,7 +20,7 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
-from ..quantized.copies import BlockedColumns
+from ..quantized.copies import BlockedColumns, QuantizedWeight
 from ..quantized.recipe import Float8Block
 from ..quantized_linear import (
     ThroughActivation,
@@ -31,6 +31,7 @@ from ..quantized_linear import (
     hidden_for_wgrad,
     in_force,
     through_activation,
+    turned,
 )
 from ..scale import Scale
 from . import fc1 as first_linear
@@ -161,13 +162,15 @@ class GroupedMLP(FusedOp):
         """:meth:`through_fc2` of a call that followed a recipe."""
         total, sizes = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype), saved.fc2.split_sizes
         weight, spec, trains = saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
-        through = isinstance(weight, TransposedWeight) and _through(needs_grad)
+        through = weight is not None and _through(needs_grad)
         copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
-        if not isinstance(weight, TransposedWeight) or not through:
+        if not through:
             hidden = hidden_for_wgrad(recipe, saved.preact, sizes, spec, total) if trains else None
             return ThroughActivation(copies, None, None, hidden)
+        weight = turned(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(weight, TransposedWeight)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
             scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
@@ -187,7 +190,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or not _through(needs_grad):
+        if weight is None or isinstance(weight, QuantizedWeight) or not _through(needs_grad):
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total))
         return kernels.grouped_linear_activation_backward(
             dy,

@@ -25,6 +25,8 @@ class QuantizeRows:
         power_of_two: whether scales are powers of two.
         rows: where the copy goes that lies as ``x`` does; None: it is not wanted.
         columns: where the transposed copy goes, in blocks of a group's tokens; None: it is not wanted.
+        slot_of_row: int32 [R]: row r is that of the token ``slot_of_row[r] // top_k``, so that the rows of the experts
+            are read where the tokens lie; None: row r is ``x[r]``.
     """
 
     x: Tensor
@@ -32,10 +34,17 @@ class QuantizeRows:
     power_of_two: bool
     rows: QuantizedRows | None
     columns: BlockedColumns | None
+    slot_of_row: Tensor | None = None
+    top_k: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """How many rows are quantised: R, or T."""
+        return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.x) + copy_bytes(self.rows, self.columns)
+        return nbytes(self.x, self.slot_of_row) + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:
         return f"rows {'+'.join(copy_names(self.rows, self.columns))}"
@@ -126,6 +135,31 @@ class QuantizeActivationBackward:
     def __str__(self) -> str:
         names = copy_names(self.rows, self.columns)
         return f"activation backward {'+'.join(names + (['hidden columns'] if self.postact_columns else []))}"
+
+
+@dataclass(slots=True)
+class PermuteQuantizedRows:
+    """Copies quantised rows of tokens, bytes and scales, to their rows of the experts.
+
+    Attributes:
+        source: of T tokens.
+        slot_of_row: int32 [T k]: the slot, token * k + j, of each row; ``row_of_slot``: int32 [T, k], the inverse.
+        tokens_per_expert: int32 [E + 1]: the rows of each expert, and of all together.
+        out: of T k rows. Those of no expert may become anything.
+    """
+
+    source: QuantizedRows
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    tokens_per_expert: Tensor
+    out: QuantizedRows
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.slot_of_row, self.row_of_slot) + copy_bytes(self.source, self.out)
+
+    def __str__(self) -> str:
+        return f"permute {' x '.join(map(str, self.row_of_slot.shape))} slots"
 
 
 @dataclass(slots=True)
@@ -238,7 +272,7 @@ class ScaledWgrad:
         return f"TN {' x '.join(map(str, self.mnk))}"
 
 
-Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward
+Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows
 """What ``quantize.py`` of a backend takes."""
 Multiplying = ScaledGemm | ScaledWgrad
 """What ``scaled_gemm.py`` of a backend takes."""
@@ -253,6 +287,8 @@ def source(problem: Quantizing) -> Tensor:
     """A tensor that the problem reads, to ask for dtype and device."""
     if isinstance(problem, QuantizeWeight):
         return first(problem.weight)
+    if isinstance(problem, PermuteQuantizedRows):
+        return problem.source.data
     return problem.x if isinstance(problem, QuantizeRows) else problem.preact
 
 

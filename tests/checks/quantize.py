@@ -13,6 +13,7 @@ from fusible.ops.activation_spec import ActivationSpec, activation, gated, inter
 from fusible.ops.kernels.hopper import quantize, rows
 from fusible.ops.kernels.problem import ActivationGrads
 from fusible.ops.kernels.quantized_problem import (
+    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -297,3 +298,44 @@ def check_activation_backward(
         step = 2.0**-6 if dscales.dtype == torch.bfloat16 else 1e-4
         torch.testing.assert_close(dscales[:used], expected.scales[:used], rtol=step, atol=step)
         assert (dscales[used:] == 0).all()
+
+
+class Routed(NamedTuple):
+    """Tokens, and where their slots go; some slots are of no expert."""
+
+    x: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    tokens_per_expert: Tensor
+
+
+def routed(tokens: int, top_k: int, experts: int, features: int, dtype: torch.dtype, device: str) -> Routed:
+    ids = torch.randint(0, experts + 1, (tokens, top_k)).view(-1)
+    ids[ids == 1] = 0  # one without rows
+    slot_of_row = ids.sort(stable=True).indices
+    counts = ids.bincount(minlength=experts + 1)[:experts]
+    parts = slot_of_row, slot_of_row.argsort().view(tokens, top_k), torch.cat((counts, counts.sum().view(1)))
+    return Routed(values(tokens, features, dtype).to(device), *(t.int().contiguous().to(device) for t in parts))
+
+
+def check_gathered_rows(device: str, tokens: int, top_k: int, features: int, dtype: torch.dtype, want: str) -> None:
+    """Rows that are read where their tokens lie are those of a gathered copy."""
+    r, experts = routed(tokens, top_k, 5, features, dtype, device), 5
+    sizes, rows = r.tokens_per_expert[:-1], tokens * top_k
+    by_row = rows_copy(rows, features, device) if "rows" in want else None
+    by_column = columns_copy(rows, experts, features, device) if "columns" in want else None
+    run_rows(QuantizeRows(r.x, sizes, True, by_row, by_column, r.slot_of_row, top_k))
+    gathered = r.x.cpu()[r.slot_of_row.cpu() // top_k]
+    assert_rows(by_row, gathered, int(sizes.sum()), True)
+    assert_columns(by_column, gathered, sizes.cpu(), True)
+
+
+def check_permuted_rows(device: str, tokens: int, top_k: int, features: int) -> None:
+    """Tokens that are quantised before they go to their experts are those that are quantised after."""
+    r = routed(tokens, top_k, 5, features, torch.bfloat16, device)
+    source = QuantizedRows(*(t.to(device) for t in reference.quantize_rows(r.x.cpu(), False)))
+    out = rows_copy(tokens * top_k, features, device)
+    problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(out, r.x.cpu()[r.slot_of_row.cpu() // top_k], int(r.tokens_per_expert[-1]), False)

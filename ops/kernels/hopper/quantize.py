@@ -14,6 +14,7 @@ from torch import Tensor
 from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 from ..problem import Matrices, first
 from ..quantized_problem import (
+    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -23,6 +24,7 @@ from ..quantized_problem import (
     source,
 )
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .permute import last_address, permute
 from .rows import activation, scale_arguments
 
 NAME = "hopper"
@@ -42,6 +44,8 @@ def refusal(problem: Quantizing) -> str | None:
         return _rows_refusal(problem)
     if isinstance(problem, QuantizeWeight):
         return _weight_refusal(problem)
+    if isinstance(problem, PermuteQuantizedRows):
+        return _permute_refusal(problem)
     return _activation_refusal(problem) or _activation_copies_refusal(problem)
 
 
@@ -51,6 +55,8 @@ def run(problem: Quantizing) -> None:
         _quantize_rows(problem)
     elif isinstance(problem, QuantizeWeight):
         _quantize_weight(problem)
+    elif isinstance(problem, PermuteQuantizedRows):
+        _permute(problem)
     elif isinstance(problem, QuantizeActivation):
         _quantize_activation(problem)
     else:
@@ -58,17 +64,25 @@ def run(problem: Quantizing) -> None:
 
 
 def _rows_refusal(problem: QuantizeRows) -> str | None:
-    x = problem.x
+    x, tokens = problem.x, problem.tokens
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"quantises bfloat16 or float16 rows, not {x.dtype}"
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % _VECTOR:
         return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
     return (
-        _tokens_refusal(x.shape[0], problem.split_sizes)
+        _tokens_refusal(tokens, problem.split_sizes)
         or _features_refusal(x.shape[1])
-        or _rows_copy_refusal(problem.rows, x.shape[0], x.shape[1])
-        or _columns_copy_refusal(problem.columns, x.shape[0], x.shape[1], problem.split_sizes.shape[0])
+        or _indices_refusal(problem.slot_of_row)
+        or _rows_copy_refusal(problem.rows, tokens, x.shape[1])
+        or _columns_copy_refusal(problem.columns, tokens, x.shape[1], problem.split_sizes.shape[0])
     )
+
+
+def _indices_refusal(*indices: Tensor | None) -> str | None:
+    for each in indices:
+        if each is not None and not (each.dtype == torch.int32 and each.is_contiguous()):
+            return f"needs dense indices of 32 bits, got {each.dtype} with strides {list(each.stride())}"
+    return None
 
 
 def _tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
@@ -115,13 +129,15 @@ def _quantize_rows(problem: QuantizeRows) -> None:
         device=device,
         stream=stream(device),
         type=TYPE_CODES[x.dtype],
-        tokens=x.shape[0],
+        tokens=problem.tokens,
         features=x.shape[1],
         x=x.data_ptr(),
         pitch=x.stride(0),
         **_group_arguments(sizes),
         power_of_two=problem.power_of_two,
         **_copy_arguments(problem.rows, problem.columns),
+        slot_of_row=address(problem.slot_of_row),
+        top_k=problem.top_k,
     )
 
 
@@ -329,3 +345,33 @@ def _workspace(dpostact: Tensor) -> Tensor:
     tokens, features = dpostact.shape
     size = compiled().quantize_backward_workspace(tokens=tokens, features=features)
     return dpostact.new_empty(size, dtype=torch.uint8)
+
+
+def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
+    (tokens, features), source = problem.source.data.shape, problem.source
+    rows = problem.slot_of_row.shape[0]
+    return (
+        _tokens_refusal(rows, problem.tokens_per_expert)
+        or _features_refusal(features)
+        or _indices_refusal(problem.slot_of_row, problem.row_of_slot, problem.tokens_per_expert)
+        or _rows_copy_refusal(source, tokens, features)
+        or _rows_copy_refusal(problem.out, rows, features)
+    )
+
+
+def _permute(problem: PermuteQuantizedRows) -> None:
+    """Bytes go in pairs, by the kernel that permutes rows of 16 bits."""
+    pairs = [copy.data.view(torch.float16) for copy in (problem.source, problem.out)]
+    permute(pairs[0], problem.row_of_slot, problem.tokens_per_expert, pairs[1], fill=False)
+    device, (tokens, top_k) = problem.source.data.get_device(), problem.row_of_slot.shape
+    compiled().permute_scales(
+        device=device,
+        stream=stream(device),
+        tokens=tokens,
+        top_k=top_k,
+        features=problem.source.data.shape[1],
+        slot_of_row=problem.slot_of_row.data_ptr(),
+        num_rows=last_address(problem.tokens_per_expert),
+        source=problem.source.scales.data_ptr(),
+        out=problem.out.scales.data_ptr(),
+    )

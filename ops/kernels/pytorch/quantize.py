@@ -9,6 +9,7 @@ from ...quantized import reference
 from ...quantized.copies import BlockedColumns, QuantizedRows
 from ..problem import ActivationGrads, stacked
 from ..quantized_problem import (
+    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -28,13 +29,29 @@ def refusal(problem: Quantizing) -> str | None:
 def run(problem: Quantizing) -> None:
     """Fills the copies that the problem names."""
     if isinstance(problem, QuantizeRows):
-        _fill(problem.x, problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
+        _fill(_gathered(problem), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
+    elif isinstance(problem, PermuteQuantizedRows):
+        _permute(problem)
     elif isinstance(problem, QuantizeWeight):
         _quantize_weight(problem)
     elif isinstance(problem, QuantizeActivation):
         _quantize_activation(problem)
     else:
         _quantize_activation_backward(problem)
+
+
+def _gathered(problem: QuantizeRows) -> Tensor:
+    """The rows, from where their tokens lie."""
+    if problem.slot_of_row is None:
+        return problem.x
+    return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
+
+
+def _permute(problem: PermuteQuantizedRows) -> None:
+    source, out = problem.source, problem.out
+    token = problem.slot_of_row // problem.row_of_slot.shape[1]
+    out.data.copy_(source.data.view(torch.uint8).index_select(0, token).view(source.data.dtype))
+    out.scales[:, : len(token)] = source.scales.index_select(1, token)
 
 
 def _fill(
