@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .grouped_tensor import GroupedTensor
+from .kernels.quantized import quantize_rows, quantize_weight
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
 from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.reference import groups_of
 from .quantized.schemes import Copy, Scheme, scheme_of
 
 _RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, NVFP4)}
@@ -90,16 +92,15 @@ class QuantizedGroupedTensor:
         if data.dim() != (3 if first_dims is None else 2):
             expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
             raise ValueError(f"QuantizedGroupedTensor: expected {expected}, got shape {list(data.shape)}")
-        scheme = scheme_of(recipe, is_gradient)
+        wanted_names = [name for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if is_wanted]
+        copies = _copies(data.detach(), recipe, first_dims, wanted_names, halves, is_gradient)
         fields: dict[str, Tensor | None] = {}
-        for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if is_wanted:
-                copy = _quantize(scheme, name, data.detach(), first_dims, halves)
-                fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
+        for name, copy in copies.items():
+            fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
         return cls(recipe, data.shape, data.dtype, first_dims, halves, is_gradient, **fields)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:
-        """The values, in the shape and dtype of what was quantised, or in another dtype.
+        """The values, in the shape and dtype of what was quantised, or in another dtype; zero past the last group.
 
         Args:
             columnwise: of which copy; None: of the rowwise one, if it is there.
@@ -112,7 +113,8 @@ class QuantizedGroupedTensor:
         if sizes is None:
             values = (scheme.weight_values if name == "rowwise" else scheme.transposed_values)(copy, self.halves)
         elif name == "rowwise":
-            values = scheme.row_values(copy, sizes)
+            in_tail = groups_of(sizes, self.shape[0]) == sizes.shape[0]
+            values = scheme.row_values(copy, sizes).masked_fill(in_tail.unsqueeze(-1), 0)
         else:
             values = scheme.column_values(copy, sizes, self.shape[0])
         return values.to(dtype or self.dtype)
@@ -188,6 +190,24 @@ class QuantizedGroupedTensor:
     def __repr__(self) -> str:
         copies = " and ".join(name for name in ("rowwise", "columnwise") if getattr(self, name) is not None)
         return f"QuantizedGroupedTensor({self.recipe}, {list(self.shape)}, {self.dtype}, {copies})"
+
+
+def _copies(
+    data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
+) -> dict[str, Copy]:
+    """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
+    if not isinstance(recipe, Float8Block) or (is_gradient and recipe.gradient != "e4m3") or data.dtype.itemsize != 2:
+        scheme = scheme_of(recipe, is_gradient)
+        return {name: _quantize(scheme, name, data, first_dims, halves) for name in names}
+    is_power_of_two = recipe.scales == "power_of_two"
+    if first_dims is None:
+        weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
+        parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
+    else:
+        wanted = {"want_rows": "rowwise" in names, "want_columns": "columnwise" in names}
+        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, **wanted)
+        parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
+    return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
 
 
 def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None, halves: int) -> Copy:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# to routing, to what reads routed rows, and to quantisers
-DOORS = ("routing.py", "inference.py", "quantized_linear.py", "quantized_weights.py")
+DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
+    *("routing.py", "inference.py"),
+    *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py", "quantized_products.py"),
+)
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",

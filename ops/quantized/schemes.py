@@ -251,8 +251,10 @@ class NVScheme:
 
     def column_values(self, copy: Copy, split_sizes: Tensor, rows: int) -> Tensor:
         blocks = reference.token_blocks(split_sizes, rows, nvfp4.NV_BLOCK)
-        values = _without_group_scales(copy) * _group_scales(copy)[blocks.group].view(-1, 1, 1)
-        values = values @ nvfp4.hadamard(values.device).t() if self.is_transformed else values
+        values = _without_group_scales(copy)
+        if self.is_transformed:  # sums are exact in double, so they are the same on every device
+            values = (values.double() @ nvfp4.hadamard(values.device).double().t()).float()
+        values = values * _group_scales(copy)[blocks.group].view(-1, 1, 1)
         return reference.scatter(values.transpose(1, 2), blocks, rows)
 
     def weight_values(self, copy: Copy, halves: int) -> Tensor:
