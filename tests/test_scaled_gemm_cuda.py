@@ -78,6 +78,6 @@ def test_accumulators_keep_13_fraction_bits() -> None:
     """What the emulation's model of them says."""
     first = [(448.0, 448.0)]
     found = [accumulated("cuda", first, [(x, y)]) for x, y in [(8, 1), (2, 8), (-8, 1)]]
-    assert found == [200704.0, 200720.0, 200688.0]
+    assert found == [200704.0, 200720.0, 200704.0]
     assert accumulated("cuda", [(1, 1)], [(2**-7, 2**-7)]) == 1.0
     assert accumulated("cuda", [(1, 1)], [(2**-7, 2**-6)]) == 1.0001220703125
