@@ -42,12 +42,19 @@ DEVICE void convert_words(float (&to)[8], const uint4& words) {
     to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
   }
 }
-// Rounded; zeros for what does not exist.
 template <class T>
-DEVICE uint4 rounded_words(const float (&v)[8], bool exists) {
-  const auto word = [&](int j) INLINE { return exists ? ptx::pack<T>(v[2 * j], v[2 * j + 1]) : 0u; };
+DEVICE uint4 rounded_words(const float (&v)[8]) {
+  const auto word = [&](int j) INLINE { return ptx::pack<T>(v[2 * j], v[2 * j + 1]); };
   return {word(0), word(1), word(2), word(3)};
 }
+template <class T>
+DEVICE void read_values(float (&to)[8], const T* from) {
+  convert_words<T>(to, ptx::load_vector_if(true, from));
+}
+
+// Of a row of the tile: the row itself, or the last that exists, so that loads need no condition. Of features too.
+DEVICE int row_that_exists(const TileExtent& extent, int row) { return min(row, extent.rows - 1); }
+DEVICE int feature_that_exists(const TileExtent& extent, int feature) { return min(feature, extent.features - 8); }
 
 // Tiles that wait for their turn, each thread's part where it alone looks. So no registers wait, and a loop over rows
 // need not be unrolled.
@@ -55,10 +62,15 @@ struct WaitingTile {
   uint4 words[kTileRows][kQuantizeThreads];
 
   DEVICE void put(int row, const uint4& w) { words[row][threadIdx.x] = w; }
+  // Rows that do not exist, which were computed from others, become zeros.
   template <class T>
-  DEVICE void take(Tile<T>& tile) const {
+  DEVICE void take(Tile<T>& tile, const TilePosition& at, const TileExtent& extent) const {
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) tile.set(i, words[i][threadIdx.x]);
+    if (extent.rows == kScaleBlock) return;
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i)
+      if (at.row() + i >= extent.rows) tile.set(i, uint4{});
   }
 };
 // The tile that comes first makes room for columns.
@@ -102,29 +114,29 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
   __syncthreads();
   const unsigned up = static_cast<unsigned>(c.activation.block);
   const int pitch = static_cast<int>(c.features) * (kGated ? 2 : 1);
-  const T* rows = static_cast<const T*>(c.preact) + (block.first_row + at.row()) * int64_t{pitch};
+  const T* rows = static_cast<const T*>(c.preact) + block.first_row * int64_t{pitch};
   const TokenCopies copies(c.rows, c.columns, c.features, block.number, block.first_row);
   const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
                 end = min(c.features, first + width);
   for (int64_t feature = first; feature < end; feature += kScaleBlock) {
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
-    const unsigned column = static_cast<unsigned>(feature) + at.feature();
+    const unsigned column = static_cast<unsigned>(feature) + feature_that_exists(extent, at.feature());
     const T* preact = rows + (kGated ? gate_column(column, up) : column);
     with_form<kGated>(c.activation, [&](auto function) INLINE {
 #pragma unroll kForwardUnroll
       for (int i = 0; i < kTileRows; ++i) {
-        const bool exists = extent.has(at, i);
+        const T* from = preact + row_that_exists(extent, at.row() + i) * pitch;
         const float scale = shared.scales[at.row() + i];
         float x[8], u[8], y[8];
-        convert_words<T>(x, ptx::load_vector_if(exists, preact + i * pitch));
-        if constexpr (kGated) convert_words<T>(u, ptx::load_vector_if(exists, preact + i * pitch + up));
+        read_values(x, from);
+        if constexpr (kGated) read_values(u, from + up);
 #pragma unroll
         for (int n = 0; n < 8; ++n) y[n] = function.forward(x[n], kGated ? u[n] : 1.f, &scale);
-        shared.first.waiting.put(i, rounded_words<T>(y, exists));
+        shared.first.waiting.put(i, rounded_words<T>(y));
       }
     });
     Tile<T> tile;
-    shared.first.waiting.take(tile);
+    shared.first.waiting.take(tile, at, extent);
     __syncthreads();
     quantize_tile(tile, copies, at, extent, feature, c.rows.data, c.columns.data, c.power_of_two, shared.first.columns);
     __syncthreads();
@@ -157,7 +169,6 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
   __syncthreads();
   const unsigned up = static_cast<unsigned>(c.activation.block);
   const int features = static_cast<int>(c.features), pitch = features * (kGated ? 2 : 1);
-  const int64_t row = block.first_row + at.row();
   const TokenCopies preact_copies(c.rows, c.columns, pitch, block.number, block.first_row),
       postact_copies({}, c.postact_columns, c.features, block.number, block.first_row);
   const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
@@ -165,17 +176,18 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
   for (int64_t feature = first; feature < end; feature += kScaleBlock) {
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
     const unsigned column = static_cast<unsigned>(feature), gate = kGated ? gate_column(column, up) : column;
-    const T* preact = static_cast<const T*>(c.preact) + row * pitch + gate + at.feature();
-    const T* dpostact = static_cast<const T*>(c.dpostact) + row * c.features + column + at.feature();
+    const int column_of_thread = feature_that_exists(extent, at.feature());
+    const T* preact = static_cast<const T*>(c.preact) + block.first_row * pitch + gate + column_of_thread;
+    const T* dpostact = static_cast<const T*>(c.dpostact) + block.first_row * features + column + column_of_thread;
     with_form<kGated>(c.activation, [&](auto function) INLINE {
 #pragma unroll kBackwardUnroll
       for (int i = 0; i < kTileRows; ++i) {
-        const bool exists = extent.has(at, i);
+        const int row = row_that_exists(extent, at.row() + i);
         const float scale = shared.scales[at.row() + i];
         float x[8], u[8], dy[8];
-        convert_words<T>(x, ptx::load_vector_if(exists, preact + i * pitch));
-        if constexpr (kGated) convert_words<T>(u, ptx::load_vector_if(exists, preact + i * pitch + up));
-        convert_words<T>(dy, ptx::load_vector_if(exists, dpostact + i * features));
+        read_values(x, preact + row * pitch);
+        if constexpr (kGated) read_values(u, preact + row * pitch + up);
+        read_values(dy, dpostact + row * features);
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
@@ -183,10 +195,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
           sum += d.dr[0];
           x[n] = d.dx, u[n] = d.du, dy[n] = d.y;
         }
-        shared.sums[i][threadIdx.x] = exists ? sum : 0.f;
-        shared.gate.waiting.put(i, rounded_words<T>(x, exists));
-        if constexpr (kGated) shared.up.put(i, rounded_words<T>(u, exists));
-        shared.postact.put(i, rounded_words<T>(dy, exists));
+        shared.sums[i][threadIdx.x] = at.feature() < extent.features ? sum : 0.f;
+        shared.gate.waiting.put(i, rounded_words<T>(x));
+        if constexpr (kGated) shared.up.put(i, rounded_words<T>(u));
+        shared.postact.put(i, rounded_words<T>(dy));
       }
     });
     if (c.dscales) {
@@ -199,18 +211,18 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
         c.workspace[feature / kScaleBlock * c.tokens + block.first_row + owned] = sum;
     }
     Tile<T> tile;
-    shared.gate.waiting.take(tile);
+    shared.gate.waiting.take(tile, at, extent);
     __syncthreads();
     const auto quantize = [&](const TokenCopies& to, int64_t at_feature, bool want_rows, bool want_columns) INLINE {
       quantize_tile(tile, to, at, extent, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
     };
     quantize(preact_copies, gate, c.rows.data, c.columns.data);
     if constexpr (kGated) {
-      shared.up.take(tile);
+      shared.up.take(tile, at, extent);
       quantize(preact_copies, gate + up, c.rows.data, c.columns.data);
     }
     if (c.postact_columns.data) {
-      shared.postact.take(tile);
+      shared.postact.take(tile, at, extent);
       quantize(postact_copies, feature, false, true);
     }
     __syncthreads();

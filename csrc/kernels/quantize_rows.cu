@@ -13,7 +13,8 @@
 namespace fusible {
 namespace {
 
-constexpr int kBlocksPerMultiprocessor = 3;
+// Where rows are gathered, the addresses of each take registers of their own.
+constexpr int blocks_per_multiprocessor(bool gather) { return gather ? 3 : 4; }
 
 // How a thread reads its rows of a tile.
 template <class T, bool kGather>
@@ -43,7 +44,7 @@ struct RowReader {
 };
 
 template <class T, bool kRows, bool kColumns, bool kGather>
-__global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
     quantize_rows_kernel(const __grid_constant__ QuantizeRows c, int chunks) {
   __shared__ ColumnsShared shared;
   const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
@@ -59,7 +60,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBlocksPerMultiprocessor)
 
 template <class T, bool kRows, bool kColumns>
 void launch(const QuantizeRows& c, int device, cudaStream_t stream) {
-  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kBlocksPerMultiprocessor, c.tiles, device);
+  const TokenTiles tiles =
+      token_tiles(c.tokens, c.sizes.groups, c.features, blocks_per_multiprocessor(c.slot_of_row), c.tiles, device);
   QuantizeRows call = c;
   call.tiles = tiles.of_block;
   call.rows.scales_pitch = row_scales_pitch(c.tokens);

@@ -198,13 +198,13 @@ def _stored(weight: Matrices, out: QuantizedWeight) -> _Stored:
 def _weight_refusal(problem: QuantizeWeight) -> str | None:
     one, out, halves = first(problem.weight), problem.out, problem.halves
     stored = _stored(problem.weight, out)
-    (n, k), half = one.shape[-2:], one.shape[-2] // halves
+    (n, k), half_rows = one.shape[-2:], one.shape[-2] // halves
     if any([m.dtype != one.dtype or m.stride() != stored.matrices[0].stride() for m in stored.matrices]):
         return "needs weights of one dtype and pitch"
-    why = _matrix_refusal(stored) or _features_refusal(k) or _features_refusal(half)
-    if why is None and stored.is_transposed and halves == 2 and half % BLOCK:
-        why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half}"
-    grid = (stored.groups, halves * ceil_blocks(half), ceil_blocks(k))
+    why = _matrix_refusal(stored) or _features_refusal(k) or _features_refusal(half_rows)
+    if why is None and stored.is_transposed and halves == 2 and half_rows % BLOCK:
+        why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half_rows}"
+    grid = (stored.groups, halves * ceil_blocks(half_rows), ceil_blocks(k))
     return (
         why
         or _dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
