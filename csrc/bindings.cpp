@@ -16,6 +16,7 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
+#include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
@@ -125,6 +126,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
              "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "The configuration that grouped_gemm chooses, in words.");
+  def<fusible::ScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights with scales of blocks.");
+  def<fusible::ScaledWgradLaunch>(module, "Weight gradients from e4m3 tokens in transposed blocks.");
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
              "What ragged_gemm needs for itself.");
@@ -163,6 +166,15 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
   def<fusible::RoutedMlpLaunch>(
       module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");
+  def<fusible::QuantizeRowsLaunch>(
+      module,
+      "Rows of tokens in e4m3, as they lie and transposed in blocks of a group's tokens; 0 for a copy not wanted.");
+  def<fusible::QuantizeWeightLaunch>(module, "Weights in e4m3, as they lie and transposed; 0 for a copy not wanted.");
+  def<fusible::PermuteScalesLaunch>(module, "The scales of quantised rows of tokens to their rows of the experts.");
+  def<fusible::QuantizeActivationLaunch>(module, "An activation times row scales, in e4m3; 0 for a copy not wanted.");
+  def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
+  def<fusible::QuantizeActivationBackwardLaunch>(
+      module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("FP32_OUTPUT_TILE_VARIANTS") = tile_variants(true);
 }

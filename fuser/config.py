@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from threading import local
 from typing import Any, TypeVar
@@ -27,13 +27,19 @@ def constant(function: F) -> F:
 
 @dataclass(frozen=True)
 class Config:
-    """What :func:`config` sets; see there. Those in force are one object wherever they are equal."""
+    """What :func:`config` sets; see there. Those in force are one object wherever they are equal.
+
+    Attributes:
+        same_weights: what ops make of their weights may be kept between calls; set by ``fusible.same_weights()``.
+    """
 
     strict: bool = False
     deterministic: bool = True
     backend: str = "auto"
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
+    recipe: Hashable | None = None
+    same_weights: bool = False
 
     @cached_property
     def token(self) -> object:
@@ -110,6 +116,7 @@ def config(
     backend: str | None = None,
     disable_fusions: Collection[str] | None = None,
     debug: bool | None = None,
+    recipe: Hashable | None = None,
 ) -> Iterator[Config]:
     """Changes the given switches for the body of the ``with``.
 
@@ -123,23 +130,35 @@ def config(
         backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
         disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
         debug: also check what needs a device synchronisation, such as the values of split sizes.
+        recipe: what ops that have no recipe of their own quantise their operands by, such as
+            ``fusible.Float8Block()``; ``fusible.NoRecipe()`` for nothing.
 
     Raises:
-        ValueError: an unknown backend; a string for ``disable_fusions``.
+        ValueError: an unknown backend; a string for ``disable_fusions``; a recipe that is no frozen dataclass.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if isinstance(disable_fusions, str):
         raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{disable_fusions!r}}}")
+    if recipe is not None and (isinstance(recipe, type) or not is_dataclass(recipe)):
+        raise ValueError(f"config: recipe must be one such as fusible.Float8Block(), got {recipe!r}")
     arguments: dict[str, Any] = {
         "strict": strict,
         "deterministic": deterministic,
         "backend": backend,
         "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
         "debug": debug,
+        "recipe": recipe,
     }
     changes = {name: value for name, value in arguments.items() if value is not None}
+    with changed(**changes) as switches:
+        yield switches
+
+
+@contextmanager
+def changed(**changes: Any) -> Iterator[Config]:
+    """Puts the switches in force with these changes."""
     before = active_config()
-    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in arguments})
+    switches = config_of(**{field.name: getattr(before, field.name) for field in fields(Config)} | changes)
     with use_config(switches):
         yield switches

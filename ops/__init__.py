@@ -14,6 +14,10 @@ from .linear import Linear
 from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
+from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .quantized_modules import quantize_
+from .quantized_tensor import QuantizedGroupedTensor
+from .quantized_weights import same_weights
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -21,6 +25,8 @@ __all__ = [
     "GEGLU",
     "GLU",
     "GRAD_INPUT_BUFFER_KEY",
+    "MXFP8",
+    "NVFP4",
     "OUTPUT_BUFFER_KEY",
     "QGEGLU",
     "Activation",
@@ -29,7 +35,11 @@ __all__ = [
     "ClampedSwiGLU",
     "Combine",
     "ConstantScale",
+    "Delayed",
     "Dispatch",
+    "Float8Block",
+    "Float8Row",
+    "Float8Tensor",
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
@@ -39,7 +49,9 @@ __all__ = [
     "Identity",
     "Linear",
     "MakeExtraOutput",
+    "NoRecipe",
     "Pointwise",
+    "QuantizedGroupedTensor",
     "ReGLU",
     "RoutedLoRA",
     "RoutedMLP",
@@ -52,4 +64,6 @@ __all__ = [
     "check_device_errors",
     "grouped_gemm",
     "interleaved",
+    "quantize_",
+    "same_weights",
 ]

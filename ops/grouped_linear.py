@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,12 @@ from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
 from . import kernels
+from . import quantized_linear as quantized
 from .checks import (
     check_buffer,
     check_buffer_columns,
     check_matrix_input,
+    check_quantized_input,
     check_rows,
     check_sizes,
     check_split_sizes,
@@ -24,6 +26,10 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
+from .quantized.copies import BlockedColumns, QuantizedWeight
+from .quantized.recipe import Float8Block, Recipe
+from .quantized_linear import TokenCopies, TransposedWeight
+from .quantized_weights import SCALES, copies_of_weight, match_state
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -60,6 +66,8 @@ class GroupedLinear(WeightGrads):
             A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
         transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read as it is stored.
+        recipe: what the operands of its products are quantised by. None: as ``config(recipe=...)`` says;
+            ``NoRecipe()``: by nothing.
 
     Raises:
         ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
@@ -70,16 +78,18 @@ class GroupedLinear(WeightGrads):
     checks_values = False  # those of split sizes on the host
     values_checked_on_host = frozenset({"split_sizes"})
     replayable = True
+    recipe: Recipe | None = None
 
     class Saved(NamedTuple):
-        x: Tensor | None
-        weight: Matrices | None
+        x: Tensor | BlockedColumns | None
+        weight: Matrices | TransposedWeight | QuantizedWeight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
         grad_input: CallerBuffer | None
         x_shape: tuple[int, ...]
         zero_tail: bool
+        recipe: Float8Block | None = None
 
     def __init__(
         self,
@@ -96,12 +106,14 @@ class GroupedLinear(WeightGrads):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         transposed_weight: bool = False,
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
+        quantized.check_recipe("GroupedLinear", recipe)
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
         check_sizes("GroupedLinear", dtype, **sizes)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.has_bias, self.scale_bias = bias, scale_bias and bias
+        self.has_bias, self.scale_bias, self.recipe = bias, scale_bias and bias, recipe
         self.init_expert_parameters()
         self.transposed_weight = transposed_weight
         weight = torch.empty((num_groups, *self._matrix_shape()), device=device, dtype=dtype)
@@ -126,7 +138,7 @@ class GroupedLinear(WeightGrads):
         return shape[::-1] if self.transposed_weight else shape
 
     def decision_key(self) -> tuple[Any, ...]:
-        key: list[Any] = [type(self)]  # which a parametrization changes
+        key: list[Any] = [type(self), self.recipe]  # a parametrization changes the type
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
@@ -164,7 +176,8 @@ class GroupedLinear(WeightGrads):
         autocast_dtype: torch.dtype | None = None,
     ) -> TensorSpec:
         weight = self.one_parameter("weight")
-        dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
+        checked = check_quantized_input if self.is_quantized else check_matrix_input
+        dtype = checked(x, weight, self.in_features, autocast_dtype)
         self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
@@ -190,24 +203,76 @@ class GroupedLinear(WeightGrads):
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
-        scale = None if bias_scale is None else bias_scale.reshape(-1)
-        out = None if output is None else output.view(-1, self.out_features)
-        y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, out=out, bias=bias, bias_scale=scale)
-        assert isinstance(y, Tensor)
-        saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+        recipe = quantized.applied(self.recipe, rows.dtype)
+        factors: dict[str, Any] = {
+            "out": None if output is None else output.view(-1, self.out_features),
+            "bias": self.matrices("bias") if self.has_bias else None,
+            "bias_scale": None if bias_scale is None else bias_scale.reshape(-1),
+        }
+        if recipe is None:
+            weight = self.matrices("weight", rows.dtype)
+            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)
+            assert isinstance(y, Tensor)
+            saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+        else:
+            lent = bias_scale, grad_input
+            y, saved = self.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, factors)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
-    def saved(
+    def quantized_fwd(
         self,
+        recipe: Float8Block,
         x: Tensor,
-        rows: Tensor,
-        weight: Matrices,
+        rows: Tensor | TokenCopies,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
         needs_grad: frozenset[str],
         x_is_inner: bool,
+        factors: Mapping[str, Any],
+    ) -> tuple[Tensor, Saved]:
+        """The output as rows, and what is saved, from the rows of ``x`` or from copies of them.
+
+        Args:
+            factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
+        """
+        if isinstance(rows, Tensor):
+            rows = quantized.copies_of(recipe, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
+        weight, back = self._weight_copies(recipe, "x" in needs_grad)
+        assert rows.rows is not None
+        y = quantized.product(rows.rows, weight, split_sizes, rows.dtype, **factors)
+        lent = bias_scale, grad_input
+        return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
+
+    def _weight_copies(
+        self, recipe: Float8Block, back: bool
+    ) -> tuple[QuantizedWeight, TransposedWeight | QuantizedWeight | None]:
+        """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
+        if self.is_quantized:
+            weight = QuantizedWeight(self.one_parameter("weight"), None, self.get_buffer(SCALES))
+            return weight, weight if back else None
+        power_of_two = quantized.is_power_of_two(recipe)
+        weight = copies_of_weight(self.matrices("weight"), power_of_two=power_of_two, both=back)
+        return weight, quantized.transposed(weight) if back else None
+
+    def device_inputs(self) -> list[Tensor]:
+        return super().device_inputs() + ([self.get_buffer(SCALES)] if self.is_quantized else [])
+
+    def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
+        held = super().autograd_inputs(grad_enabled)
+        return held + [self.get_buffer(SCALES)] if self.is_quantized else held
+
+    def saved(
+        self,
+        x: Tensor,
+        rows: Tensor | BlockedColumns | None,
+        weight: Matrices | TransposedWeight | QuantizedWeight | None,
+        split_sizes: Tensor,
+        bias_scale: Tensor | None,
+        grad_input: Tensor | None,
+        needs_grad: frozenset[str],
+        x_is_inner: bool,
+        recipe: Float8Block | None = None,
     ) -> Saved:
         """What the wanted gradients need, and no more."""
         copies = x_is_inner and grad_input is not None and "x" in needs_grad
@@ -216,8 +281,8 @@ class GroupedLinear(WeightGrads):
         bias = self.matrices("bias") if "bias_scale" in needs_grad else None
         if bias is not None and type(bias) is not nn.Parameter:
             bias = self.to_save("bias", bias)
-        if "x" in needs_grad and type(weight) is not nn.Parameter:
-            weight = self.to_save("weight", weight)
+        if recipe is None and "x" in needs_grad and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)  # type: ignore[arg-type]
         return self.Saved(
             rows if "weight" in needs_grad else None,
             weight if "x" in needs_grad else None,
@@ -227,17 +292,35 @@ class GroupedLinear(WeightGrads):
             None if grad_input is None else CallerBuffer(grad_input),
             (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
             copies,
+            recipe,
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
-        grads: dict[str, Gradient] = {"x": lambda: input_grad(rows, saved)}
-        grads |= self.weight_grads(rows, saved.x, saved.split_sizes, needs_grad)
+        if saved.recipe is None:
+            return self.grads_of(saved, rows, rows, needs_grad)
+        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad}
+        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted)
+        return self.grads_of(saved, copies, rows, needs_grad)
+
+    def grads_of(
+        self, saved: Saved, dy: Tensor | TokenCopies, values: Tensor | None, needs_grad: frozenset[str]
+    ) -> Grads:
+        """All gradients from that of the output, as its products read it.
+
+        Args:
+            values: the gradient of the output, not quantised; None where neither bias nor its scale are wanted.
+        """
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved)}
+        left, number = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
+        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number)
+        if values is None:
+            return grads
         if self.has_bias:
-            grads |= self.bias_grads(rows, saved.split_sizes, saved.bias_scale)
+            grads |= self.bias_grads(values, saved.split_sizes, saved.bias_scale)
         bias, scale = saved.bias, saved.bias_scale
         if bias is not None and scale is not None:
-            grads["bias_scale"] = lambda: kernels.row_dots(rows, bias, saved.split_sizes, scale.dtype).view_as(scale)
+            grads["bias_scale"] = lambda: kernels.row_dots(values, bias, saved.split_sizes, scale.dtype).view_as(scale)
         return grads
 
     def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:
@@ -249,8 +332,13 @@ class GroupedLinear(WeightGrads):
 
         return {"bias": gradient}
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        match_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
-        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}{recipe}"
 
 
 def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -267,17 +355,29 @@ def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
-def input_grad(dy: Tensor, saved: GroupedLinear.Saved) -> Tensor:
+def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved) -> Tensor:
     """``dy W`` by group, into the caller's buffer if there is one."""
-    weight, lent = saved.weight, saved.grad_input
-    if weight is None:
+    lent = saved.grad_input
+    if saved.weight is None:
         raise ArgumentError("the gradient of x was not wanted in the forward")
     if lent is None:
-        dx = kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes)
-        assert isinstance(dx, Tensor)
+        dx = _times_weight(dy, saved, None)
         return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
-    kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, out=lent.tensor.view(-1, saved.x_shape[-1]))
+    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]))
     return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
+
+
+def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None) -> Tensor:
+    """``dy W`` as rows."""
+    if isinstance(dy, TokenCopies):
+        assert dy.rows is not None
+        weight = saved.weight
+        weight = quantized.turned(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(weight, TransposedWeight)
+        return quantized.input_grad(dy.rows, weight, saved.split_sizes, dy.dtype, out)
+    dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
+    assert isinstance(dx, Tensor)
+    return dx
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("routing.py", "inference.py")  # to routing, and to what reads routed rows
+DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
+    *("routing.py", "inference.py"),
+    *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py", "quantized_products.py"),
+)
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",
@@ -195,7 +198,7 @@ INSIDE = files("ops/kernels")
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda p: str(p.relative_to(ROOT / "ops/kernels")))
 def test_kernels_import_no_op(path):
-    allowed = ("ops.kernels", "ops.activation_spec", "ops.grouped_tensor", "ops.programs", "ops._C")
+    allowed = ("ops.kernels", "ops.activation_spec", "ops.grouped_tensor", "ops.programs", "ops.quantized", "ops._C")
 
     assert all(name.startswith(allowed) for name in imports(path) if name.startswith("ops."))
 
@@ -203,7 +206,19 @@ def test_kernels_import_no_op(path):
 EMPTY_WORDS = frozenset(
     ("found", "given", "half", "halves", "how", "known", "made", "own", "place", "plain", "room", "told", "what")
 )
-PUBLIC_WORDS = {"ops/pointwise.py": {"halves"}}  # the keyword of Pointwise
+PUBLIC_WORDS = {  # the keyword of Pointwise; the blocks of a weight of gate and up
+    "ops/pointwise.py": {"halves"},
+    "ops/kernels/quantized_problem.py": {"halves"},
+    "ops/kernels/quantized.py": {"halves"},
+    "ops/kernels/hopper/quantize.py": {"half", "halves"},
+    "ops/kernels/hopper/scaled_gemm.py": {"halves"},
+    "ops/kernels/pytorch/quantize.py": {"halves"},
+    "ops/kernels/pytorch/scaled_gemm.py": {"halves"},
+    "ops/quantized/mxfp8.py": {"halves"},
+    "ops/quantized/reference.py": {"halves"},
+    "ops/quantized/schemes.py": {"halves"},
+    "ops/quantized_tensor.py": {"halves"},
+}
 
 
 def names_of(node):

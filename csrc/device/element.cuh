@@ -8,9 +8,15 @@
 
 namespace fusible {
 
+// A byte that the tensor cores read: sign, four bits of exponent, three of fraction. No code converts it.
+struct E4M3 {
+  uint8_t bits;
+};
+
 template <DType kType>
-using Element = std::conditional_t<kType == DType::kBFloat16, __nv_bfloat16,
-                                   std::conditional_t<kType == DType::kFloat16, __half, float>>;
+using Element = std::conditional_t<
+    kType == DType::kBFloat16, __nv_bfloat16,
+    std::conditional_t<kType == DType::kFloat16, __half, std::conditional_t<kType == DType::kE4M3, E4M3, float>>>;
 
 DEVICE float read_number(const void* data, DType type, int64_t i) {
   switch (type) {

@@ -8,6 +8,7 @@
 #include "device/barrier.cuh"
 #include "device/epilogue.cuh"
 #include "device/operands.cuh"
+#include "device/scaling.cuh"
 #include "device/tma.cuh"
 
 namespace fusible {
@@ -35,10 +36,11 @@ struct Multicast {  // a copy for both blocks
   }
 };
 
-// At least one: an empty group's weight gradient is the product of one block of zeros.
+// At least one: an empty group's weight gradient is the product of one block of zeros. Blocked columns have none then.
 template <class K>
 DEVICE int k_blocks_of(const WorkTile& tile, const typename K::Params& p) {
-  if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + K::kTileK - 1) / K::kTileK);
+  if constexpr (K::A::kRaggedDepth && K::Scaling::kScaled) return (tile.tokens + K::kTileK - 1) / K::kTileK;
+  else if constexpr (K::A::kRaggedDepth) return max(1, (tile.tokens + K::kTileK - 1) / K::kTileK);
   else return p.k_blocks;
 }
 
@@ -49,12 +51,14 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   PipelineState<K::kStages> state;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
   constexpr bool kAhead = K::kSpareRegisters;
+  constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
   WorkTile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
     const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / K::B::kChunkColumns : K::B::kPieces;
-    const uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
+    uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
+    if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
@@ -62,6 +66,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       uint64_t* full = &s.full[state.stage];
       uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
       barrier_arrive_expecting(full, bytes);
+      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, block, tile);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
         for (int i = rank; i < rows; i += 2)
@@ -76,7 +81,8 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
           K::A::copy(Unicast{G::a(p, block), full}, a, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       }
       if (share_b) {
-        for (int i = rank; i < K::B::kPieces; i += 2)
+        const int shared = K::Scaling::kScaled ? pieces : K::B::kPieces;
+        for (int i = rank; i < shared; i += 2)
           K::B::copy(Multicast{G::b(p, block), full}, b, i, G::template depth<K>(p, block), G::tile(p, tile, block));
       } else if (pieces == K::B::kPieces) {
 #pragma unroll
@@ -90,7 +96,9 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       state.advance();
     }
-    if (!kAhead || blocks == 1) more = tiles.next(following);
+    const bool empty = kMayBeEmpty && blocks == 0;
+    if (empty) tiles.request();
+    if (!kAhead || blocks == 1 || empty) more = tiles.next(following);
   }
   for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
     barrier_wait(&s.empty[state.stage], state.phase ^ 1);

@@ -69,6 +69,26 @@ struct TokenColumnsB : MnMajor<T> {
           tile.tokens_start + tile.tokens);
   }
 };
+// A [blocks, columns, 128]: tokens in blocks of a stage's depth, transposed. A group starts at a block (BlockedGroups).
+template <class T>
+struct BlockedTokens : KMajor<T> {
+  static constexpr bool kRaggedDepth = true;
+  static constexpr int kRows = 64;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
+    issue(stage + i * kBlockBytes, 0, tile.row + i * kRows, tile.tokens_start + k / KMajor<T>::kTileK);
+  }
+};
+// B [blocks, columns, 128], likewise, in halves.
+template <class T, int kTileN>
+struct BlockedTokensB : KMajor<T> {
+  static constexpr int kPieces = 2, kRows = kTileN / 2;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
+    issue(stage + i * kRows * kSwizzleBytes, 0, tile.column * kTileN + i * kRows,
+          tile.tokens_start + k / KMajor<T>::kTileK);
+  }
+};
 // B [N, K] of each group, in halves.
 template <class T, int kTileN>
 struct WeightRows : KMajor<T> {

@@ -40,6 +40,14 @@ DEVICE void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Two parties of a named barrier: one waits until the other has arrived. `threads` counts both.
+DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Ordinary shared-memory stores of this thread become visible to TMA and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -68,6 +76,32 @@ DEVICE void store_vector(void* to, const uint4& words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
                "r"(words.w)
                : "memory");
+}
+
+// The same where `wanted`, without a branch; and 8 bytes.
+DEVICE void store_vector_if(bool wanted, void* to, const uint4& words) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %0, 0;\n @wanted st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+          static_cast<uint32_t>(wanted)),
+      "l"(to), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+      : "memory");
+}
+DEVICE void store_vector_if(bool wanted, void* to, const uint2& words) {
+  asm volatile(
+      "{\n .reg .pred wanted;\n setp.ne.u32 wanted, %0, 0;\n @wanted st.global.v2.b32 [%1], {%2, %3};\n}" ::"r"(
+          static_cast<uint32_t>(wanted)),
+      "l"(to), "r"(words.x), "r"(words.y)
+      : "memory");
+}
+// 16 bytes that nobody writes during the kernel; zeros where not `wanted`.
+DEVICE uint4 load_vector_if(bool wanted, const void* from) {
+  uint4 words;
+  asm("{\n .reg .pred wanted;\n setp.ne.u32 wanted, %4, 0;\n"
+      " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"
+      " @wanted ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%5];\n}"
+      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+      : "r"(static_cast<uint32_t>(wanted)), "l"(from));
+  return words;
 }
 
 template <class T>

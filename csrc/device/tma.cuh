@@ -16,6 +16,9 @@ DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensor
 DEVICE void load(const CUtensorMap* map, uint64_t* barrier, void* to, int c0, int c1) {
   asm volatile(LOAD(2) " [%0], [%1, {%3, %4}], [%2];" ::TO, "r"(c0), "r"(c1) : "memory");
 }
+DEVICE void load(const CUtensorMap* map, uint64_t* barrier, void* to, int c0, int c1, int c2) {
+  asm volatile(LOAD(3) " [%0], [%1, {%3, %4, %5}], [%2];" ::TO, "r"(c0), "r"(c1), "r"(c2) : "memory");
+}
 DEVICE void load(const CUtensorMap* map, uint64_t* barrier, void* to, int c0, int c1, int c2, int c3) {
   asm volatile(LOAD(4) " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::TO, "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
@@ -25,6 +28,12 @@ DEVICE void load(const CUtensorMap* map, uint64_t* barrier, void* to, int c0, in
 }
 DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, uint16_t blocks, int c0, int c1) {
   asm volatile(LOAD(2) ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::TO, "h"(blocks), "r"(c0), "r"(c1)
+               : "memory");
+}
+DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, uint16_t blocks, int c0, int c1,
+                           int c2) {
+  asm volatile(LOAD(3) ".multicast::cluster [%0], [%1, {%4, %5, %6}], [%2], %3;" ::TO, "h"(blocks), "r"(c0), "r"(c1),
+               "r"(c2)
                : "memory");
 }
 DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, uint16_t blocks, int c0, int c1, int c2,

@@ -75,4 +75,22 @@ struct TokenGroupsOfPairs : TokenGroups {
   }
 };
 
+// Groups whose tokens stand in blocks of 128 (BlockedTokens): a group starts with a block, and its number is that of
+// the blocks before it.
+struct BlockedGroups : TokenGroups {
+  template <class K>
+  DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
+    K::Scheduler::fill(s.groups, p.shape, lane);
+    int before = 0;
+    for (int base = 0; base < p.shape.sizes.groups; base += 32) {
+      const int group = base + lane;
+      const bool exists = group < p.shape.sizes.groups;
+      const int blocks = exists ? (s.groups.tokens[group] + K::kTileK - 1) / K::kTileK : 0;
+      const int end = before + scan(blocks, lane);
+      if (exists) s.groups.start[group] = end - blocks;
+      before = __shfl_sync(~0u, end, 31);
+    }
+  }
+};
+
 }  // namespace fusible

@@ -6,9 +6,9 @@
 
 namespace fusible {
 
-enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kE4M3 = 3 };
 
-constexpr int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+constexpr int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kE4M3 ? 1 : 2; }
 
 // body(std::integral_constant<..., k>()) of the choice k that `value` is; of the last one if it is none.
 template <auto kFirst, auto... kOthers, class Body>

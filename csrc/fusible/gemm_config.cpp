@@ -48,16 +48,15 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
   return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
 }
 
-const char* name(DType type) { return type == DType::kFloat32 ? "fp32" : type == DType::kFloat16 ? "fp16" : "bf16"; }
+const char* name(DType type) {
+  constexpr const char* kNames[] = {"fp32", "fp16", "bf16", "e4m3"};
+  return kNames[static_cast<int>(type)];
+}
 
-}  // namespace
-
-GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
-  const bool chosen = variant < 0;
-  if (chosen) variant = choose_variant(p, multiprocessors);
-  if (p.scale_bias && !fits_scale_bias(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
-  const TileVariant& tile = kTileVariants[variant];
-  const bool may_halve = chosen && p.layout == Layout::kTN && tile.tile_m > kLeastRows;
+// What follows from the tile: as many blocks as there is work for, and how tasks are handed out.
+GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, int variant,
+                    const TileVariant* variants) {
+  const TileVariant& tile = variants[variant];
   // At most this many tiles, whatever the sizes: every group may leave a rest.
   const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m)
                                                : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
@@ -67,7 +66,26 @@ GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant)
   return {.variant = variant,
           .grid = static_cast<int>(clusters) * tile.cluster(),
           .on_demand = !hardly_any_rows,
-          .may_halve = may_halve};
+          .may_halve = may_halve,
+          .variants = variants};
+}
+
+}  // namespace
+
+GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
+  const bool chosen = variant < 0;
+  if (chosen) variant = choose_variant(p, multiprocessors);
+  if (p.scale_bias && !fits_scale_bias(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
+  const bool may_halve = chosen && p.layout == Layout::kTN && kTileVariants[variant].tile_m > kLeastRows;
+  return complete(p, multiprocessors, may_halve, variant, kTileVariants);
+}
+
+GemmConfig choose_scaled_config(const GemmProblem& p, int multiprocessors, int variant) {
+  const bool is_wgrad = p.layout == Layout::kTN, chosen = variant < 0;
+  const TileVariant* variants = is_wgrad ? kScaledWgradVariants : kScaledVariants;
+  if (chosen) variant = 0;
+  const bool may_halve = chosen && is_wgrad && variants[variant].tile_m > kLeastRows;
+  return complete(p, multiprocessors, may_halve, variant, variants);
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {

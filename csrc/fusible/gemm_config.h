@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <iosfwd>
+#include <iterator>
 
 #include "fusible/dtype.h"
 
@@ -28,6 +29,7 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
+  bool turns = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -45,6 +47,12 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
+// Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
+inline constexpr TileVariant kScaledVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},  {128, 256, 2, 1, 3, 8, false, true}, {128, 256, 1, 1, 3, 8},
+    {256, 128, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 16}, {128, 256, 2, 1, 3, 8, true}};
+inline constexpr TileVariant kScaledWgradVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, true}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
@@ -86,17 +94,21 @@ constexpr bool short_groups(const GemmProblem& p) {
 }
 
 struct GemmConfig {
-  int variant;     // index into kTileVariants
+  int variant;     // index into `variants`
   int grid;        // blocks
   bool on_demand;  // tasks are handed out by a counter in the workspace, if there is one
   bool may_halve;  // tiles may have kLeastRows, as the sizes of the groups decide; not where a variant is asked for
 
-  const TileVariant& tile() const { return kTileVariants[variant]; }
+  const TileVariant* variants = kTileVariants;
+
+  const TileVariant& tile() const { return variants[variant]; }
 };
 
 // Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0
 // lets the cost model choose.
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+// Of e4m3 operands.
+GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

@@ -15,7 +15,14 @@ void check_device(const GemmProblem& problem, int device);
 // Throws fusible::Error where the kernels cannot do what is asked for.
 void check(const GroupedGemm& call, int device);
 
-// Fills the workspace, on the stream, and the parameters.
+// What both kinds of operands share of that: shapes, sizes, alignment.
+void check_shapes(const GroupedGemm& call, int device);
+
+// The weight gradients of no tokens.
+void zero_output(const GroupedGemm& call, cudaStream_t stream);
+
+// Fills the workspace, on the stream, and the parameters; `prepare_shape` leaves out the tensor maps.
+GemmParams prepare_shape(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 
 // Maps of the second pair of operands; of nothing, where there is none.

@@ -54,10 +54,8 @@ void check_matrix(const char* name, const MatrixView& m, const GemmProblem& p) {
 
 int k_blocks(const GemmProblem& p, int64_t k) { return static_cast<int>(blocks_of(k, tile_k(p.operand))); }
 
-GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
+void set_maps(GemmParams& params, const GroupedGemm& call, const TileVariant& tile) {
   const GemmProblem& p = call.problem;
-  const TileVariant& tile = config.tile();
-  GemmParams params{};
   if (p.layout == Layout::kTN) {
     params.a = ragged_depth_map(call.a, p.tokens, p.m);
     params.b = ragged_depth_map(call.b, p.tokens, p.n);
@@ -67,8 +65,14 @@ GemmParams make_params(const GroupedGemm& call, const GemmConfig& config, const 
     params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
                                        : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
-    params.k_blocks = k_blocks(p, p.k) + k_blocks(p, p.second_k);
   }
+}
+
+GemmParams make_shape(const GroupedGemm& call, const GemmConfig& config, const Workspace& workspace) {
+  const GemmProblem& p = call.problem;
+  const TileVariant& tile = config.tile();
+  GemmParams params{};
+  if (p.layout != Layout::kTN) params.k_blocks = k_blocks(p, p.k) + k_blocks(p, p.second_k);
   params.shape = {.sizes = call.sizes,
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
@@ -103,19 +107,6 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
       cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes), problem,
       ": ", config);
   done.insert({kernel.function, device});
-}
-
-// Nothing to compute: the weight gradients of empty groups are zero.
-void zero_output(const GroupedGemm& call, cudaStream_t stream) {
-  const GemmProblem& p = call.problem;
-  const size_t element = bytes_of(p.output);
-  for (int64_t group = 0; group < p.groups; ++group) {
-    const uintptr_t out = call.out.addresses.empty()
-                              ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
-                              : call.out.addresses[group];
-    FUSIBLE_CUDA_CHECK(
-        cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
-  }
 }
 
 // The rows of no group of what the call writes.
@@ -204,17 +195,13 @@ void check_second_pair(const GroupedGemm& call) {
 
 }  // namespace
 
-void check(const GroupedGemm& call, int device) {
+void check_shapes(const GroupedGemm& call, int device) {
   const GemmProblem& p = call.problem;
   check_device(p, device);
   FUSIBLE_CHECK(p.tokens >= 0 && p.tokens < (1 << 30), "the token buffer must have fewer than 2^30 rows. ", p);
   FUSIBLE_CHECK(p.n > 0 && p.n % 8 == 0, "n must be a positive multiple of 8. ", p);
   FUSIBLE_CHECK(p.layout == Layout::kTN ? p.m > 0 && p.m % 8 == 0 : p.k > 0 && p.k % 8 == 0,
                 "m and k must be positive multiples of 8. ", p);
-  FUSIBLE_CHECK(p.operand != DType::kFloat32 && call.a.type == p.operand && call.b.type == p.operand,
-                "operands must be both bf16 or both fp16. ", p);
-  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output,
-                "output must be fp32 or of the operands' type. ", p);
   FUSIBLE_CHECK(p.layout != Layout::kTN || !(call.epilogue.row_scale || call.epilogue.bias_scale),
                 "a weight gradient has no rows to scale. ", p);
   FUSIBLE_CHECK(call.sizes.sizes && call.sizes.groups == p.groups, "the sizes of the groups are not given. ", p);
@@ -225,8 +212,36 @@ void check(const GroupedGemm& call, int device) {
   if (p.second_k) check_second_pair(call);
 }
 
+void check(const GroupedGemm& call, int device) {
+  const GemmProblem& p = call.problem;
+  FUSIBLE_CHECK((p.operand == DType::kFloat16 || p.operand == DType::kBFloat16) && call.a.type == p.operand &&
+                    call.b.type == p.operand,
+                "operands must be both bf16 or both fp16. ", p);
+  FUSIBLE_CHECK((p.output == p.operand || p.output == DType::kFloat32) && call.out.type == p.output,
+                "output must be fp32 or of the operands' type. ", p);
+  check_shapes(call, device);
+}
+
+void zero_output(const GroupedGemm& call, cudaStream_t stream) {
+  const GemmProblem& p = call.problem;
+  const size_t element = bytes_of(p.output);
+  for (int64_t group = 0; group < p.groups; ++group) {
+    const uintptr_t out = call.out.addresses.empty()
+                              ? reinterpret_cast<uintptr_t>(call.out.data) + group * call.out.group_stride * element
+                              : call.out.addresses[group];
+    FUSIBLE_CUDA_CHECK(
+        cudaMemset2DAsync(reinterpret_cast<void*>(out), call.out.pitch * element, 0, p.n * element, p.m, stream), p);
+  }
+}
+
+GemmParams prepare_shape(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
+  return make_shape(call, config, fill_workspace(call, config, stream));
+}
+
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
-  return make_params(call, config, fill_workspace(call, config, stream));
+  GemmParams params = prepare_shape(call, config, stream);
+  set_maps(params, call, config.tile());
+  return params;
 }
 
 SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config) {

@@ -12,6 +12,7 @@
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
+#include "fusible/scaled_gemm.h"
 #include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
@@ -96,6 +97,72 @@ struct GroupedGemmLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const { grouped_gemm(gemm, device, stream); }
+};
+
+// What products of e4m3 operands share.
+struct ScaledLaunch : OnStream {
+  GroupedGemm gemm{};
+  Addresses out_addresses, bias_addresses;
+  const float *a_scales = nullptr, *b_scales = nullptr;
+
+  template <class Visitor>
+  void visit_operands(Visitor& v) {
+    GemmProblem& p = gemm.problem;
+    visit_stream(v, *this), v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n);
+    v.field("a", gemm.a.data), v.field("a_scales", a_scales), v.field("b", gemm.b.data), v.field("b_scales", b_scales);
+    visit_sizes(v, gemm.sizes), v.field("output", p.output), v.field("out", gemm.out.data);
+    v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
+  }
+  void complete(Layout layout) {
+    GemmProblem& p = gemm.problem;
+    p.layout = layout, p.operand = gemm.a.type = gemm.b.type = DType::kE4M3, gemm.out.type = p.output;
+    gemm.sizes.groups = static_cast<int>(p.groups);
+    gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
+    gemm.zeroed = false;
+  }
+  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
+};
+
+struct ScaledGemmLaunch : ScaledLaunch {
+  static constexpr const char* kName = "scaled_gemm";
+  int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
+  bool halves = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    EpilogueArguments& e = gemm.epilogue;
+    visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
+    v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
+    v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
+    v.field("b_scales_column", b_scales_column), v.field("halves", halves);
+    v.optional();
+    v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
+    v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
+    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
+  }
+  void complete() {
+    const EpilogueArguments& e = gemm.epilogue;
+    ScaledLaunch::complete(Layout::kNT);
+    gemm.problem.scale_bias = e.bias.data || !bias_addresses.empty() || e.row_scale || e.bias_scale || e.alphas;
+  }
+  void run() const {
+    scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column, halves}, device, stream);
+  }
+};
+
+struct ScaledWgradLaunch : ScaledLaunch {
+  static constexpr const char* kName = "scaled_wgrad";
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_operands(v), v.field("m", gemm.problem.m), v.field("out_group", gemm.out.group_stride);
+    v.field("out_addresses", out_addresses), v.field("accumulate", gemm.accumulate);
+  }
+  void complete() {
+    ScaledLaunch::complete(Layout::kTN);
+    gemm.a.pitch = gemm.b.pitch = kScaleBlock;
+  }
+  void run() const { scaled_wgrad({gemm, a_scales, b_scales}, device, stream); }
 };
 
 // With `preact` 0, the product is not kept.

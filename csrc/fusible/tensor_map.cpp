@@ -26,6 +26,7 @@ Encode look_up_encoder() {
 CUtensorMapDataType map_type(DType type) {
   switch (type) {
     case DType::kFloat32: return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kE4M3: return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case DType::kFloat16: return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     default: return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
@@ -34,14 +35,14 @@ CUtensorMapDataType map_type(DType type) {
 // Sizes and box in elements, innermost first; strides in bytes, of dimensions 1 and up.
 template <size_t kRank>
 CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>& sizes,
-                   const std::array<uint64_t, kRank - 1>& strides, const std::array<uint32_t, kRank>& box) {
+                   const std::array<uint64_t, kRank - 1>& strides, const std::array<uint32_t, kRank>& box,
+                   CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const Encode encoder = look_up_encoder();
   constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(), strides.data(), box.data(),
-              kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(),
+                                  strides.data(), box.data(), kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ",
                 base, ", sizes ", sizes[0], " x ", sizes[1], ", row pitch ", strides[0], " bytes");
   return map;
@@ -118,6 +119,18 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
   return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n / 64 % 2 ? 2 : 1), 1, 1});
+}
+
+CUtensorMap blocked_tokens_map(const MatrixView& a, int64_t blocks, int64_t columns, int box) {
+  const Bytes bytes(a);
+  const uint32_t row = depth(a.type);
+  return encode<3>(bytes.base, a.type, {row, Extent(columns), Extent(blocks)}, {row, Extent(columns) * row},
+                   {row, uint32_t(box), 1});
+}
+
+CUtensorMap scales_map(const float* scales, int64_t rows, int64_t blocks, int64_t pitch, int box) {
+  return encode<2>(reinterpret_cast<uintptr_t>(scales), DType::kFloat32, {Extent(rows), Extent(blocks)},
+                   {Extent(pitch) * sizeof(float)}, {uint32_t(box), 1}, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box) {

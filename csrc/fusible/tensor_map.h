@@ -40,6 +40,10 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 // b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: an odd number of chunks of 64 columns does not divide
 // between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
+// a[blocks, columns, 128] of a type of one byte: `box` columns of one block.
+CUtensorMap blocked_tokens_map(const MatrixView& a, int64_t blocks, int64_t columns, int box);
+// Scales [blocks, rows of an operand], `pitch` floats from a block to the next: `box` rows of one block.
+CUtensorMap scales_map(const float* scales, int64_t rows, int64_t blocks, int64_t pitch, int box);
 // out[T, n], `box` rows x 128 bytes: row s + r of n that begin at s is addressed as (T - n + r, s + n, 0), and r >= n
 // is dropped.
 CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, int box);

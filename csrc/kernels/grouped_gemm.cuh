@@ -7,13 +7,14 @@
 #pragma once
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
+#include "device/scaled_mainloop.cuh"
 #include "device/swap_ab.cuh"
 #include "device/token_groups.cuh"
 
 namespace fusible {
 
 template <OperandA A_, OperandB B_, class Out_, bool kScaleBiasValue, TileVariant kVariant,
-          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups_ = TokenGroups>
+          EpiloguePolicy Epilogue = StoreEpilogue, GroupsPolicy Groups_ = TokenGroups, class Scaling_ = NoScaling>
 struct GroupedGemmKernel {
   using A = A_;
   using B = B_;
@@ -21,10 +22,13 @@ struct GroupedGemmKernel {
   using T = typename A::Element;
   static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
   static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
-  using Params = typename Groups::template Params<typename Epilogue::Params>;
+  using Scaling = Scaling_;
+  using Params = typename Scaling::template Params<typename Groups::template Params<typename Epilogue::Params>>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
+  static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
+  static constexpr bool kTurns = kVariant.turns;
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -47,6 +51,7 @@ struct GroupedGemmKernel {
   struct __align__(1024) Storage {
     Stages<kTileM, kTileN, kStages> stages;
     uint8_t smem_out[kConsumers][Layout::kBytes];
+    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, kStages> scales;
     uint64_t full[kStages], empty[kStages];
     uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
@@ -76,7 +81,8 @@ struct GroupedGemmKernel {
 
   // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
   // are all a tile has: 64 columns of 192 are a third of its work.
-  static constexpr bool kNarrows = kTileN == 192 && kRaggedDepth && !kScaleBias;
+  static constexpr bool kNarrows =
+      Scaling::kScaled ? kTileN == 256 && !kVariant.swap_ab : kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const WorkTile& tile, const Params& p) {
     return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
@@ -181,6 +187,7 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.a);
       tma::prefetch_map(&p.b);
       tma::prefetch_map(&p.out);
+      if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
@@ -201,6 +208,7 @@ struct GroupedGemmKernel {
     } else {
       ptx::registers_increase<kConsumerRegisters>();
       if constexpr (kVariant.swap_ab) consume_swap_ab<GroupedGemmKernel>(s, p, warp / 4 - 1);
+      else if constexpr (Scaling::kScaled) consume_scaled<GroupedGemmKernel>(s, p, warp / 4 - 1);
       else consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
@@ -208,11 +216,18 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr int kProducerRegisters = kWholeWarp ? Epilogue::kRegisters : kSpareRegisters ? 120 : 56;
-  static constexpr int kConsumerRegisters = kApart            ? 256 - Epilogue::kRegisters
-                                            : kWholeWarp      ? (504 - Epilogue::kRegisters) / 2
-                                            : kSpareRegisters ? 192
-                                                              : 224;
+  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
+  static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
+                                            : kScarce          ? 56
+                                            : Scaling::kScaled ? 72
+                                            : kSpareRegisters  ? 120
+                                                               : 56;
+  static constexpr int kConsumerRegisters = kApart             ? 256 - Epilogue::kRegisters
+                                            : kWholeWarp       ? (504 - Epilogue::kRegisters) / 2
+                                            : kScarce          ? 224
+                                            : Scaling::kScaled ? 216
+                                            : kSpareRegisters  ? 192
+                                                               : 224;
 };
 
 template <class K>

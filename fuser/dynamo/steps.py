@@ -117,12 +117,25 @@ def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
 def program_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> Program:
     """A program, or one that says why there is none: Dynamo would bury an exception."""
     try:
-        with use_config(config_of(**dict(flags))):  # as the traced code has them
+        with use_config(switches_of(flags)):  # as the traced code has them
             return program_of(current(), *call)
     except _Refused as refused:
         return Program(refusal=str(refused))
     except (ArgumentError, IndexError, RefusedError) as error:
         return Program(error=str(error))
+
+
+def switches_of(flags: tuple[tuple[str, Any], ...]) -> Config:
+    """The inverse of :func:`frontend.active_flags`."""
+    return config_of(**{name: _whole(value) for name, value in flags})
+
+
+def _whole(value: Any) -> Any:
+    """A record from its type and its fields."""
+    if not isinstance(value, tuple):
+        return value
+    kind, *fields = value
+    return kind(*map(_whole, fields))
 
 
 def program_of(compiled: Any, call: Any, arguments: Any, names: Any) -> Program:

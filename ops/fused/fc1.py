@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
+from ..quantized_linear import TokenCopies, applied, quantized_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +29,9 @@ FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 
 
 class FirstLinear(NamedTuple):
-    """What the forward gives: the hidden rows [T, F], what its backward needs, and the split sizes."""
+    """What the forward gives: the hidden rows [T, F], or copies of them, and what its backward needs."""
 
-    postact: Tensor
+    postact: Tensor | TokenCopies
     preact: Tensor | None
     saved: GroupedLinear.Saved
 
@@ -48,12 +49,24 @@ def forward(
     keep_preact: bool,
     tail_unspecified: bool,
     x_is_inner: bool,
+    copied: bool = False,
 ) -> FirstLinear:
-    """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
+    """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
+
+    Args:
+        copied: whether hidden rows that follow a recipe are wanted as the copies that the second linear reads.
+    """
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
+    recipe = applied(fc1.recipe, rows.dtype)
+    if recipe is not None:
+        terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
+        lent = bias_scale, grad_input
+        preact, saved = fc1.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms)
+        hidden = quantized_hidden(recipe, preact, sizes, activation, flat(scales), copied)
+        return FirstLinear(hidden, preact if keep_preact else None, saved)
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
-    preact, postact = kernels.grouped_linear_activation(
+    kept, postact = kernels.grouped_linear_activation(
         rows,
         weight,
         sizes,
@@ -62,15 +75,13 @@ def forward(
         tail_unspecified=tail_unspecified,
         **factors,  # type: ignore[arg-type]
     )
-    return FirstLinear(
-        postact, preact, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
-    )
+    return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
 
 
 def backward(
     fc1: GroupedLinear,
     saved: GroupedLinear.Saved,
-    dpreact: Tensor,
+    dpreact: Tensor | TokenCopies,
     needs_grad: frozenset[str],
     dbias: Tensor | None = None,
 ) -> Grads:
@@ -79,7 +90,10 @@ def backward(
     Args:
         dbias: the gradient of the bias, where it has come with ``dpreact``.
     """
-    grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad))
+    if isinstance(dpreact, TokenCopies):
+        grads = dict(fc1.grads_of(saved, dpreact, dpreact.values, needs_grad))
+    else:
+        grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad))
     if dbias is not None:
         grads["bias"] = dbias
     return {name: gradient for name, gradient in grads.items() if name in needs_grad}

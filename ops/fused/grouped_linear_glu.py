@@ -57,6 +57,7 @@ class GroupedLinearGLU(FusedOp):
             tail_unspecified=False,
             x_is_inner=x_is_inner,
         )
+        assert isinstance(fc1.postact, Tensor)
         return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, fc1.preact, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

@@ -9,7 +9,7 @@ kernel that is given the product ``s o`` serves both places of the scale.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,25 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
+from ..quantized.copies import BlockedColumns, QuantizedWeight
+from ..quantized.recipe import Float8Block
+from ..quantized_linear import (
+    GatheredTokens,
+    ThroughActivation,
+    TokenCopies,
+    TransposedWeight,
+    Wanted,
+    copies_of,
+    hidden_for_wgrad,
+    in_force,
+    quantized_hidden,
+    through_activation,
+    turned,
+)
 from ..scale import Scale
 from . import fc1 as first_linear
 from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
-from .fc1 import FC1, Part, filed, flat, names_of
+from .fc1 import FC1, FirstLinear, Part, filed, flat, names_of
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
@@ -44,6 +59,7 @@ _PATH = Pattern.path(
     .absent("output", "fc1")
     .absent("grad_input", "fc2")
     .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
+    .where("fc1 and fc2 have different recipes", lambda m: in_force(m.fc1.recipe) == in_force(m.fc2.recipe))
     .where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
     priority=30,
 )
@@ -88,20 +104,59 @@ class GroupedMLP(FusedOp):
             keep_preact=_through(needs_grad) or _trains(needs_grad),
             tail_unspecified=True,
             x_is_inner=x_is_inner,
+            copied=True,
         )
-        postact, sizes = fc1.postact, fc1.saved.split_sizes
-        weight, bias = self.fc2.matrices("weight", postact.dtype), self._bias()
-        out = None if output is None else output.view(-1, self.fc2.out_features)
-        factors = {"bias": bias, "bias_scale": flat(fc2_bias_scale), "row_scale": flat(out_scale_scales)}
-        y = kernels.grouped_gemm(Layout.NT, postact, weight, sizes, out=out, **factors)  # type: ignore[arg-type]
-        assert isinstance(y, Tensor)
-        needs = _kept_for_fc2(needs_grad, self.fc2.has_bias)
-        fc2 = self.fc2.saved(postact, postact, weight, sizes, fc2_bias_scale, None, needs, True)
+        factors = {
+            "out": None if output is None else output.view(-1, self.fc2.out_features),
+            "bias": self._bias(),
+            "bias_scale": flat(fc2_bias_scale),
+            "row_scale": flat(out_scale_scales),
+        }
+        y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
         saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
+    def quantized_fwd(
+        self,
+        recipe: Float8Block,
+        x: Tensor | GatheredTokens,
+        split_sizes: Tensor,
+        scales: Tensor | None,
+        out_scales: Tensor | None,
+        needs_grad: frozenset[str],
+    ) -> tuple[Tensor, Saved]:
+        """The output as rows, and what is saved, from rows that are gathered as they are quantised."""
+        needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
+        tokens = x.tokens if isinstance(x, GatheredTokens) else x
+        copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
+        bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
+        preact, first = self.fc1.quantized_fwd(recipe, tokens, copies, split_sizes, None, None, needs, True, bias)
+        hidden = quantized_hidden(recipe, preact, split_sizes, spec, flat(scales), True)
+        factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
+        fc1 = FirstLinear(hidden, preact if _through(needs_grad) or _trains(needs_grad) else None, first)
+        y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
+        return y, self.Saved(first, fc2, fc1.preact, scales, out_scales)
+
+    def _second(
+        self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
+    ) -> tuple[Tensor, GroupedLinear.Saved]:
+        """The output as rows, and what is kept of the second linear."""
+        postact, sizes, recipe = fc1.postact, fc1.saved.split_sizes, fc1.saved.recipe
+        if isinstance(postact, TokenCopies):
+            assert recipe is not None
+            assert postact.rows is not None
+            return self.fc2.quantized_fwd(
+                recipe, postact.rows.data, postact, sizes, bias_scale, None, needs, True, factors
+            )
+        weight = self.fc2.matrices("weight", postact.dtype)
+        y = kernels.grouped_gemm(Layout.NT, postact, weight, sizes, **factors)
+        assert isinstance(y, Tensor)
+        return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
+
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
+        if saved.fc1.recipe is not None:
+            return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         activated = self.through_fc2(saved, rows, needs_grad)
         fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
@@ -113,6 +168,54 @@ class GroupedMLP(FusedOp):
             grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
 
+    def quantized_bwd(
+        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
+    ) -> Grads:
+        """:meth:`bwd` of a call that followed a recipe.
+
+        Args:
+            dy: gathered as it is quantised only where :meth:`reads_values` does not hold.
+        """
+        through = self._through_quantized(recipe, saved, dy, needs_grad)
+        needs, outer = names_of(FC1, needs_grad), names_of(_FC2, needs_grad)
+        values, left = dy if isinstance(dy, Tensor) else dy.tokens, (through.dy.for_wgrad, through.dy.number)
+        grads: dict[str, Gradient] = filed(_FC2, self._fc2_grads(saved, values, through.postact, outer, *left))
+        if needs and through.preact is not None:
+            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, through.preact, needs))
+        if through.scales is not None:
+            grads |= self.scale_grads(saved, values, through.scales, needs_grad)
+        return grads
+
+    def reads_values(self, recipe: Float8Block, saved: Saved, needs_grad: frozenset[str]) -> bool:
+        """Whether a backward reads the gradient of the output as it was before it is quantised."""
+        biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
+        return biased or (recipe.wgrad != "float8" and _trains(needs_grad))
+
+    def _through_quantized(
+        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
+    ) -> ThroughActivation:
+        """:meth:`through_fc2` of a call that followed a recipe."""
+        sizes, weight, spec, trains = saved.fc2.split_sizes, saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
+        through = weight is not None and _through(needs_grad)
+        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains)
+        total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
+        if saved.preact is None:
+            return ThroughActivation(copies, None, None, None)
+        if not through:
+            hidden = hidden_for_wgrad(recipe, saved.preact, sizes, spec, total) if trains else None
+            return ThroughActivation(copies, None, None, hidden)
+        weight = turned(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(weight, TransposedWeight)
+        inner = names_of(FC1, needs_grad)
+        wanted = Wanted(
+            scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
+            weight=trains,
+            inner_rows="x" in inner,
+            inner_weight="weight" in inner,
+            values=not inner.isdisjoint(("bias", "bias_scale")),
+        )
+        return through_activation(recipe, copies, weight, saved.preact, sizes, spec, total, wanted)
+
     def _bias(self) -> kernels.Matrices | None:
         return self.fc2.matrices("bias") if self.fc2.has_bias else None
 
@@ -122,7 +225,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or not _through(needs_grad):
+        if weight is None or isinstance(weight, QuantizedWeight) or not _through(needs_grad):
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total))
         return kernels.grouped_linear_activation_backward(
             dy,
@@ -141,10 +244,23 @@ class GroupedMLP(FusedOp):
         unscaled = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
         return self.fc1.one_parameter("bias").dtype if unscaled else None
 
-    def _fc2_grads(self, saved: Saved, dy: Tensor, postact: Tensor | None, needs_grad: frozenset[str]) -> Grads:
-        """Of the parameters and the bias scale of the second linear, by its names."""
+    def _fc2_grads(
+        self,
+        saved: Saved,
+        dy: Tensor,
+        postact: Tensor | BlockedColumns | None,
+        needs_grad: frozenset[str],
+        for_wgrad: Tensor | BlockedColumns | None = None,
+        number: int = 0,
+    ) -> Grads:
+        """Of the parameters and the bias scale of the second linear, by its names.
+
+        Args:
+            for_wgrad: what the gradient of the weight reads instead of ``dy``, of this ``number`` of rows.
+        """
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
-        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(dy, postact, sizes, needs_grad))
+        left = dy if for_wgrad is None else for_wgrad
+        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(left, postact, sizes, needs_grad, number))
         if "bias" in needs_grad:
             grads |= self.bias_grads(saved, dy)
         if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:

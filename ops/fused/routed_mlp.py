@@ -25,11 +25,13 @@ from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
+from ..quantized.recipe import Float8Block
+from ..quantized_linear import in_force
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import ACTIVATION, spec_of, with_activation
 from .grouped_mlp import GroupedMLP
-from .routed_forward import forward, routed_mlp
+from .routed_forward import forward, gathered, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
@@ -57,6 +59,7 @@ def _pattern() -> Pattern:
         .absent("output", "fc2")
         .absent("grad_input", "fc1")
         .absent("grad_input", "fc2")
+        .where("fc1 and fc2 have different recipes", lambda m: in_force(m.fc1.recipe) == in_force(m.fc2.recipe))
     ),
     priority=40,
 )
@@ -114,8 +117,11 @@ class RoutedMLP(FusedOp):
             needs_grad=needs,
             autocast_dtype=autocast_dtype,
         )
-        kept = _with_split_sizes(saved._replace(fc1=saved.fc1._replace(x=None)), None)
-        trains = tokens if "fc1.weight" in needs else None
+        trains = None
+        if saved.fc1.recipe is None:
+            saved = saved._replace(fc1=saved.fc1._replace(x=None))
+            trains = tokens if "fc1.weight" in needs else None
+        kept = _with_split_sizes(saved, None)
         return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
     def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
@@ -134,6 +140,8 @@ class RoutedMLP(FusedOp):
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
         fc1, fc2 = self.fc1, self.fc2
+        if in_force(fc1.recipe) is not None or in_force(fc2.recipe) is not None:
+            return None
         if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
             return None
         if any(fc1.per_group.values()) or any(fc2.per_group.values()):
@@ -149,6 +157,8 @@ class RoutedMLP(FusedOp):
         needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         replay_unless_large(dy, routing.row_of_slot.numel())
+        if mlp.fc1.recipe is not None:
+            return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
         rows = permutation.permute(dy, routing, fill=False)
         pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
         grads: dict[str, Gradient] = {"fc1.bias": bias}
@@ -163,6 +173,28 @@ class RoutedMLP(FusedOp):
             grads["fc1.weight"] = partial(_wgrad, self.fc1, saved.tokens, pre, self.fc1.transposed_weight, routing)
         if hidden is not None:
             grads["fc2.weight"] = partial(_wgrad, self.fc2, dy, hidden, not self.fc2.transposed_weight, routing)
+        return {name: gradient for name, gradient in grads.items() if name in needs_grad}
+
+    def _quantized_bwd(
+        self,
+        recipe: Float8Block,
+        saved: Saved,
+        mlp: GroupedMLP.Saved,
+        dy: Tensor,
+        needs: frozenset[str],
+        needs_grad: frozenset[str],
+    ) -> Grads:
+        """Of a call that followed a recipe: the experts keep copies of their rows, so none of x is gathered again."""
+        routing = saved.routing
+        reads_values = self.experts.reads_values(recipe, mlp, needs)
+        rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
+        grads = dict(self.experts.quantized_bwd(recipe, mlp, rows, needs))
+        scales = [grads.pop(keyword) for keyword in _SCALES.values() if keyword in grads]
+        dx = grads.pop("x", None)
+        if "x" in needs_grad:
+            grads["x"] = lambda: _of_tokens(evaluate(dx), routing, saved.x_dtype)
+        if "top_k_weights" in needs_grad:
+            grads["top_k_weights"] = partial(_weight_grads, scales, routing, saved.weights_dtype)
         return {name: gradient for name, gradient in grads.items() if name in needs_grad}
 
     def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
@@ -182,7 +214,13 @@ def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.S
 
 
 def _token_grads(dpre: Tensor, fc1: GroupedLinear.Saved, routing: Routing, dtype: torch.dtype) -> Tensor:
-    return permutation.unpermute(input_grad(dpre, fc1).to(dtype), routing)
+    return _of_tokens(input_grad(dpre, fc1), routing, dtype)
+
+
+def _of_tokens(rows: Tensor | None, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """The sums of each token's rows."""
+    assert rows is not None
+    return permutation.unpermute(rows.to(dtype), routing)
 
 
 def _weight_grads(dscales: Sequence[Gradient], routing: Routing, dtype: torch.dtype) -> Tensor:

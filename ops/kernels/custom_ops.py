@@ -20,10 +20,12 @@ from torch import Tensor
 from ...fuser.config import Config, active_config, config_of, use_config
 from ...fuser.tracing import is_traced
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
+from .problem import Matrices, first
 
 F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]
 _UNCHANGED = nullcontext()
+_TENSORS = (Tensor, Matrices)
 
 
 def kernel(
@@ -38,8 +40,8 @@ def kernel(
 ) -> Callable[[F], F]:
     """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
 
-    The first parameter that is a tensor, passed by position, says whether a call is traced. A function with a parameter
-    ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
+    The first parameter that is a tensor, or matrices, passed by position, says whether a call is traced. A function
+    with a parameter ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
 
     Args:
         allocate: makes the result from those of the parameters that it names. On tensors without data it is the fake.
@@ -53,7 +55,7 @@ def kernel(
 
     def declared(function: F) -> F:
         op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
-        first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
+        position = next(i for i, parameter in enumerate(signature.parameters) if hints[parameter] in _TENSORS)
         crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
         codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
         if obeys_switches:
@@ -76,8 +78,8 @@ def kernel(
 
         @wraps(function)
         def door(*args: Any, **kwargs: Any) -> Any:
-            tensor = args[first_tensor]
-            if type(tensor) is not Tensor and is_traced(tensor):
+            tensor = args[position]
+            if type(tensor) is not Tensor and is_traced(first(tensor)):
                 return traced(*args, **kwargs)
             return function(*args, **kwargs)
 

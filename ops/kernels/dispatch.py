@@ -21,14 +21,19 @@ from . import float32
 from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import permute as hopper_permute
+from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
-from .interface import ActivationKernels, Backend, PointwiseKernels, RowKernels
+from .hopper import scaled_gemm as hopper_scaled
+from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
 from .problem import GroupedGemm, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
+from .pytorch import quantize as pytorch_quantize
+from .pytorch import scaled_gemm as pytorch_scaled
+from .quantized_problem import Multiplying, Quantizing, source
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -198,6 +203,18 @@ def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKer
     fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
     refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
     return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens)
+
+
+def quantizers(problem: Quantizing) -> tuple[Quantizers, str]:
+    """What makes the copies, and why not our own kernels."""
+    refusal = partial(hopper_quantize.refusal, problem)
+    return _ours_or(pytorch_quantize, hopper_quantize, refusal, "quantiser", source(problem))
+
+
+def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:
+    """What multiplies quantised operands, and why not our own kernels."""
+    refusal = partial(hopper_scaled.refusal, problem)
+    return _ours_or(pytorch_scaled, hopper_scaled, refusal, "product of quantised operands", problem.a.data)
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:

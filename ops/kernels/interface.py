@@ -9,6 +9,7 @@ from torch import Tensor
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from .problem import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
+from .quantized_problem import Multiplying, Quantizing
 
 
 class Backend(Protocol):
@@ -73,3 +74,29 @@ class RowKernels(Protocol):
 
     def zero_tail(self, out: Tensor, split_sizes: Tensor, /) -> None:
         """Zeros the rows past the last group."""
+
+
+class Quantizers(Protocol):
+    """What makes quantised copies."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: Quantizing, /) -> str | None:
+        """Why the copies cannot be made here; None: they can."""
+
+    def run(self, problem: Quantizing, /) -> None:
+        """Fills the copies, and what else the problem has tensors for."""
+
+
+class ScaledProducts(Protocol):
+    """Products of quantised operands."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: Multiplying, /) -> str | None:
+        """Why the product cannot be run here; None: it can."""
+
+    def run(self, problem: Multiplying, /) -> None:
+        """Computes ``problem.out``."""

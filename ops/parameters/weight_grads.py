@@ -16,6 +16,8 @@ from ...fuser.replay import capture
 from .. import kernels
 from ..checks import is_plain
 from ..kernels import Layout, Matrices
+from ..quantized.copies import BlockedColumns
+from ..quantized_linear import weight_grad
 from .delayed import Delayed
 from .group import ExpertGroup
 from .grouped import ExpertParameters
@@ -50,14 +52,27 @@ class WeightGrads(ExpertParameters):
             return "accumulate_into_main_grad writes attributes of parameters, which compiled code cannot"
         return None
 
-    def weight_grads(self, dy: Tensor, x: Tensor | None, split_sizes: Tensor, needs_grad: frozenset[str]) -> Grads:
-        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K].
+    def weight_grads(
+        self,
+        dy: Tensor | BlockedColumns | None,
+        x: Tensor | BlockedColumns | None,
+        split_sizes: Tensor,
+        needs_grad: frozenset[str],
+        rows: int = 0,
+    ) -> Grads:
+        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K], or their copies.
 
         Args:
             needs_grad: the names that autograd wants, without a role in front.
+            rows: T, which copies do not say.
         """
-        if x is None:
+        if x is None or dy is None:
             return {}
+        if isinstance(x, BlockedColumns) or isinstance(dy, BlockedColumns):
+            assert isinstance(x, BlockedColumns)
+            assert isinstance(dy, BlockedColumns)
+            pair = (x, dy) if self.transposed_weight else (dy, x)
+            return self.delivered(partial(weight_grad, *pair, split_sizes, rows), (*x, *dy), needs_grad)
         left, right = (x, dy) if self.transposed_weight else (dy, x)
         return self.delivered(partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes), (x, dy), needs_grad)
 

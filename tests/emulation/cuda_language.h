@@ -91,6 +91,8 @@ void emulate_store(T* to, T value) {
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __uint_as_float(unsigned x) { return __builtin_bit_cast(float, x); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -51,15 +51,18 @@ struct Wait {
   bool over() const;
 };
 
+enum class Elements { kFloat16, kBFloat16, kE4M3 };
+
 // One wgmma as the thread issued it.
 struct Product {
   float* accumulator;
   uint64_t a, b;
   int columns;
-  bool accumulate, transpose_a, transpose_b, bf16;
+  bool accumulate, transpose_a, transpose_b;
+  Elements elements;
   bool same(const Product& p) const {
     return a == p.a && b == p.b && columns == p.columns && accumulate == p.accumulate && transpose_a == p.transpose_a &&
-           transpose_b == p.transpose_b && bf16 == p.bf16;
+           transpose_b == p.transpose_b && elements == p.elements;
   }
 };
 

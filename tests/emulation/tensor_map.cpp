@@ -19,6 +19,7 @@ struct Map {
   uint32_t last[5];     // size - 1 of each dimension
   uint16_t box[5];
   uint8_t rank, type;
+  bool swizzled;
   uint64_t element() const { return strides[0]; }
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
@@ -45,6 +46,7 @@ void change(CUtensorMap* map, Change change) {
 }
 
 uint64_t element_bytes(CUtensorMapDataType type) {
+  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) return 1;
   return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 0;
 }
 
@@ -112,9 +114,9 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   const uint64_t element = element_bytes(type);
-  Map m{.magic = kMagic, .base = reinterpret_cast<uint64_t>(base), .strides = {element}, .rank = static_cast<uint8_t>(rank), .type = static_cast<uint8_t>(type)};
+  Map m{.magic = kMagic, .base = reinterpret_cast<uint64_t>(base), .strides = {element}, .rank = static_cast<uint8_t>(rank), .type = static_cast<uint8_t>(type), .swizzled = swizzle == CU_TENSOR_MAP_SWIZZLE_128B};
   bool good = element && rank >= 1 && rank <= 5 && m.base % 16 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-              swizzle == CU_TENSOR_MAP_SWIZZLE_128B && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // the only ones that are emulated
+              (m.swizzled || swizzle == CU_TENSOR_MAP_SWIZZLE_NONE) && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // the only ones that are emulated
   for (uint32_t d = 0; good && d < rank; ++d) {
     good &= sizes[d] >= 1 && sizes[d] <= 1ull << 32 && box[d] >= 1 && box[d] <= 256 && element_strides[d] == 1;
     m.last[d] = static_cast<uint32_t>(sizes[d] - 1), m.box[d] = static_cast<uint16_t>(box[d]);
@@ -122,7 +124,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     good &= strides[d - 1] % 16 == 0 && strides[d - 1] < 1ull << 40;
     m.strides[d] = strides[d - 1];
   }
-  good = good && box[0] * element % 16 == 0 && box[0] * element <= 128;
+  good = good && box[0] * element % 16 == 0 && (!m.swizzled || box[0] * element <= 128);
   if (!good) return CUDA_ERROR_INVALID_VALUE;
   std::memset(map, 0, sizeof *map);
   std::memcpy(map, &m, sizeof m);
@@ -133,7 +135,8 @@ void check_map(const CUtensorMap* map) { (void)read(map); }
 
 void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t blocks, std::initializer_list<int> coordinates) {
   const Map m = checked(map, to, coordinates.size());
-  check(m.box[0] * m.element() == 128, "only boxes of 128 bytes a row are emulated");
+  const uint64_t width = m.box[0] * m.element();
+  check(!m.swizzled || width == 128, "only boxes of 128 bytes a row are emulated with a swizzle");
   const auto& cluster = current->block->cluster->blocks;
   const uint32_t shared = shared_address(to);
   int64_t total = 0;
@@ -143,12 +146,14 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
     total = 0;
     each_row(m, coordinates, [&](uint64_t address, uint64_t offset, uint64_t from, uint64_t end) {
       if (from < end) check_memory(address + from, end - from, "a bulk load");
-      for (uint64_t at = 0; at < 128; at += 2) {
-        uint8_t* target = shared_pointer(*cluster[rank], swizzled(shared + offset + at), 2);
-        if (at >= from && at < end) std::memcpy(target, reinterpret_cast<const void*>(address + at), 2);
-        else std::memset(target, 0, 2);
+      for (uint64_t at = 0; at < width; at += 16) {  // what a swizzle keeps together
+        const uint32_t plain = static_cast<uint32_t>(shared + offset + at);
+        uint8_t* target = shared_pointer(*cluster[rank], m.swizzled ? swizzled(plain) : plain, 16);
+        const uint64_t first = std::clamp(from, at, at + 16), last = std::clamp(end, at, at + 16);
+        std::memset(target, 0, 16);
+        if (first < last) std::memcpy(target + (first - at), reinterpret_cast<const void*>(address + first), last - first);
       }
-      total += 128;
+      total += width;
     });
     complete_bytes(mapped(barrier, rank), total);
   }
@@ -156,6 +161,7 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
 
 void store_box(const CUtensorMap* map, const void* from, bool add, std::initializer_list<int> coordinates) {
   const Map m = checked(map, from, coordinates.size());
+  check(m.swizzled, "only swizzled stores are emulated");
   const std::vector<int> at = coordinates;
   const uint32_t shared = shared_address(from);
   current->stores.open.push_back([=] {

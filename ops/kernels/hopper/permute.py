@@ -76,7 +76,7 @@ def of_slots(numbers: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, ou
         stream=stream(device),
         values=numbers.data_ptr(),
         row_of_slot=row_of_slot.data_ptr(),
-        num_rows=_last(tokens_per_expert),
+        num_rows=last_address(tokens_per_expert),
         slots=row_of_slot.numel(),
         out=out.data_ptr(),
         type=TYPE_CODES[out.dtype],
@@ -88,7 +88,7 @@ def _workspace(slots: int, num_experts: int) -> int:
     return int(compiled().route_workspace_bytes(slots=slots, groups=num_experts)) // 4
 
 
-def _last(tokens_per_expert: Tensor) -> int:
+def last_address(tokens_per_expert: Tensor) -> int:
     """The address of the last of 32-bit numbers."""
     return tokens_per_expert.data_ptr() + 4 * (tokens_per_expert.shape[0] - 1)
 
@@ -103,7 +103,7 @@ def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, tokens_per_expert: T
         "columns": source.shape[1],
         "top_k": top_k,
         "row_of_slot": row_of_slot.data_ptr(),
-        "num_rows": _last(tokens_per_expert),
+        "num_rows": last_address(tokens_per_expert),
         "source": source.data_ptr(),
         "source_pitch": source.stride(0),
         "out": out.data_ptr(),

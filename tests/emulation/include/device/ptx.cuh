@@ -23,6 +23,8 @@ template <int kRegisters>
 DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 template <int kRegisters>
 DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
+DEVICE void named_barrier_sync(int, int) {}
+DEVICE void named_barrier_arrive(int, int) {}
 DEVICE void async_proxy_fence() {}
 DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
@@ -50,6 +52,15 @@ template <int kPending>
 DEVICE void copy_async_wait() { emulation::current->copies.complete_all_but(kPending, [](auto& copy) { copy(); }); }
 
 DEVICE void store_vector(void* to, const uint4& words) { *static_cast<uint4*>(to) = words; }
+template <class Words>
+void store_vector_if(bool wanted, void* to, const Words& words) {
+  emulation::check(reinterpret_cast<uintptr_t>(to) % sizeof(Words) == 0 || !wanted, "a store is not aligned");
+  if (wanted) emulate_store(static_cast<Words*>(to), words);
+}
+DEVICE uint4 load_vector_if(bool wanted, const void* from) {
+  emulation::check(reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0 || !wanted, "a load is not aligned");
+  return wanted ? emulate_load(static_cast<const uint4*>(from)) : uint4{};
+}
 
 template <class T>
 DEVICE uint32_t pack(float low, float high) {

@@ -22,7 +22,13 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   static_assert(kBf16 || std::is_same_v<T, __half>, "operands are bf16 or fp16");
   static_assert(kSize % 4 == 0 && kSize <= 128, "8 to 256 columns");
-  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, kTransposeA != 0, kTransposeB != 0, kBf16});
+  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, kTransposeA != 0, kTransposeB != 0,
+                                                kBf16 ? emulation::Elements::kBFloat16 : emulation::Elements::kFloat16});
+}
+template <int kSize>
+DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kSize % 8 == 0 && kSize <= 64, "16 to 128 columns");
+  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, false, false, emulation::Elements::kE4M3});
 }
 
 }  // namespace fusible

@@ -1,0 +1,259 @@
+"""Products of e4m3 operands with scales of blocks of 128, against bfloat16 and torch's own fp8.
+
+    python -m fusible.benchmarks.scaled_gemm                      the first linear of five models, and its gradient
+    python -m fusible.benchmarks.scaled_gemm --tiles --rounds 7   every tile
+
+Random normals are quantised; the rows are spread unevenly. ``dense`` is one product of as many operations by
+``torch._scaled_mm`` with one scale for each operand: ``fast`` leaves all sums to the tensor cores, ``two-level`` does
+not. ``grouped`` is ``torch._scaled_grouped_mm``, whose scales are those of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.ops.kernels.hopper import gemm, scaled_gemm
+from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad, ceil_blocks
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows
+
+from .arguments import positive
+from .problem import PRESETS, InaccurateError, split_sizes
+from .timing import interleaved, markdown
+
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0
+Function = Callable[[], Tensor]
+
+
+class Shape(NamedTuple):
+    """The first linear of a model, and its tokens before they are multiplied by top-k."""
+
+    preset: str
+    tokens: int
+
+
+SHAPES = {
+    "Mixtral 8k": Shape("mixtral", 8192),
+    "Qwen3 32k": Shape("qwen3", 32768),
+    "gpt-oss 32k": Shape("gpt-oss", 32768),
+    "Qwen3 8k": Shape("qwen3", 8192),
+    "DSv3 EP-8": Shape("deepseek-v3-ep8", 8192),
+}
+
+
+class Operands(NamedTuple):
+    """Of one model, in bfloat16: rows, weights, gradients of the result."""
+
+    x: Tensor  # [T, K]
+    weight: Tensor  # [E, N, K]
+    dy: Tensor  # [T, N]
+    sizes: Tensor  # [E]
+
+
+def operands(shape: Shape) -> Operands:
+    """Random normals."""
+    model = PRESETS[shape.preset]
+    rows, columns = shape.tokens * model.top_k // model.ranks, 2 * model.hidden
+    random = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(size, generator=random, device="cuda", dtype=torch.bfloat16) * scale
+
+    sizes = split_sizes("random", model.experts, rows).cuda()
+    weight = draw(model.experts, columns, model.features, scale=model.features**-0.5)
+    return Operands(draw(rows, model.features), weight, draw(rows, columns), sizes)
+
+
+def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Bytes of [..., values of a block], and the power of two that decodes each block."""
+    scale = torch.exp2((blocks.abs().amax(-1).float() / MOST).clamp(min=2.0**-100).log2().ceil())
+    return (blocks.float() / scale[..., None]).clamp(-MOST, MOST).to(E4M3), scale
+
+
+def quantized_rows(x: Tensor) -> QuantizedRows:
+    rows, features = x.shape
+    blocks = ceil_blocks(features)
+    padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - features)).view(rows, blocks, BLOCK)
+    data, scales = quantized(padded)
+    held = scales.new_zeros(blocks, -(-rows // 4) * 4)
+    held[:, :rows] = scales.mT
+    return QuantizedRows(data.view(rows, -1)[:, :features].contiguous(), held)
+
+
+def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """One matrix after the other, as there is not memory for all in float32."""
+    results = [_quantized_matrix(matrix) for matrix in weight]
+    return torch.stack([data for data, _ in results]), torch.stack([scales for _, scales in results])
+
+
+def _quantized_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    n, k = matrix.shape
+    tall, wide = ceil_blocks(n), ceil_blocks(k)
+    padded = torch.nn.functional.pad(matrix, (0, wide * BLOCK - k, 0, tall * BLOCK - n))
+    data, scales = quantized(padded.view(tall, BLOCK, wide, BLOCK).transpose(1, 2).flatten(2))
+    data = data.view(tall, wide, BLOCK, BLOCK).transpose(1, 2).reshape(tall * BLOCK, -1)
+    return data[:n, :k].contiguous(), scales
+
+
+def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
+    rows, features = x.shape
+    count = rows // BLOCK + len(sizes)
+    data = torch.zeros(count, features, BLOCK, dtype=E4M3, device=x.device)
+    scales = torch.ones(count, features, device=x.device)
+    first = start = 0
+    for size in sizes.tolist():
+        used = ceil_blocks(size)
+        if used:
+            padded = torch.nn.functional.pad(x[start : start + size], (0, 0, 0, used * BLOCK - size))
+            chunk = quantized(padded.view(used, BLOCK, features).transpose(1, 2))
+            data[first : first + used], scales[first : first + used] = chunk
+        first, start = first + used, start + size
+    return BlockedColumns(data, scales)
+
+
+def forward(o: Operands, tiles: Sequence[int]) -> dict[str, Function]:
+    """The contestants of the product of rows and weights."""
+    rows, columns = len(o.x), o.weight.shape[1]
+    bytes_, grid = quantized_weight(o.weight)
+    out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
+    problem = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, out)
+    functions: dict[str, Function] = {"ours": lambda: _ran(problem)}
+    for tile in tiles:
+        functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
+    plain = torch.empty_like(out)
+
+    def bf16() -> Tensor:
+        gemm.launch(Layout.NT, o.x, o.weight, plain, o.sizes)
+        return plain
+
+    return functions | {"bf16": bf16} | _torch_forward(problem)
+
+
+def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
+    if isinstance(problem, ScaledGemm):
+        scaled_gemm.launch_gemm(problem, tile)
+    else:
+        scaled_gemm.launch_wgrad(problem, tile)
+    assert isinstance(problem.out, Tensor)
+    return problem.out
+
+
+def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
+    """torch's own, of those that run here. They compute something else: their scales are others."""
+    one = torch.ones((), device="cuda")
+    of_rows, of_columns = torch.ones(p.rows, device="cuda"), torch.ones(p.weight.shape[:2], device="cuda")
+    ends = p.split_sizes.cumsum(0).to(torch.int32)
+
+    def dense(fast: bool) -> Tensor:
+        return torch._scaled_mm(
+            p.a.data, p.weight[0].mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    def grouped(fast: bool) -> Tensor:
+        return torch._scaled_grouped_mm(
+            p.a.data, p.weight.mT, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    named = {"dense fast": (dense, True), "dense two-level": (dense, False)}
+    named |= {"grouped fast": (grouped, True), "grouped two-level": (grouped, False)}
+    functions: dict[str, Function] = {
+        name: lambda function=function, fast=fast: function(fast)  # type: ignore[misc]
+        for name, (function, fast) in named.items()
+    }
+    return {name: function for name, function in functions.items() if _runs(name, function)}
+
+
+def _runs(name: str, function: Function) -> bool:
+    try:
+        function()
+        torch.cuda.synchronize()
+    except (RuntimeError, AttributeError, ValueError) as error:
+        print(f"{name} does not run: {str(error).splitlines()[0][:150]}")
+        return False
+    return True
+
+
+def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Function]:
+    """The contestants of the gradient of the weights."""
+    (experts, columns, features), rows = o.weight.shape, len(o.x)
+    out = torch.empty(experts, columns, features, device="cuda", dtype=dtype)
+    problem = ScaledWgrad(
+        blocked_columns(o.dy, o.sizes), blocked_columns(o.x, o.sizes), o.sizes, rows, out, accumulate=False
+    )
+    functions: dict[str, Function] = {"ours": lambda: _ran(problem)}
+    for tile in tiles:
+        functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
+    sums = torch.zeros(experts, columns, features, device="cuda")
+    adding = replace(problem, out=sums, accumulate=True)
+    functions["fp32 +="] = lambda: _ran(adding)
+    plain = torch.empty_like(out)
+
+    def bf16() -> Tensor:
+        gemm.launch(Layout.TN, o.dy, o.x, plain, o.sizes)
+        return plain
+
+    return functions | {"bf16": bf16}
+
+
+def check(functions: dict[str, Function]) -> dict[str, float]:
+    """The relative error against the product in bfloat16.
+
+    Raises:
+        InaccurateError: it is more than quantisation explains.
+    """
+    want, errors = functions["bf16"]().clone(), {}
+    for name in functions:
+        if name == "ours" or name.startswith("tile"):
+            got = functions[name]()
+            total = sum(float((g.float() - w.float()).square().sum()) for g, w in _chunks(got, want))
+            errors[name] = (total / sum(float(w.float().square().sum()) for _, w in _chunks(want, want))) ** 0.5
+            got.fill_(torch.nan)
+            if not errors[name] < 0.05:
+                raise InaccurateError(f"{name}: relative error {errors[name]:.3g}")
+    return errors
+
+
+def _chunks(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(torch.split(a.flatten(), 2**28), torch.split(b.flatten(), 2**28), strict=True))
+
+
+def measure(functions: dict[str, Function], flops: int, rounds: int, accurate: bool) -> list[tuple[str, str, str]]:
+    """Rows of the table: name, TFLOP/s, error."""
+    errors = check(functions) if accurate else {}
+    seconds = interleaved(functions, rounds, "cuda")
+    return [
+        (name, f"{flops / seconds[name] / 1e12:.0f}", f"{errors[name]:.4f}" if name in errors else "")
+        for name in functions
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--products", nargs="+", choices=["forward", "wgrad"], default=["forward", "wgrad"])
+    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of the forward, by their numbers")
+    parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
+    arguments = parser.parse_args(argv)
+    for name in arguments.shapes:
+        o = operands(SHAPES[name])
+        flops = 2 * o.dy.numel() * o.x.shape[1]
+        for product in arguments.products:
+            functions = (
+                forward(o, arguments.tiles) if product == "forward" else wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
+            )
+            rows = measure(functions, flops, arguments.rounds, accurate=True)
+            print(f"{name} {product}")
+            print(markdown(("contestant", "TFLOP/s", "error"), rows), flush=True)
+            del functions
+
+
+if __name__ == "__main__":
+    main()

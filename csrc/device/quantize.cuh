@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tiles of 128 x 128 values that are quantised to e4m3 in registers, with a scale for each row, for each column, or for
+// the tile. Scales decode: value = byte * scale. Every rounding is the one of the reference (ops/quantized): division
+// and products are IEEE's, whatever the flags of the compiler.
+//
+// Thread t of 256 has 8 features of 8 rows:
+//
+//   rows 16 w + 8 h + 0..7      of warp w and half h of its lanes
+//   features 8 c + 0..7         of lane c of the half
+//
+// so that a half reads 256 bytes of one row at a time, and a thread has 8 neighbours of a column for the transposed
+// bytes. Those go through shared memory in units of 8 bytes, whose place within a feature is exclusive-or'ed with c:
+// neither the stores of 8 bytes nor the loads of 16 meet in a bank.
+#pragma once
+#include "device/float8.cuh"
+#include "device/vector.cuh"
+#include "fusible/gemm_config.h"
+#include "fusible/quantize.h"
+
+namespace fusible {
+
+constexpr int kQuantizeThreads = 256, kQuantizeWarps = kQuantizeThreads / 32, kTileRows = 8;
+
+// What a value is multiplied with, and the scale that is stored.
+struct Encoding {
+  float encode, decode;
+};
+
+template <class T>
+DEVICE float largest_finite() {  // only bf16 and fp32 are small enough for the quotient to overflow
+  return __uint_as_float(sizeof(T) == 2 ? 0x7F7F0000u : 0x7F7FFFFFu);
+}
+
+// Of a block whose largest magnitude is `amax`. One that is not finite makes the scale NaN, so that whatever the block
+// is multiplied with becomes NaN.
+template <class T>
+DEVICE Encoding encoding_of(float amax, bool power_of_two) {
+  if (!(amax < INFINITY)) return {1.f, __uint_as_float(0x7FC00000u)};
+  float encode = amax == 0.f ? 1.f : __fdiv_rn(448.f, amax);
+  if (encode == INFINITY) encode = largest_finite<T>();
+  if (power_of_two) encode = __uint_as_float(__float_as_uint(encode) & 0x7F800000u);
+  return {encode, __fdiv_rn(1.f, encode)};
+}
+
+// The eight rows of a thread. Magnitudes are compared as integers, in which NaN is above infinity: a maximum keeps it.
+template <class T>
+struct Tile {
+  uint32_t words[kTileRows][4];  // two features each
+
+  DEVICE void load(int row, bool exists, const T* from) { set(row, ptx::load_vector_if(exists, from)); }
+  DEVICE void set(int row, const uint4& w) {
+    words[row][0] = w.x, words[row][1] = w.y, words[row][2] = w.z, words[row][3] = w.w;
+  }
+  DEVICE void set(int row, const float (&v)[8]) {  // rounded
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[row][j] = ptx::pack<T>(v[2 * j], v[2 * j + 1]);
+  }
+  DEVICE float2 pair(int row, int j) const { return ptx::unpack<T>(words[row][j]); }
+  DEVICE uint32_t magnitudes(int row, int j) const { return words[row][j] & 0x7FFF7FFFu; }
+
+  DEVICE static uint32_t larger(uint32_t x, uint32_t y) { return ptx::max_u16x2(x, y); }
+  // The larger of the two of a word, as a value.
+  DEVICE static float largest(uint32_t x) { return ptx::unpack<T>(ptx::max_u16x2(x, x >> 16)).x; }
+  DEVICE uint32_t largest_word() const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) most = larger(most, magnitudes(i, j));
+    return most;
+  }
+};
+template <>
+struct Tile<float> {
+  float values[kTileRows][8];
+
+  DEVICE void load(int row, bool exists, const float* from) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 words = ptx::load_vector_if(exists, from + 4 * half);
+      const uint32_t bits[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[row][4 * half + i] = __uint_as_float(bits[i]);
+    }
+  }
+  DEVICE float2 pair(int row, int j) const { return {values[row][2 * j], values[row][2 * j + 1]}; }
+
+  DEVICE static uint32_t larger(uint32_t x, uint32_t y) { return x < y ? y : x; }
+  DEVICE static float largest(uint32_t x) { return __uint_as_float(x); }
+  DEVICE uint32_t largest_word() const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) most = larger(most, __float_as_uint(values[i][j]) & 0x7FFFFFFFu);
+    return most;
+  }
+};
+
+// Where a thread stands in a tile.
+struct TilePosition {
+  int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, c = threadIdx.x % 16;
+  DEVICE int row() const { return 16 * warp + 8 * half; }
+  DEVICE int feature() const { return 8 * c; }
+};
+
+// Shared memory of a block that transposes.
+struct TransposedTile {
+  uint2 units[kScaleBlock][16];  // [feature][8 rows]
+
+  DEVICE static int place(int unit, int c) { return unit ^ c; }
+};
+
+// The bytes of the thread's columns into shared memory; encode[f] of each of its features.
+template <class T>
+DEVICE void stage_columns(const Tile<T>& tile, const float (&encode)[8], TransposedTile& to, const TilePosition& at) {
+  const int unit = TransposedTile::place(2 * at.warp + at.half, at.c);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t bytes[2][2];  // [feature of the pair][four rows]
+#pragma unroll
+    for (int quad = 0; quad < 2; ++quad) {
+      float2 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = tile.pair(4 * quad + i, j);
+      const float low = encode[2 * j], high = encode[2 * j + 1];
+      bytes[0][quad] = ptx::pack_e4m3(__fmul_rn(v[0].x, low), __fmul_rn(v[1].x, low)) |
+                       ptx::pack_e4m3(__fmul_rn(v[2].x, low), __fmul_rn(v[3].x, low)) << 16;
+      bytes[1][quad] = ptx::pack_e4m3(__fmul_rn(v[0].y, high), __fmul_rn(v[1].y, high)) |
+                       ptx::pack_e4m3(__fmul_rn(v[2].y, high), __fmul_rn(v[3].y, high)) << 16;
+    }
+    to.units[at.feature() + 2 * j][unit] = {bytes[0][0], bytes[0][1]};
+    to.units[at.feature() + 2 * j + 1][unit] = {bytes[1][0], bytes[1][1]};
+  }
+}
+
+// store(feature, first row, 16 bytes) for all of the tile, each thread its share: eight neighbouring threads have the
+// 128 rows of a feature.
+template <class Store>
+DEVICE void each_staged(const TransposedTile& from, Store store) {
+#pragma unroll
+  for (int round = 0; round < 4; ++round) {
+    const int feature = 32 * round + threadIdx.x / 8, v = threadIdx.x % 8, c = feature / 8;
+    const uint4 both = *reinterpret_cast<const uint4*>(&from.units[feature][2 * v ^ c & ~1]);
+    store(feature, 16 * v, c % 2 ? uint4{both.z, both.w, both.x, both.y} : both);
+  }
+}
+
+// The eight bytes of a row.
+template <class T>
+DEVICE uint2 row_bytes(const Tile<T>& tile, int row, float encode) {
+  uint32_t bytes[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 v = tile.pair(row, j);
+    bytes[j] = ptx::pack_e4m3(__fmul_rn(v.x, encode), __fmul_rn(v.y, encode));
+  }
+  return {bytes[0] | bytes[1] << 16, bytes[2] | bytes[3] << 16};
+}
+
+// The encoding of row c / 2 of the half's eight. Each exchange halves the rows that a lane looks after.
+template <class T>
+DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, bool power_of_two) {
+  uint32_t most[kTileRows];
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i)
+    most[i] = Tile<T>::larger(Tile<T>::larger(tile.magnitudes(i, 0), tile.magnitudes(i, 1)),
+                              Tile<T>::larger(tile.magnitudes(i, 2), tile.magnitudes(i, 3)));
+#pragma unroll
+  for (int rows = 4; rows; rows /= 2) {
+    const bool upper = at.c & 2 * rows;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      const uint32_t mine = upper ? most[i + rows] : most[i], other = upper ? most[i] : most[i + rows];
+      most[i] = Tile<T>::larger(mine, __shfl_xor_sync(~0u, other, 2 * rows));
+    }
+  }
+  most[0] = Tile<T>::larger(most[0], __shfl_xor_sync(~0u, most[0], 1));
+  return encoding_of<T>(Tile<T>::largest(most[0]), power_of_two);
+}
+
+// Rows of the tile that exist, and features.
+struct TileExtent {
+  int rows, features;
+
+  // Whether a thread's row is one of them.
+  DEVICE bool has(const TilePosition& at, int row) const { return at.row() + row < rows && at.feature() < features; }
+};
+
+// A tile of rows: bytes from `data` on, rows `pitch` bytes apart; scales of neighbouring rows are neighbours.
+template <class T>
+DEVICE void store_rows(const Tile<T>& tile, const TilePosition& at, const TileExtent& extent, bool power_of_two,
+                       uint8_t* data, int64_t pitch, float* scales) {
+  const Encoding mine = encoding_of_row(tile, at, power_of_two);
+  const int owned = at.row() + at.c / 2;
+  if (at.c % 2 == 0 && owned < extent.rows) scales[owned] = mine.decode;
+  uint8_t* to = data + at.row() * pitch + at.feature();
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i) {
+    const uint2 bytes = row_bytes(tile, i, __shfl_sync(~0u, mine.encode, 16 * at.half + 2 * i));
+    ptx::store_vector_if(extent.has(at, i), to + i * pitch, bytes);
+  }
+}
+
+// Shared memory of a block that writes columns.
+struct ColumnsShared {
+  TransposedTile bytes;
+  uint4 most[kQuantizeWarps][16];  // the largest magnitudes of the features in the rows of a warp, two a word
+  float encode[kScaleBlock];
+};
+
+// Columns of a tile into shared memory, their scales to `scales`. By all threads of a block.
+template <class T>
+DEVICE void stage_and_scale_columns(const Tile<T>& tile, const TilePosition& at, const TileExtent& extent,
+                                    bool power_of_two, ColumnsShared& shared, float* scales) {
+  uint32_t most[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    most[j] = tile.magnitudes(0, j);
+#pragma unroll
+    for (int i = 1; i < kTileRows; ++i) most[j] = Tile<T>::larger(most[j], tile.magnitudes(i, j));
+    most[j] = Tile<T>::larger(most[j], __shfl_xor_sync(~0u, most[j], 16));
+  }
+  if (at.half == 0) shared.most[at.warp][at.c] = {most[0], most[1], most[2], most[3]};
+  __syncthreads();
+  if (threadIdx.x < kScaleBlock) {
+    const int feature = threadIdx.x;
+    uint32_t word = 0;
+#pragma unroll
+    for (int w = 0; w < kQuantizeWarps; ++w)
+      word = Tile<T>::larger(word, reinterpret_cast<const uint32_t*>(shared.most[w])[feature / 2]);
+    const uint32_t one = feature % 2 ? word >> 16 : word & 0xFFFFu;
+    const Encoding encoding = encoding_of<T>(Tile<T>::largest(one), power_of_two);
+    shared.encode[feature] = encoding.encode;
+    if (feature < extent.features) scales[feature] = encoding.decode;
+  }
+  __syncthreads();
+  float encode[8];
+  load(encode, shared.encode + at.feature());
+  stage_columns(tile, encode, shared.bytes, at);
+}
+
+// The staged columns of a tile to data[features, 128].
+DEVICE void store_columns(const TransposedTile& staged, const TileExtent& extent, uint8_t* data) {
+  each_staged(staged, [&](int feature, int row, const uint4& bytes) INLINE {
+    ptx::store_vector_if(feature < extent.features, data + feature * kScaleBlock + row, bytes);
+  });
+}
+
+// Memory of the copies of a block's tokens, from its first token on. A copy that is not wanted is not touched.
+struct TokenCopies {
+  QuantizedRows rows;
+  BlockedColumns columns;
+  int64_t features;  // of all tiles
+
+  DEVICE TokenCopies(const QuantizedRows& r, const BlockedColumns& c, int64_t features, int64_t block, int64_t row)
+      : rows{r.data + row * features, r.scales + row, r.scales_pitch},
+        columns{c.data + block * features * kScaleBlock, c.scales + block * features},
+        features(features) {}
+};
+
+// Quantises the features from `first` to `end` of a block's tokens, tile by tile. read(tile, first feature, extent)
+// fills a tile; it is called while the columns of the tile before are on their way to memory.
+template <class T, bool kRows, bool kColumns, class Read>
+DEVICE void quantize_tokens(const TokenCopies& to, const TilePosition& at, int rows, int64_t first, int64_t end,
+                            bool power_of_two, ColumnsShared& shared, Read read) {
+  Tile<T> tile;
+  TileExtent extent{rows, 0};
+  for (int64_t feature = first - kScaleBlock;; feature += kScaleBlock) {
+    const int64_t next = feature + kScaleBlock;
+    const TileExtent stored = extent;
+    if (next < end) {
+      extent.features = static_cast<int>(min(end - next, int64_t{kScaleBlock}));
+      read(tile, next, extent);
+    }
+    if (kColumns && feature >= first) {
+      __syncthreads();
+      store_columns(shared.bytes, stored, to.columns.data + feature * kScaleBlock);
+    }
+    if (next >= end) return;
+    if constexpr (kRows)
+      store_rows(tile, at, extent, power_of_two, to.rows.data + next, to.features,
+                 to.rows.scales + next / kScaleBlock * to.rows.scales_pitch);
+    if constexpr (kColumns) stage_and_scale_columns(tile, at, extent, power_of_two, shared, to.columns.scales + next);
+  }
+}
+
+}  // namespace fusible

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scales of quantised operands: how those of a stage get into shared memory, and what a consumer multiplies with.
+//
+// The depth of a stage is one block of scales, 128 values. A unit is the product of 64 rows and 128 columns over one
+// stage; the factor of its element is the scale of the row times that of the column.
+//   1D2D  each row of A has a scale for each block, each 128 rows of a weight have one
+//   1D1D  each row of A and of B has a scale for each block
+#pragma once
+#include "device/epilogue.cuh"
+#include "device/tma.cuh"
+#include "device/work_queue.cuh"
+#include "kernels/scaled_params.h"
+
+namespace fusible {
+
+constexpr int kUnitColumns = 128;
+
+// Of operands of 16 bits: there are none.
+struct NoScaling {
+  static constexpr bool kScaled = false;
+  template <class P>
+  using Params = P;
+  template <int kTileM, int kTileN, int kStages>
+  struct Stages {};
+};
+
+// The scales of the rows of A that a thread has in its accumulators.
+template <class K>
+struct RowFactors {
+  float values[K::kRowBlocks][2];  // upper and lower rows
+  DEVICE void read(const float* of_tile, int consumer, int warp, int lane) {
+#pragma unroll
+    for (int i = 0; i < K::kRowBlocks; ++i)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        values[i][lower] = of_tile[(consumer + i * kConsumers) * 64 + warp * 16 + lane / 4 + lower * 8];
+  }
+};
+
+// acc = x * factor, or acc += x * factor.
+template <bool kFirst>
+DEVICE void promote_one(float& acc, float x, float factor) {
+  if constexpr (kFirst) acc = x * factor;
+  else acc = fmaf(x, factor, acc);
+}
+
+struct Scaling1D2D {
+  static constexpr bool kScaled = true;
+  template <class P>
+  using Params = Params1D2D<P>;
+  template <int kTileM, int kTileN, int kStages>
+  struct Stages {
+    static constexpr uint32_t kBytes = kTileM * sizeof(float);  // of a stage
+    alignas(128) float a[kStages][kTileM];
+  };
+  template <class P>
+  DEVICE static void prefetch_maps(const P& p) {
+    tma::prefetch_map(&p.a_scales);
+  }
+  template <class S, class P>
+  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
+    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], tile.tokens_start + tile.row, block);
+  }
+
+  // Of a consumer, through a tile. Those of the weights are asked for a stage ahead.
+  template <class K>
+  class Factors {
+   public:
+    static constexpr bool kInStage = false;  // they are read before a stage's last product is done
+    DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
+        : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
+          step_(p.b_scales.column),
+          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row) {
+      fetch();
+    }
+    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
+      rows_.read(s.scales.a[stage], consumer, warp, lane);
+    }
+    DEVICE void begin_unit(int unit) {
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight_[K::kUnitsAreRows ? 0 : unit];
+    }
+    // After a stage's last `begin_unit`.
+    DEVICE void advance(bool more) {
+      next_ += more ? step_ : 0;
+      fetch();
+    }
+    template <bool kFirst>
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) promote_one<kFirst>(acc[i], part[i], factor_[i % 4 / 2]);
+    }
+
+   private:
+    DEVICE void fetch() {
+      weight_[0] = __ldg(next_);
+      if constexpr (!K::kUnitsAreRows) weight_[1] = __ldg(next_ + unit_);
+    }
+    const float* next_;
+    int64_t step_, unit_;
+    RowFactors<K> rows_;
+    float weight_[2], factor_[2];
+  };
+};
+
+struct Scaling1D1D {
+  static constexpr bool kScaled = true;
+  template <class P>
+  using Params = Params1D1D<P>;
+  template <int kTileM, int kTileN, int kStages>
+  struct Stages {
+    static constexpr uint32_t kBytes = (kTileM + kTileN) * sizeof(float);
+    alignas(128) float a[kStages][kTileM];
+    alignas(128) float b[kStages][kTileN];
+  };
+  template <class P>
+  DEVICE static void prefetch_maps(const P& p) {
+    tma::prefetch_map(&p.a_scales);
+    tma::prefetch_map(&p.b_scales);
+  }
+  template <class S, class P>
+  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
+    constexpr int kTileN = sizeof(s.scales.b[0]) / sizeof(float);
+    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], tile.row, tile.tokens_start + block);
+    tma::load(&p.b_scales, &s.full[stage], s.scales.b[stage], tile.column * kTileN, tile.tokens_start + block);
+  }
+
+  template <class K>
+  class Factors {
+   public:
+    static constexpr bool kInStage = true;
+    DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
+    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
+      rows_.read(s.scales.a[stage], consumer, warp, lane);
+    }
+    DEVICE void begin_unit(int) {}
+    DEVICE void advance(bool) {}
+    template <bool kFirst>
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
+                        int lane) const {
+      const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+      const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
+#pragma unroll
+      for (int vector = 0; vector < kUnitColumns / 8; ++vector) {
+        const float2 pair = *reinterpret_cast<const float2*>(columns + vector * 8);
+#pragma unroll
+        for (int lower = 0; lower < 2; ++lower) {
+          const int i = vector * 4 + lower * 2;
+          promote_one<kFirst>(acc[i], part[i], rows[lower] * pair.x);
+          promote_one<kFirst>(acc[i + 1], part[i + 1], rows[lower] * pair.y);
+        }
+      }
+    }
+
+   private:
+    RowFactors<K> rows_;
+  };
+};
+
+}  // namespace fusible

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// Quantisation to e4m3 with a scale for each block, in one pass over memory: rows of tokens and their transposed
+// copies, weights, and activations. The layouts of copies are those of ops/quantized/copies.py. Scales decode: value =
+// byte * scale. Group sizes are read on the device. Rows past the last group are neither read nor written.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <span>
+
+#include "fusible/activation_kind.h"
+#include "fusible/groups.h"
+#include "fusible/scale_block.h"
+
+namespace fusible {
+
+// Scales of neighbouring tokens are neighbours; those of a block of features begin this many after the block before.
+constexpr int64_t row_scales_pitch(int64_t tokens) { return (tokens + 3) / 4 * 4; }
+// Blocks of 128 tokens that groups can have.
+constexpr int64_t token_blocks(int64_t tokens, int64_t groups) { return tokens / kScaleBlock + groups; }
+
+// Bytes [tokens, features] and scales [blocks of features, row_scales_pitch(tokens)]; null if not wanted.
+struct QuantizedRows {
+  uint8_t* data;
+  float* scales;
+  int64_t scales_pitch;  // derived
+};
+// Bytes [token_blocks, features, 128] and scales [token_blocks, features]; null if not wanted.
+struct BlockedColumns {
+  uint8_t* data;
+  float* scales;
+};
+
+struct QuantizeRows {
+  DType type;  // bf16 or fp16
+  int64_t tokens, features;
+  const void* x;  // [tokens, features], or with `slot_of_row` [tokens / top_k, features]
+  int64_t pitch;
+  SplitSizes sizes;
+  bool power_of_two;
+  QuantizedRows rows;
+  BlockedColumns columns;
+  const int32_t* slot_of_row;  // [tokens]: row r is that of the token slot_of_row[r] / top_k; null: row r is x[r]
+  int top_k;
+  int tiles;  // of 128 features that a block takes, one after the other; 0: as many as seem best
+};
+
+// The matrices of all groups, at equal distances or where `addresses` say.
+struct QuantizeWeight {
+  DType type;
+  int64_t groups, n, k;
+  const void* weight;                    // [groups, n, k]
+  int64_t pitch, group_stride;           // in elements
+  std::span<const uintptr_t> addresses;  // of each matrix, if there are any
+  int64_t halves;                        // blocks restart at each
+  bool power_of_two;
+  uint8_t *data, *transposed;  // [groups, n, k] and [groups, k, n]; null if not wanted
+  float* scales;               // [groups, halves * blocks of n / halves, blocks of k]
+  bool scales_transposed;      // [groups, blocks of k, blocks of n]
+};
+
+// out[b, r] = source[b, slot_of_row[r] / top_k] for the rows before *num_rows, of all blocks b of features: the scales
+// of QuantizedRows.
+struct PermuteScales {
+  int64_t tokens, features;
+  int top_k;
+  const int32_t *slot_of_row, *num_rows;
+  const float* source;
+  float* out;
+};
+
+// activation(preact) * scales, rounded to the type of `preact`.
+struct QuantizeActivation {
+  Activation activation;  // a built-in one, of which vectors of 8 lie in one block
+  DType type;             // bf16 or fp16
+  int64_t tokens, features;
+  const void* preact;  // [tokens, features], or [tokens, 2 * features] if gated
+  RowScale scales;
+  SplitSizes sizes;
+  bool power_of_two;
+  QuantizedRows rows;
+  BlockedColumns columns;
+  int tiles;  // as in QuantizeRows
+};
+
+// The gradient of `preact`, and activation(preact) * scales again, both rounded to its type. Where the activation is
+// gated, its blocks are multiples of 128: no block of scales has gates and ups.
+struct QuantizeActivationBackward {
+  Activation activation;
+  DType type;
+  int64_t tokens, features;  // of dpostact
+  const void *dpostact, *preact;
+  RowScale scales;
+  SplitSizes sizes;
+  bool power_of_two;
+  QuantizedRows rows;  // of the gradient of preact
+  BlockedColumns columns, postact_columns;
+  void* dscales;     // [tokens] in the type of the scales, zero for rows past the last group; null if not wanted
+  float* workspace;  // quantize_backward_workspace() bytes, for dscales
+  int tiles;
+};
+
+// All throw fusible::Error if the launch fails.
+void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
+void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
+void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
+void quantize_activation(const QuantizeActivation& call, int device, cudaStream_t stream);
+void quantize_activation_backward(const QuantizeActivationBackward& call, int device, cudaStream_t stream);
+
+// A share of dscales for each block of 128 features.
+constexpr int64_t quantize_backward_workspace(int64_t tokens, int64_t features) {
+  return (features + kScaleBlock - 1) / kScaleBlock * tokens * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace fusible

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches of quantisers as values (fusible/launches.h). Pitches and numbers of blocks that are no line in the
+// tokens are derived from them when a launch is made.
+#pragma once
+#include "fusible/launch_calls.h"
+#include "fusible/quantize.h"
+
+namespace fusible {
+
+template <class Visitor>
+void visit_groups(Visitor& v, SplitSizes& sizes) {
+  v.field("groups", sizes.groups), visit_sizes(v, sizes);
+}
+template <class Visitor>
+void visit_copies(Visitor& v, QuantizedRows& rows, BlockedColumns& columns) {
+  v.field("rows", rows.data), v.field("row_scales", rows.scales);
+  v.field("columns", columns.data), v.field("column_scales", columns.scales);
+}
+
+struct QuantizeRowsLaunch : OnStream {
+  static constexpr const char* kName = "quantize_rows";
+  QuantizeRows call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("type", call.type), v.rows("tokens", call.tokens);
+    v.field("features", call.features), v.field("x", call.x), v.field("pitch", call.pitch), visit_groups(v, call.sizes);
+    v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
+    v.optional();
+    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_rows(call, device, stream); }
+};
+
+struct QuantizeWeightLaunch : OnStream {
+  static constexpr const char* kName = "quantize_weight";
+  QuantizeWeight call{};
+  Addresses addresses;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("type", call.type), v.field("groups", call.groups), v.field("n", call.n);
+    v.field("k", call.k), v.field("weight", call.weight), v.field("pitch", call.pitch);
+    v.field("group_stride", call.group_stride), v.field("addresses", addresses), v.field("halves", call.halves);
+    v.field("power_of_two", call.power_of_two), v.field("data", call.data), v.field("transposed", call.transposed);
+    v.field("scales", call.scales);
+    v.field("scales_transposed", call.scales_transposed);
+  }
+  void complete() { call.addresses = addresses; }
+  void run() const { quantize_weight(call, device, stream); }
+};
+
+struct PermuteScalesLaunch : OnStream {
+  static constexpr const char* kName = "permute_scales";
+  PermuteScales call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.rows("tokens", call.tokens), v.field("top_k", call.top_k);
+    v.field("features", call.features), v.field("slot_of_row", call.slot_of_row), v.field("num_rows", call.num_rows);
+    v.field("source", call.source), v.field("out", call.out);
+  }
+  void complete() {}
+  void run() const { permute_scales(call, device, stream); }
+};
+
+struct QuantizeActivationLaunch : OnStream {
+  static constexpr const char* kName = "quantize_activation";
+  QuantizeActivation call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("preact", call.preact);
+    visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
+    visit_copies(v, call.rows, call.columns);
+    v.optional();
+    visit_scales(v, call.scales), v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_activation(call, device, stream); }
+};
+
+struct QuantizeActivationBackwardLaunch : OnStream {
+  static constexpr const char* kName = "quantize_activation_backward";
+  QuantizeActivationBackward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
+    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("dpostact", call.dpostact);
+    v.field("preact", call.preact), visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
+    visit_copies(v, call.rows, call.columns);
+    v.optional();
+    v.field("postact_columns", call.postact_columns.data), v.field("postact_scales", call.postact_columns.scales);
+    visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
+    v.field("tiles", call.tiles);
+  }
+  void complete() {}
+  void run() const { quantize_activation_backward(call, device, stream); }
+};
+
+struct QuantizeBackwardWorkspace {
+  static constexpr const char* kName = "quantize_backward_workspace";
+  int64_t tokens = 0, features = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("features", features);
+  }
+  int64_t bytes() const { return quantize_backward_workspace(tokens, features); }
+};
+
+}  // namespace fusible

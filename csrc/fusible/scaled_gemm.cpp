@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "fusible/scaled_gemm.h"
+
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "fusible/gemm_launch.h"
+#include "kernels/scaled_params.h"
+
+namespace fusible {
+namespace {
+
+void check_scales(const char* name, const float* scales, const GemmProblem& p) {
+  FUSIBLE_CHECK(scales && reinterpret_cast<uintptr_t>(scales) % 16 == 0, name,
+                " are not given, or not aligned to 16 bytes. ", p);
+}
+
+void check_operands(const GroupedGemm& call, int device) {
+  const GemmProblem& p = call.problem;
+  FUSIBLE_CHECK(p.operand == DType::kE4M3 && call.a.type == p.operand && call.b.type == p.operand,
+                "operands must be e4m3. ", p);
+  FUSIBLE_CHECK(p.output != DType::kE4M3 && call.out.type == p.output, "output must be fp32, fp16 or bf16. ", p);
+  check_shapes(call, device);
+}
+
+KernelEntry built(const KernelEntry& entry, const GemmConfig& config, const GemmProblem& p) {
+  FUSIBLE_CHECK(entry.function, "tile variant ", config.variant, " is not built for it. ", p);
+  return entry;
+}
+
+bool last_tile_is_narrow(const GemmProblem& p, const TileVariant& tile) {
+  return (p.n - 1) % tile.tile_n < kScaleBlock;
+}
+
+// A tile has 128 columns of either half.
+void set_halves(Params1D2D<GemmParams>& params, const GroupedGemm& gemm, const TileVariant& tile) {
+  const GemmProblem& p = gemm.problem;
+  const int64_t half = p.n / 2;
+  params.b = gate_up_rows_map(gemm.b, p.groups, half, p.k, tile.tile_n);
+  params.out = gate_up_output_map(gemm.out, p.tokens, half);
+  params.epilogue.half = static_cast<int>(half);
+  params.b_scales.tile_step = 1, params.b_scales.unit_step = static_cast<int>(blocks_of(half, kScaleBlock));
+}
+
+}  // namespace
+
+void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
+  const GroupedGemm gemm = as_strided(call.gemm);
+  const GemmProblem& p = gemm.problem;
+  check_operands(gemm, device);
+  FUSIBLE_CHECK(p.k % 16 == 0, "k must be a multiple of 16. ", p);
+  FUSIBLE_CHECK(!call.halves || p.n % 16 == 0, "the columns of a half must be multiples of 8. ", p);
+  if (p.tokens == 0) return;
+  check_scales("the scales of a", call.a_scales, p);
+  FUSIBLE_CHECK(call.b_scales, "the scales of b are not given. ", p);
+  const DeviceGuard guard(device);
+  const bool restarts = call.halves && p.n / 2 % kScaleBlock != 0;  // otherwise the second half begins with a block
+  const GemmConfig config =
+      choose_scaled_config(p, device_properties(device).multiprocessors, restarts ? 0 : gemm.variant);
+  const TileVariant& tile = config.tile();
+  Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
+  params.shape.narrow_end = !restarts && last_tile_is_narrow(p, tile);
+  params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, tile.tile_m);
+  params.b_scales = {.data = call.b_scales,
+                     .group = call.b_scales_group,
+                     .row = call.b_scales_row,
+                     .column = call.b_scales_column,
+                     .tile_step = static_cast<int>(tile.tile_n / kScaleBlock),
+                     .unit_step = 1};
+  if (restarts) set_halves(params, gemm, tile);
+  const KernelEntry kernel =
+      restarts ? scaled_halves_entry(p.output, p.scale_bias) : scaled_entry(p.output, p.scale_bias, config.variant);
+  launch(params, built(kernel, config, p), config, p, device, stream);
+}
+
+void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream) {
+  const GroupedGemm gemm = as_strided(call.gemm);
+  const GemmProblem& p = gemm.problem;
+  check_operands(gemm, device);
+  check_scales("the scales of a", call.a_scales, p);
+  check_scales("the scales of b", call.b_scales, p);
+  const DeviceGuard guard(device);
+  if (p.tokens == 0) {
+    if (!gemm.accumulate) zero_output(gemm, stream);
+    return;
+  }
+  const GemmConfig config = choose_scaled_config(p, device_properties(device).multiprocessors, gemm.variant);
+  const TileVariant& tile = config.tile();
+  const int64_t blocks = p.tokens / kScaleBlock + p.groups;
+  Params1D1D<GemmParams> params{prepare_shape(gemm, config, stream)};
+  params.a = blocked_tokens_map(gemm.a, blocks, p.m, 64);
+  params.b = blocked_tokens_map(gemm.b, blocks, p.n, tile.tile_n / 2);
+  params.out = weight_output_map(gemm.out, p.groups, p.m, p.n);
+  params.shape.narrow_end = last_tile_is_narrow(p, tile);
+  params.a_scales = scales_map(call.a_scales, p.m, blocks, p.m, tile.tile_m);
+  params.b_scales = scales_map(call.b_scales, p.n, blocks, p.n, tile.tile_n);
+  launch(params, built(scaled_wgrad_entry(p.output, config.variant), config, p), config, p, device, stream);
+}
+
+}  // namespace fusible

@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// Activations and their backward that are quantised before they reach memory. A block takes 128 tokens of one group,
+// and some tiles of 128 features one after the other.
+#include <cuda_runtime.h>
+
+#include "device/activation.cuh"
+#include "device/element.cuh"
+#include "device/quantize.cuh"
+#include "device/rows.cuh"
+#include "device/token_blocks.cuh"
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "kernels/activation_entry.h"
+#include "kernels/quantize_launch.h"
+
+namespace fusible {
+namespace {
+
+constexpr int kForwardBlocks = 3, kBackwardBlocks = 2;  // of a multiprocessor
+constexpr int kForwardUnroll = 4, kBackwardUnroll = 2;  // rows whose loads are under way at once
+
+// Functions are chosen for a tile, so that nothing is decided for each element.
+template <bool kGated, class Body>
+DEVICE void with_form(const Activation& a, Body body) {
+  if constexpr (kGated) with_function<true>(a, body);
+  else with_plain_function<true>(a, body);
+}
+
+// The scales of the block's rows into shared memory, which the next barrier makes visible.
+DEVICE void read_scales(float (&to)[kScaleBlock], const RowScale& scales, const TokenBlock& block) {
+  const int row = threadIdx.x;
+  if (row < kScaleBlock)
+    to[row] = scales.data && row < block.rows ? read_number(scales.data, scales.type, block.first_row + row) : 1.f;
+}
+
+template <class T>
+DEVICE void convert_words(float (&to)[8], const uint4& words) {
+  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 pair = ptx::unpack<T>(all[j]);
+    to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
+  }
+}
+template <class T>
+DEVICE uint4 rounded_words(const float (&v)[8]) {
+  const auto word = [&](int j) INLINE { return ptx::pack<T>(v[2 * j], v[2 * j + 1]); };
+  return {word(0), word(1), word(2), word(3)};
+}
+template <class T>
+DEVICE void read_values(float (&to)[8], const T* from) {
+  convert_words<T>(to, ptx::load_vector_if(true, from));
+}
+
+// Of a row of the tile: the row itself, or the last that exists, so that loads need no condition. Of features too.
+DEVICE int row_that_exists(const TileExtent& extent, int row) { return min(row, extent.rows - 1); }
+DEVICE int feature_that_exists(const TileExtent& extent, int feature) { return min(feature, extent.features - 8); }
+
+// Tiles that wait for their turn, each thread's part where it alone looks. So no registers wait, and a loop over rows
+// need not be unrolled.
+struct WaitingTile {
+  uint4 words[kTileRows][kQuantizeThreads];
+
+  DEVICE void put(int row, const uint4& w) { words[row][threadIdx.x] = w; }
+  // Rows that do not exist, which were computed from others, become zeros.
+  template <class T>
+  DEVICE void take(Tile<T>& tile, const TilePosition& at, const TileExtent& extent) const {
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i) tile.set(i, words[i][threadIdx.x]);
+    if (extent.rows == kScaleBlock) return;
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i)
+      if (at.row() + i >= extent.rows) tile.set(i, uint4{});
+  }
+};
+// The tile that comes first makes room for columns.
+union FirstTile {
+  WaitingTile waiting;
+  ColumnsShared columns;
+};
+struct ForwardShared {
+  FirstTile first;
+  float scales[kScaleBlock];
+};
+struct BackwardShared {
+  FirstTile gate;
+  WaitingTile up, postact;
+  float sums[kTileRows][kQuantizeThreads];
+  float scales[kScaleBlock];
+};
+
+// Those copies of a tile at `feature` that are wanted. By all threads of a block.
+template <class T>
+DEVICE void quantize_tile(const Tile<T>& tile, const TokenCopies& to, const TilePosition& at, const TileExtent& extent,
+                          int64_t feature, bool want_rows, bool want_columns, bool power_of_two,
+                          ColumnsShared& shared) {
+  if (want_rows)
+    store_rows(tile, at, extent, power_of_two, to.rows.data + feature, to.features,
+               to.rows.scales + feature / kScaleBlock * to.rows.scales_pitch);
+  if (!want_columns) return;
+  stage_and_scale_columns(tile, at, extent, power_of_two, shared, to.columns.scales + feature);
+  __syncthreads();
+  store_columns(shared.bytes, extent, to.columns.data + feature * kScaleBlock);
+}
+
+template <class T, bool kGated>
+__global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
+    quantize_activation_kernel(const __grid_constant__ QuantizeActivation c, int chunks) {
+  __shared__ ForwardShared shared;
+  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  if (!block.rows) return;
+  const TilePosition at;
+  read_scales(shared.scales, c.scales, block);
+  __syncthreads();
+  const unsigned up = static_cast<unsigned>(c.activation.block);
+  const int pitch = static_cast<int>(c.features) * (kGated ? 2 : 1);
+  const T* rows = static_cast<const T*>(c.preact) + block.first_row * int64_t{pitch};
+  const TokenCopies copies(c.rows, c.columns, c.features, block.number, block.first_row);
+  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
+                end = min(c.features, first + width);
+  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
+    const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
+    const unsigned column = static_cast<unsigned>(feature) + feature_that_exists(extent, at.feature());
+    const T* preact = rows + (kGated ? gate_column(column, up) : column);
+    with_form<kGated>(c.activation, [&](auto function) INLINE {
+#pragma unroll kForwardUnroll
+      for (int i = 0; i < kTileRows; ++i) {
+        const T* from = preact + row_that_exists(extent, at.row() + i) * pitch;
+        const float scale = shared.scales[at.row() + i];
+        float x[8], u[8], y[8];
+        read_values(x, from);
+        if constexpr (kGated) read_values(u, from + up);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) y[n] = function.forward(x[n], kGated ? u[n] : 1.f, &scale);
+        shared.first.waiting.put(i, rounded_words<T>(y));
+      }
+    });
+    Tile<T> tile;
+    shared.first.waiting.take(tile, at, extent);
+    __syncthreads();
+    quantize_tile(tile, copies, at, extent, feature, c.rows.data, c.columns.data, c.power_of_two, shared.first.columns);
+    __syncthreads();
+  }
+}
+
+// The sums of the rows of a half's lanes: that of row c / 2. Each exchange halves the rows that a lane looks after.
+DEVICE float sum_of_row(float (&sums)[kTileRows], const TilePosition& at) {
+#pragma unroll
+  for (int rows = 4; rows; rows /= 2) {
+    const bool upper = at.c & 2 * rows;
+#pragma unroll
+    for (int i = 0; i < rows; ++i) {
+      const float mine = upper ? sums[i + rows] : sums[i], other = upper ? sums[i] : sums[i + rows];
+      sums[i] = mine + __shfl_xor_sync(~0u, other, 2 * rows);
+    }
+  }
+  return sums[0] + __shfl_xor_sync(~0u, sums[0], 1);
+}
+
+template <class T, bool kGated>
+__global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
+    quantize_activation_backward_kernel(const __grid_constant__ QuantizeActivationBackward c, int chunks) {
+  extern __shared__ __align__(16) char memory[];
+  BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
+  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  if (!block.rows) return;
+  const TilePosition at;
+  read_scales(shared.scales, c.scales, block);
+  __syncthreads();
+  const unsigned up = static_cast<unsigned>(c.activation.block);
+  const int features = static_cast<int>(c.features), pitch = features * (kGated ? 2 : 1);
+  const TokenCopies preact_copies(c.rows, c.columns, pitch, block.number, block.first_row),
+      postact_copies({}, c.postact_columns, c.features, block.number, block.first_row);
+  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
+                end = min(c.features, first + width);
+  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
+    const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
+    const unsigned column = static_cast<unsigned>(feature), gate = kGated ? gate_column(column, up) : column;
+    const int column_of_thread = feature_that_exists(extent, at.feature());
+    const T* preact = static_cast<const T*>(c.preact) + block.first_row * pitch + gate + column_of_thread;
+    const T* dpostact = static_cast<const T*>(c.dpostact) + block.first_row * features + column + column_of_thread;
+    with_form<kGated>(c.activation, [&](auto function) INLINE {
+#pragma unroll kBackwardUnroll
+      for (int i = 0; i < kTileRows; ++i) {
+        const int row = row_that_exists(extent, at.row() + i);
+        const float scale = shared.scales[at.row() + i];
+        float x[8], u[8], dy[8];
+        read_values(x, preact + row * pitch);
+        if constexpr (kGated) read_values(u, preact + row * pitch + up);
+        read_values(dy, dpostact + row * features);
+        float sum = 0.f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const auto d = function.backward(x[n], kGated ? u[n] : 1.f, &scale, dy[n]);
+          sum += d.dr[0];
+          x[n] = d.dx, u[n] = d.du, dy[n] = d.y;
+        }
+        shared.sums[i][threadIdx.x] = at.feature() < extent.features ? sum : 0.f;
+        shared.gate.waiting.put(i, rounded_words<T>(x));
+        if constexpr (kGated) shared.up.put(i, rounded_words<T>(u));
+        shared.postact.put(i, rounded_words<T>(dy));
+      }
+    });
+    if (c.dscales) {
+      float sums[kTileRows];
+#pragma unroll
+      for (int i = 0; i < kTileRows; ++i) sums[i] = shared.sums[i][threadIdx.x];
+      const float sum = sum_of_row(sums, at);
+      const int owned = at.row() + at.c / 2;
+      if (at.c % 2 == 0 && owned < block.rows)
+        c.workspace[feature / kScaleBlock * c.tokens + block.first_row + owned] = sum;
+    }
+    Tile<T> tile;
+    shared.gate.waiting.take(tile, at, extent);
+    __syncthreads();
+    const auto quantize = [&](const TokenCopies& to, int64_t at_feature, bool want_rows, bool want_columns) INLINE {
+      quantize_tile(tile, to, at, extent, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
+    };
+    quantize(preact_copies, gate, c.rows.data, c.columns.data);
+    if constexpr (kGated) {
+      shared.up.take(tile, at, extent);
+      quantize(preact_copies, gate + up, c.rows.data, c.columns.data);
+    }
+    if (c.postact_columns.data) {
+      shared.postact.take(tile, at, extent);
+      quantize(postact_copies, feature, false, true);
+    }
+    __syncthreads();
+  }
+}
+
+template <class T, bool kGated>
+void launch_forward(QuantizeActivation c, int device, cudaStream_t stream) {
+  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kForwardBlocks, c.tiles, device);
+  c.tiles = tiles.of_block, c.rows.scales_pitch = row_scales_pitch(c.tokens);
+  quantize_activation_kernel<T, kGated><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, tiles.chunks);
+}
+
+template <class T, bool kGated>
+void launch_backward(QuantizeActivationBackward c, int device, cudaStream_t stream) {
+  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kBackwardBlocks, c.tiles, device);
+  c.tiles = tiles.of_block, c.rows.scales_pitch = row_scales_pitch(c.tokens);
+  void (*const kernel)(QuantizeActivationBackward, int) = quantize_activation_backward_kernel<T, kGated>;
+  FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BackwardShared)),
+                     "shared memory of the activation's backward");
+  kernel<<<tiles.blocks, kQuantizeThreads, sizeof(BackwardShared), stream>>>(c, tiles.chunks);
+}
+
+}  // namespace
+
+void quantize_activation(const QuantizeActivation& c, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.features || !c.sizes.groups) return;
+  const DeviceGuard guard(device);
+  dispatch_dtype_of_16_bits(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    c.activation.gated ? launch_forward<T, true>(c, device, stream) : launch_forward<T, false>(c, device, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising an activation of ", c.tokens, " rows of ", c.features,
+                     " features, ", c.sizes.groups, " groups");
+}
+
+void quantize_activation_backward(const QuantizeActivationBackward& c, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.features || !c.sizes.groups) return;
+  const DeviceGuard guard(device);
+  dispatch_dtype_of_16_bits(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    c.activation.gated ? launch_backward<T, true>(c, device, stream) : launch_backward<T, false>(c, device, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising an activation's backward of ", c.tokens, " rows of ", c.features,
+                     " features, ", c.sizes.groups, " groups");
+  if (c.dscales)
+    sum_dscale_partials(c.workspace, static_cast<int>(blocks_of(c.features, kScaleBlock)), c.tokens, c.sizes, c.dscales,
+                        c.scales.type, stream);
+}
+
+}  // namespace fusible

@@ -1,0 +1,377 @@
+"""Our own CUDA kernels that quantise: each reads its tensor once and writes both copies of it.
+
+They write what the door has just allocated, whose version nobody has kept: it stays. Rows past the last group are
+neither read nor written.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from ..problem import Matrices, addresses, first
+from ..quantized_problem import (
+    PermuteQuantizedRows,
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+    Quantizing,
+    ceil_blocks,
+    source,
+)
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .permute import last_address, permute
+from .rows import activation, scale_arguments
+
+NAME = "hopper"
+_VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
+_MANY = 2**30  # rows: those of a group are numbers of 32 bits
+_MOST_MATRICES = 512
+
+
+def refusal(problem: Quantizing) -> str | None:
+    """Why the kernels do not quantise this; None: they do."""
+    tensor = source(problem)
+    if not tensor.is_cuda:
+        return f"needs a CUDA device, got {tensor.device.type}"
+    if (why := device_refusal(tensor.get_device())) is not None:
+        return why
+    if isinstance(problem, QuantizeRows):
+        return _rows_refusal(problem)
+    if isinstance(problem, QuantizeWeight):
+        return _weight_refusal(problem)
+    if isinstance(problem, PermuteQuantizedRows):
+        return _permute_refusal(problem)
+    return _activation_refusal(problem) or _activation_copies_refusal(problem)
+
+
+def run(problem: Quantizing) -> None:
+    """Fills the copies of a problem that is not refused."""
+    if isinstance(problem, QuantizeRows):
+        _quantize_rows(problem)
+    elif isinstance(problem, QuantizeWeight):
+        _quantize_weight(problem)
+    elif isinstance(problem, PermuteQuantizedRows):
+        _permute(problem)
+    elif isinstance(problem, QuantizeActivation):
+        _quantize_activation(problem)
+    else:
+        _quantize_activation_backward(problem)
+
+
+def _rows_refusal(problem: QuantizeRows) -> str | None:
+    x, tokens = problem.x, problem.tokens
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"quantises bfloat16 or float16 rows, not {x.dtype}"
+    if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
+        return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
+    return (
+        _tokens_refusal(tokens, problem.split_sizes)
+        or _features_refusal(x.shape[1])
+        or _indices_refusal(problem.slot_of_row)
+        or _rows_copy_refusal(problem.rows, tokens, x.shape[1])
+        or _columns_copy_refusal(problem.columns, tokens, x.shape[1], problem.split_sizes.shape[0])
+    )
+
+
+def _indices_refusal(*indices: Tensor | None) -> str | None:
+    for each in indices:
+        if each is not None and not (each.dtype == torch.int32 and each.is_contiguous()):
+            return f"needs dense indices of 32 bits, got {each.dtype} with strides {list(each.stride())}"
+    return None
+
+
+def _tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
+    if tokens >= _MANY:
+        return f"takes fewer than 2^30 rows, got {tokens}"
+    if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    return None
+
+
+def _features_refusal(features: int) -> str | None:
+    return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
+
+
+def _dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> str | None:
+    """Of the memory of a copy, whose first dimension may be larger than what is asked for."""
+    fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
+    if tensor.dtype == dtype and fits and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0:
+        return None
+    return f"needs {name} {list(shape)} of {dtype}, dense, got {list(tensor.shape)} of {tensor.dtype}"
+
+
+def _rows_copy_refusal(rows: QuantizedRows | None, tokens: int, features: int) -> str | None:
+    if rows is None:
+        return None
+    pitch = -(-tokens // 4) * 4
+    return _dense_refusal("bytes", rows.data, torch.float8_e4m3fn, tokens, features) or _dense_refusal(
+        "scales", rows.scales, torch.float32, ceil_blocks(features), pitch
+    )
+
+
+def _columns_copy_refusal(columns: BlockedColumns | None, tokens: int, features: int, groups: int) -> str | None:
+    if columns is None:
+        return None
+    blocks = tokens // BLOCK + groups
+    return _dense_refusal(
+        "transposed bytes", columns.data, torch.float8_e4m3fn, blocks, features, BLOCK
+    ) or _dense_refusal("scales of columns", columns.scales, torch.float32, blocks, features)
+
+
+def _quantize_rows(problem: QuantizeRows) -> None:
+    x, sizes, device = problem.x, problem.split_sizes, problem.x.get_device()
+    compiled().quantize_rows(
+        device=device,
+        stream=stream(device),
+        type=TYPE_CODES[x.dtype],
+        tokens=problem.tokens,
+        features=x.shape[1],
+        x=x.data_ptr(),
+        pitch=x.stride(0),
+        **_group_arguments(sizes),
+        power_of_two=problem.power_of_two,
+        **_copy_arguments(problem.rows, problem.columns),
+        slot_of_row=address(problem.slot_of_row),
+        top_k=problem.top_k,
+    )
+
+
+def _group_arguments(split_sizes: Tensor) -> dict[str, int]:
+    return {
+        "groups": split_sizes.shape[0],
+        "sizes": split_sizes.data_ptr(),
+        "int64_sizes": split_sizes.dtype == torch.int64,
+    }
+
+
+def _copy_arguments(rows: QuantizedRows | None, columns: BlockedColumns | None) -> dict[str, int]:
+    row_data, row_scales = rows or (None, None)
+    column_data, column_scales = columns or (None, None)
+    return {
+        "rows": address(row_data),
+        "row_scales": address(row_scales),
+        "columns": address(column_data),
+        "column_scales": address(column_scales),
+    }
+
+
+class _Stored(NamedTuple):
+    """Matrices [n, k] as they lie in memory, and where their bytes go.
+
+    Attributes:
+        matrices: row-major.
+        is_transposed: they are the weights' transposes, and so are their scales.
+    """
+
+    matrices: list[Tensor]
+    groups: int
+    group_stride: int
+    data: Tensor | None
+    transposed: Tensor | None
+    scales: Tensor
+    is_transposed: bool
+
+
+def _stored(weight: Matrices, out: QuantizedWeight) -> _Stored:
+    """The matrices, or their transposes where those are row-major."""
+    one = first(weight)
+    is_transposed = one.stride(-1) != 1 and one.stride(-2) == 1
+    stacked = isinstance(weight, Tensor)
+    matrices = [weight] if isinstance(weight, Tensor) else list(weight)
+    data, transposed = (out.transposed, out.data) if is_transposed else (out.data, out.transposed)
+    return _Stored(
+        [matrix.mT for matrix in matrices] if is_transposed else matrices,
+        one.shape[0] if stacked else len(matrices),
+        one.stride(0) if stacked else 0,
+        data,
+        transposed,
+        out.scales,
+        is_transposed,
+    )
+
+
+def _weight_refusal(problem: QuantizeWeight) -> str | None:
+    one, out, halves = first(problem.weight), problem.out, problem.halves
+    stored = _stored(problem.weight, out)
+    (n, k), half_rows = one.shape[-2:], one.shape[-2] // halves
+    if any([m.dtype != one.dtype or m.stride() != stored.matrices[0].stride() for m in stored.matrices]):
+        return "needs weights of one dtype and pitch"
+    why = _matrix_refusal(stored) or _features_refusal(k) or _features_refusal(half_rows)
+    if why is None and stored.is_transposed and halves == 2 and half_rows % BLOCK:
+        why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half_rows}"
+    grid = (stored.groups, halves * ceil_blocks(half_rows), ceil_blocks(k))
+    return (
+        why
+        or _dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
+        or _transposed_refusal(out.transposed, stored.groups, k, n)
+        or _dense_refusal("scales", out.scales, torch.float32, *grid)
+    )
+
+
+def _transposed_refusal(transposed: Tensor | None, groups: int, k: int, n: int) -> str | None:
+    if transposed is None:
+        return None
+    return _dense_refusal("transposed bytes", transposed, torch.float8_e4m3fn, groups, k, n)
+
+
+def _matrix_refusal(stored: _Stored) -> str | None:
+    one = stored.matrices[0]
+    if one.dtype not in TYPE_CODES:
+        return f"quantises weights of 16 or 32 bits, not {one.dtype}"
+    if len(stored.matrices) > _MOST_MATRICES:
+        return f"takes at most {_MOST_MATRICES} matrices, got {len(stored.matrices)}"
+    size = one.element_size()
+    aligned = (one.stride(-2) * size, stored.group_stride * size, *addresses(stored.matrices))
+    if one.stride(-1) != 1 or any([number % _VECTOR for number in aligned]):
+        return f"needs dense rows at multiples of 16 bytes, got strides {list(one.stride())}"
+    return None
+
+
+def _quantize_weight(problem: QuantizeWeight) -> None:
+    stored = _stored(problem.weight, problem.out)
+    one = stored.matrices[0]
+    device, (n, k), is_stacked = one.get_device(), one.shape[-2:], isinstance(problem.weight, Tensor)
+    compiled().quantize_weight(
+        device=device,
+        stream=stream(device),
+        type=TYPE_CODES[one.dtype],
+        groups=stored.groups,
+        n=n,
+        k=k,
+        weight=one.data_ptr() if is_stacked else 0,
+        pitch=one.stride(-2),
+        group_stride=stored.group_stride,
+        addresses=[] if is_stacked else [matrix.data_ptr() for matrix in stored.matrices],
+        halves=1 if stored.is_transposed else problem.halves,
+        power_of_two=problem.power_of_two,
+        data=address(stored.data),
+        transposed=address(stored.transposed),
+        scales=stored.scales.data_ptr(),
+        scales_transposed=stored.is_transposed,
+    )
+
+
+def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+    """Of what both directions read."""
+    preact, spec, scales = problem.preact, problem.activation, problem.scales
+    features = spec.out_features(preact.shape[1])
+    backward = isinstance(problem, QuantizeActivationBackward)
+    block, least = spec.block or features, BLOCK if backward else 8
+    if spec.program is not None:
+        return "does not fuse functions of users with the quantiser"
+    if preact.dtype not in (torch.bfloat16, torch.float16):
+        return f"quantises bfloat16 or float16 rows, not {preact.dtype}"
+    if not _is_dense(preact, preact.dtype):
+        return f"needs dense rows, got strides {list(preact.stride())}"
+    if spec.gated and block % least:
+        return f"needs blocks of gate and up that are multiples of {least}, got {block}"
+    if scales is not None and not (scales.dtype in TYPE_CODES and scales.is_contiguous()):
+        return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
+    return _tokens_refusal(preact.shape[0], problem.split_sizes) or _features_refusal(features)
+
+
+def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0
+
+
+def _activation_copies_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+    """Of what one direction has, and of what it writes."""
+    (tokens, wide), groups = problem.preact.shape, problem.split_sizes.shape[0]
+    features = problem.activation.out_features(wide)
+    if isinstance(problem, QuantizeActivation):
+        why = _rows_copy_refusal(problem.rows, tokens, features)
+        return why or _columns_copy_refusal(problem.columns, tokens, features, groups)
+    return (
+        _gradients_refusal(problem)
+        or _rows_copy_refusal(problem.rows, tokens, wide)
+        or _columns_copy_refusal(problem.columns, tokens, wide, groups)
+        or _columns_copy_refusal(problem.postact_columns, tokens, features, groups)
+    )
+
+
+def _gradients_refusal(problem: QuantizeActivationBackward) -> str | None:
+    dpostact, scales, dscales = problem.dpostact, problem.scales, problem.dscales
+    if not _is_dense(dpostact, problem.preact.dtype):
+        return f"needs dense rows of one dtype, got {dpostact.dtype} with strides {list(dpostact.stride())}"
+    if dscales is None or (scales is not None and dscales.dtype == scales.dtype and dscales.is_contiguous()):
+        return None
+    return "needs a dense gradient of the scales, in their dtype"
+
+
+def _quantize_activation(problem: QuantizeActivation) -> None:
+    compiled().quantize_activation(**_activation_arguments(problem), **_copy_arguments(problem.rows, problem.columns))
+
+
+def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
+    postact_data, postact_scales = problem.postact_columns or (None, None)
+    workspace = None if problem.dscales is None else _workspace(problem.dpostact)
+    compiled().quantize_activation_backward(
+        **_activation_arguments(problem),
+        dpostact=problem.dpostact.data_ptr(),
+        **_copy_arguments(problem.rows, problem.columns),
+        postact_columns=address(postact_data),
+        postact_scales=address(postact_scales),
+        dscales=address(problem.dscales),
+        workspace=address(workspace),
+    )
+
+
+def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackward) -> dict[str, Any]:
+    preact, device = problem.preact, problem.preact.get_device()
+    features = problem.activation.out_features(preact.shape[1])
+    scales, scales_type = scale_arguments(problem.scales)
+    return {
+        "activation": activation(problem.activation, features),
+        "device": device,
+        "stream": stream(device),
+        "type": TYPE_CODES[preact.dtype],
+        "tokens": preact.shape[0],
+        "features": features,
+        "preact": preact.data_ptr(),
+        **_group_arguments(problem.split_sizes),
+        "power_of_two": problem.power_of_two,
+        "scales": scales,
+        "scales_type": scales_type,
+    }
+
+
+def _workspace(dpostact: Tensor) -> Tensor:
+    """Asked at every call, so that a capture sees what the size depends on."""
+    tokens, features = dpostact.shape
+    size = compiled().quantize_backward_workspace(tokens=tokens, features=features)
+    return dpostact.new_empty(size, dtype=torch.uint8)
+
+
+def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
+    (tokens, features), source = problem.source.data.shape, problem.source
+    rows = problem.slot_of_row.shape[0]
+    return (
+        _tokens_refusal(rows, problem.tokens_per_expert)
+        or _features_refusal(features)
+        or _indices_refusal(problem.slot_of_row, problem.row_of_slot, problem.tokens_per_expert)
+        or _rows_copy_refusal(source, tokens, features)
+        or _rows_copy_refusal(problem.out, rows, features)
+    )
+
+
+def _permute(problem: PermuteQuantizedRows) -> None:
+    """Bytes go in pairs, by the kernel that permutes rows of 16 bits."""
+    pairs = [copy.data.view(torch.float16) for copy in (problem.source, problem.out)]
+    permute(pairs[0], problem.row_of_slot, problem.tokens_per_expert, pairs[1], fill=False)
+    device, (tokens, top_k) = problem.source.data.get_device(), problem.row_of_slot.shape
+    compiled().permute_scales(
+        device=device,
+        stream=stream(device),
+        tokens=tokens,
+        top_k=top_k,
+        features=problem.source.data.shape[1],
+        slot_of_row=problem.slot_of_row.data_ptr(),
+        num_rows=last_address(problem.tokens_per_expert),
+        source=problem.source.scales.data_ptr(),
+        out=problem.out.scales.data_ptr(),
+    )

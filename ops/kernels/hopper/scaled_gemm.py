@@ -1,0 +1,198 @@
+"""Products of e4m3 operands with scales of blocks of 128, by our own kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ....fuser.replay import capture
+from ...quantized.copies import BLOCK
+from ..problem import Matrices, addresses, first
+from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad, ceil_blocks
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
+from .gemm import MAX_GROUPS, MAX_ROWS, NO_MATRICES, addressing, bias_addressing
+
+NAME = "hopper"
+
+
+def refusal(problem: Multiplying) -> str | None:
+    """Why the problem cannot be run here; None: it can."""
+    if (why := _operands_refusal(problem)) is not None:
+        return why
+    why = _gemm_refusal(problem) if isinstance(problem, ScaledGemm) else _wgrad_refusal(problem)
+    return why or _layout_refusal("out", problem.out)
+
+
+def run(problem: Multiplying) -> None:
+    """Computes ``problem.out``."""
+    if isinstance(problem, ScaledGemm):
+        launch_gemm(problem)
+    else:
+        launch_wgrad(problem)
+
+
+def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
+    """One launch on the current stream.
+
+    Args:
+        variant: a tile variant instead of the cost model's, for tests and tuning.
+    """
+    (tokens, n, k), device, (bias, biases) = p.mnk, p.a.data.get_device(), NO_MATRICES
+    if p.bias is not None:
+        bias, biases = bias_addressing(p.bias)
+    bias_scale, row_scale, alphas = map(_float32, (p.bias_scale, p.row_scale, p.alpha))
+    scale_strides = p.weight_scales.stride()
+    workspace = _workspace(p.a.data, p.groups)
+    compiled().scaled_gemm(
+        device=device,
+        stream=stream(device),
+        groups=p.groups,
+        tokens=tokens,
+        n=n,
+        a=p.a.data.data_ptr(),
+        a_scales=p.a.scales.data_ptr(),
+        b=p.weight.data_ptr(),
+        b_scales=p.weight_scales.data_ptr(),
+        sizes=p.split_sizes.data_ptr(),
+        int64_sizes=p.split_sizes.dtype == torch.int64,
+        output=TYPE_CODES[p.out.dtype],
+        out=p.out.data_ptr(),
+        out_pitch=p.out.stride(0),
+        workspace=workspace.data_ptr(),
+        variant=variant,
+        k=k,
+        a_pitch=p.a.data.stride(0),
+        b_pitch=p.weight.stride(1),
+        b_group=p.weight.stride(0),
+        b_scales_group=scale_strides[0],
+        b_scales_row=scale_strides[1],
+        b_scales_column=scale_strides[2],
+        halves=p.halves == 2,
+        bias=bias[0],
+        bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
+        bias_pitch=bias[1],
+        bias_addresses=biases,
+        bias_scale=address(bias_scale),
+        row_scale=address(row_scale),
+        alphas=address(alphas),
+        zero_tail=p.fresh,
+    )
+    if not p.fresh:
+        capture.written(p.out)
+
+
+def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
+    """One launch on the current stream; see :func:`launch_gemm`."""
+    (m, n, tokens), device = p.mnk, p.a.data.get_device()
+    (out, pitch, group), out_addresses = addressing(p.out)
+    workspace = _workspace(p.a.data, p.groups)
+    compiled().scaled_wgrad(
+        device=device,
+        stream=stream(device),
+        groups=p.groups,
+        tokens=tokens,
+        n=n,
+        a=p.a.data.data_ptr(),
+        a_scales=p.a.scales.data_ptr(),
+        b=p.b.data.data_ptr(),
+        b_scales=p.b.scales.data_ptr(),
+        sizes=p.split_sizes.data_ptr(),
+        int64_sizes=p.split_sizes.dtype == torch.int64,
+        output=TYPE_CODES[first(p.out).dtype],
+        out=out,
+        out_pitch=pitch,
+        workspace=workspace.data_ptr(),
+        variant=variant,
+        m=m,
+        out_group=group,
+        out_addresses=out_addresses,
+        accumulate=p.accumulate,
+    )
+    if not p.fresh:
+        capture.written(p.out)
+
+
+def _workspace(like: Tensor, groups: int) -> Tensor:
+    return like.new_empty(workspace_bytes(groups), dtype=torch.uint8)
+
+
+def _float32(factors: Tensor | None) -> Tensor | None:
+    return None if factors is None else factors.to(torch.float32)
+
+
+def _operands_refusal(p: Multiplying) -> str | None:
+    """What both kinds of products ask of operands and sizes."""
+    data, sizes = p.a.data, p.split_sizes
+    if not data.is_cuda:
+        return f"needs a CUDA device, got {data.device.type}"
+    if (why := device_refusal(data.get_device())) is not None:
+        return why
+    other = p.weight if isinstance(p, ScaledGemm) else p.b.data
+    if data.dtype != torch.float8_e4m3fn or other.dtype != torch.float8_e4m3fn:
+        return f"needs float8_e4m3fn operands, got {data.dtype} and {other.dtype}"
+    if first(p.out).dtype not in TYPE_CODES:
+        return f"gives bfloat16, float16 or float32, not {first(p.out).dtype}"
+    if not 1 <= p.groups <= MAX_GROUPS:
+        return f"takes 1 to {MAX_GROUPS} groups, got {p.groups}"
+    if p.rows > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
+    if sizes.dtype not in (torch.int32, torch.int64) or not sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    return None
+
+
+def _gemm_refusal(p: ScaledGemm) -> str | None:
+    tokens, n, k = p.mnk
+    if k % 16 or n % 8:
+        return f"needs a depth that is a multiple of 16 and columns of 8, got {k} and {n}"
+    if n // p.halves % 8:
+        return f"needs halves of the columns that are multiples of 8, got {n // 2}"
+    blocks, pitch = ceil_blocks(k), -(-tokens // 4) * 4
+    if p.a.scales.shape != (blocks, pitch) or not p.a.scales.is_contiguous():
+        return f"needs contiguous scales of rows of shape {[blocks, pitch]}, got {list(p.a.scales.shape)}"
+    grid = [p.groups, p.halves * ceil_blocks(n // p.halves), blocks]
+    if list(p.weight_scales.shape) != grid:
+        return f"needs scales of weights of shape {grid}, got {list(p.weight_scales.shape)}"
+    if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
+        return "needs float32 scales"
+    if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
+        return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
+    return _layout_refusal("a", p.a.data) or _layout_refusal("the weight", p.weight) or _vectors_refusal(p)
+
+
+def _wgrad_refusal(p: ScaledWgrad) -> str | None:
+    m, n, _ = p.mnk
+    if m % 8 or n % 8:
+        return f"needs features that are multiples of 8, got {m} and {n}"
+    if p.accumulate and first(p.out).dtype != torch.float32:
+        return f"accumulates in float32, not in {first(p.out).dtype}"
+    for name, (data, scales) in (("a", p.a), ("b", p.b)):
+        if not data.is_contiguous() or not scales.is_contiguous() or scales.dtype != torch.float32:
+            return f"needs contiguous blocks of {name} and float32 scales"
+        if data.shape[0] < p.rows // BLOCK + p.groups:
+            return f"needs {p.rows // BLOCK + p.groups} blocks of {name}, got {data.shape[0]}"
+    return None
+
+
+def _layout_refusal(name: str, matrices: Matrices) -> str | None:
+    """Rows must be dense and begin at multiples of 16 bytes."""
+    tensor, step = first(matrices), 16 // first(matrices).element_size()
+    strides = tensor.stride()
+    if strides[-1] != 1 or any(stride % step for stride in strides[:-1]) or any(at % 16 for at in addresses(matrices)):
+        return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
+    if not isinstance(matrices, Tensor) and any(matrix.stride() != strides for matrix in matrices):
+        return f"needs matrices of {name} with the same strides"
+    return None
+
+
+def _vectors_refusal(p: ScaledGemm) -> str | None:
+    for name, vectors in (
+        ("bias", p.bias),
+        ("bias_scale", p.bias_scale),
+        ("row_scale", p.row_scale),
+        ("alpha", p.alpha),
+    ):
+        listed = () if vectors is None else (vectors,) if isinstance(vectors, Tensor) else vectors
+        if any(vector.stride(-1) != 1 for vector in listed):
+            return f"needs a dense {name}"
+    return None

@@ -1,0 +1,336 @@
+"""The door to quantisers and to products of quantised operands: allocates, chooses a backend, says why, runs it.
+
+Every function takes split sizes as a tensor on the device of the rows. Arguments have been checked. Scales are decode
+scales: a value is its byte times its scale. Where our own quantisers do not take an activation, it runs as a kernel of
+its own, whose result is quantised: the bytes are the same, since an activation is rounded before it is quantised.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import tracing as trace
+from ..activation_spec import ActivationSpec
+from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from . import activate, activate_backward
+from .custom_ops import kernel
+from .dispatch import quantizers, row_kernels, scaled_products
+from .problem import Matrices, first
+from .quantized_problem import (
+    Multiplying,
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+    Quantizing,
+    ScaledGemm,
+    ScaledWgrad,
+    ceil_blocks,
+    source,
+)
+
+E4M3 = torch.float8_e4m3fn
+HOPPER = "hopper"
+
+
+class RowCopies(NamedTuple):
+    """The copies of a tensor of tokens, without those that nobody wants; flat, as a custom op returns them."""
+
+    row_data: Tensor | None
+    row_scales: Tensor | None
+    column_data: Tensor | None
+    column_scales: Tensor | None
+
+    @property
+    def rows(self) -> QuantizedRows | None:
+        if self.row_data is None or self.row_scales is None:
+            return None
+        return QuantizedRows(self.row_data, self.row_scales)
+
+    @property
+    def columns(self) -> BlockedColumns | None:
+        if self.column_data is None or self.column_scales is None:
+            return None
+        return BlockedColumns(self.column_data, self.column_scales)
+
+
+class BackwardCopies(NamedTuple):
+    """The copies of the gradient of a pre-activation and of the activation; and the gradient of the scales."""
+
+    row_data: Tensor | None
+    row_scales: Tensor | None
+    column_data: Tensor | None
+    column_scales: Tensor | None
+    postact_data: Tensor | None
+    postact_scales: Tensor | None
+    dscales: Tensor | None
+
+    @property
+    def preact(self) -> RowCopies:
+        return RowCopies(*self[:4])
+
+    @property
+    def postact(self) -> BlockedColumns | None:
+        if self.postact_data is None or self.postact_scales is None:
+            return None
+        return BlockedColumns(self.postact_data, self.postact_scales)
+
+
+def new_copies(
+    x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool, slot_of_row: Tensor | None
+) -> RowCopies:
+    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots."""
+    rows = x.shape[0] if slot_of_row is None else slot_of_row.shape[0]
+    return _new_copies(x, rows, x.shape[1], split_sizes, want_rows, want_columns)
+
+
+def _new_copies(
+    x: Tensor, rows: int, columns: int, split_sizes: Tensor, want_rows: bool, want_columns: bool
+) -> RowCopies:
+    number = rows // BLOCK + split_sizes.shape[0]
+    by_row: tuple[Tensor | None, ...] = (None, None)
+    by_column: tuple[Tensor | None, ...] = (None, None)
+    if want_rows:
+        scales = x.new_empty((ceil_blocks(columns), (rows + 3) // 4 * 4), dtype=torch.float32)
+        by_row = x.new_empty((rows, columns), dtype=E4M3), scales
+    if want_columns:
+        scales = x.new_empty((number, columns), dtype=torch.float32)
+        by_column = x.new_empty((number, columns, BLOCK), dtype=E4M3), scales
+    return RowCopies(*by_row, *by_column)
+
+
+def new_weight(weight: Matrices, halves: int, both: bool) -> QuantizedWeight:
+    """Memory for the copies of a weight."""
+    groups = weight.shape[0] if isinstance(weight, Tensor) else len(weight)
+    one = first(weight)
+    n, k = one.shape[-2:]
+    scales = one.new_empty((groups, halves * ceil_blocks(n // halves), ceil_blocks(k)), dtype=torch.float32)
+    transposed = one.new_empty((groups, k, n), dtype=E4M3) if both else None
+    return QuantizedWeight(one.new_empty((groups, n, k), dtype=E4M3), transposed, scales)
+
+
+def new_activation_copies(
+    preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, want_rows: bool, want_columns: bool
+) -> RowCopies:
+    """Memory for the wanted copies of an activation."""
+    columns = activation.out_features(preact.shape[1])
+    return _new_copies(preact, preact.shape[0], columns, split_sizes, want_rows, want_columns)
+
+
+def new_backward_copies(
+    dpostact: Tensor,
+    preact: Tensor,
+    split_sizes: Tensor,
+    scales: Tensor | None,
+    want_rows: bool,
+    want_columns: bool,
+    want_postact: bool,
+    want_scales: bool,
+) -> BackwardCopies:
+    """Memory for what is wanted of a backward through an activation."""
+    dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, want_rows, want_columns)
+    postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, want_postact)
+    dscales = scales.new_empty((preact.shape[0],)) if want_scales and scales is not None else None
+    return BackwardCopies(*dpreact, *postact[2:], dscales)
+
+
+def new_scaled_product(a: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Memory for a product of rows."""
+    return a.new_empty((a.shape[0], weight.shape[1]), dtype=out_dtype or torch.bfloat16)
+
+
+def new_scaled_wgrad(a: Tensor, b: Tensor, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Memory for the gradient of a weight."""
+    return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or torch.bfloat16)
+
+
+@kernel(new_copies)
+def quantize_rows(
+    x: Tensor,
+    split_sizes: Tensor,
+    *,
+    power_of_two: bool,
+    want_rows: bool = True,
+    want_columns: bool = False,
+    slot_of_row: Tensor | None = None,
+    top_k: int = 1,
+) -> RowCopies:
+    """The wanted copies of the rows of ``x`` [T, K].
+
+    Args:
+        slot_of_row: row r of the copies is that of the token ``slot_of_row[r] // top_k``; None: of the token r.
+    """
+    copies = new_copies(x, split_sizes, want_rows, want_columns, slot_of_row)
+    _quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, slot_of_row, top_k))
+    return copies
+
+
+@kernel(new_weight)
+def quantize_weight(weight: Matrices, *, power_of_two: bool, halves: int = 1, both: bool = False) -> QuantizedWeight:
+    """The bytes and scales of a weight [E, N, K]; ``both``: also the transposed bytes."""
+    copies = new_weight(weight, halves, both)
+    _quantize(QuantizeWeight(weight, halves, power_of_two, copies))
+    return copies
+
+
+@kernel(new_activation_copies)
+def quantize_activation(
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    *,
+    scales: Tensor | None = None,
+    power_of_two: bool,
+    want_rows: bool = True,
+    want_columns: bool = False,
+) -> RowCopies:
+    """The wanted copies of ``act(preact) * scales``, rounded before it is quantised."""
+    copies = new_activation_copies(preact, split_sizes, activation, want_rows, want_columns)
+    problem = QuantizeActivation(preact, split_sizes, activation, scales, power_of_two, copies.rows, copies.columns)
+    if quantizers(problem)[0].NAME == HOPPER:
+        _quantize(problem)
+        return copies
+    postact = activate(preact, activation, scales)
+    return quantize_rows(
+        postact, split_sizes, power_of_two=power_of_two, want_rows=want_rows, want_columns=want_columns
+    )
+
+
+@kernel(new_backward_copies)
+def quantize_activation_backward(
+    dpostact: Tensor,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    *,
+    scales: Tensor | None = None,
+    power_of_two: bool,
+    want_rows: bool,
+    want_columns: bool,
+    want_postact: bool,
+    want_scales: bool = False,
+) -> BackwardCopies:
+    """Through ``act(preact) * scales``: the wanted copies of the gradient of ``preact``; columns of the activation.
+
+    The gradient of the scales is zero in the tail.
+    """
+    wanted = want_rows, want_columns, want_postact, want_scales
+    out = new_backward_copies(dpostact, preact, split_sizes, scales, *wanted)
+    copies = out.preact
+    problem = QuantizeActivationBackward(
+        *(dpostact, preact, split_sizes, activation, scales, power_of_two),
+        *(copies.rows, copies.columns, out.postact, out.dscales),
+    )
+    if quantizers(problem)[0].NAME == HOPPER:
+        _quantize(problem)
+        return out
+    grads = activate_backward(dpostact, preact, activation, scales, want_scales=want_scales, want_postact=want_postact)
+    _quantize(QuantizeRows(grads.preact, split_sizes, power_of_two, copies.rows, copies.columns))
+    if grads.postact is not None:
+        _quantize(QuantizeRows(grads.postact, split_sizes, power_of_two, None, out.postact))
+    if grads.scales is not None:
+        zero_tail(grads.scales.unsqueeze(-1), split_sizes)
+    return out._replace(dscales=grads.scales)
+
+
+@kernel(new_scaled_product, only_without_out=("out_dtype",))
+def scaled_gemm(
+    a: Tensor,
+    a_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    split_sizes: Tensor,
+    *,
+    halves: int = 1,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """``row_scale * (A W^T + bias_scale * bias)`` of quantised rows and a quantised weight; see :class:`ScaledGemm`.
+
+    Args:
+        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
+        weight: e4m3 [E, N, K], or the transposed bytes of a weight, with transposed scales, for the gradient of rows.
+        out: where to write; rows past the last group stay as they are.
+        out_dtype: of what is allocated here; bfloat16 by default.
+    """
+    fresh = out is None
+    if out is None:
+        out = new_scaled_product(a, weight, out_dtype)
+    rows = QuantizedRows(a, a_scales)
+    _multiply(
+        ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, row_scale, None, bias_scale, fresh)
+    )
+    return out
+
+
+@kernel(new_scaled_wgrad, only_with_out=("accumulate",), only_without_out=("out_dtype",))
+def scaled_wgrad(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    split_sizes: Tensor,
+    *,
+    rows: int,
+    out: Matrices | None = None,
+    out_dtype: torch.dtype | None = None,
+    accumulate: bool = False,
+) -> Matrices:
+    """``A_g B_g^T`` for each group [E, M, N], of columns of as many tokens; see :class:`ScaledWgrad`.
+
+    Args:
+        a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`BlockedColumns`.
+        rows: T, which the number of blocks does not say.
+        out: where to write, or add, if ``accumulate``.
+        out_dtype: of what is allocated here; bfloat16 by default.
+    """
+    fresh = out is None
+    if out is None:
+        out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
+    columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
+    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
+    return out
+
+
+def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
+    """Zeros the rows past the last group of what is allocated here."""
+    if not trace.active() and not out.is_meta and out.shape[0]:
+        row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
+
+
+def _quantize(problem: Quantizing) -> None:
+    """Runs a quantiser, or tells a trace of it."""
+    backend, reason = quantizers(problem)
+    tensor = source(problem)
+    if trace.active():
+        shown = reason if tensor.is_cuda else ""
+        trace.record(trace.KernelCall(f"{backend.NAME} (quantise)", shown, 0, problem.bytes, _configuration(problem)))
+    elif not tensor.is_meta and tensor.numel():
+        backend.run(problem)
+
+
+def _multiply(problem: Multiplying) -> None:
+    """Runs a product, or tells a trace of it."""
+    backend, reason = scaled_products(problem)
+    operand = problem.a.data
+    if trace.active():
+        shown, name = reason if operand.is_cuda else "", f"{backend.NAME} (e4m3)"
+        trace.record(trace.KernelCall(name, shown, problem.flops, problem.bytes, _configuration(problem)))
+    elif operand.is_meta:
+        return
+    elif problem.rows:
+        backend.run(problem)
+    elif isinstance(problem, ScaledWgrad) and not problem.accumulate:
+        for each in (problem.out,) if isinstance(problem.out, Tensor) else problem.out:
+            each.zero_()
+
+
+def _configuration(problem: Quantizing | Multiplying) -> str:
+    """What it computes, and the bytes that it moves."""
+    return f"{problem}, {problem.bytes / 1e6:.1f} MB"

@@ -1,0 +1,302 @@
+"""The statements of quantisers and of products of quantised operands, as the door hands them to a backend.
+
+Scales are decode scales: a value is its byte times its scale. Outputs are allocated by the door. Nobody changes a
+problem; none is frozen because that makes it four times as slow to make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..activation_spec import ActivationSpec
+from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from .problem import Matrices, first, nbytes
+
+
+@dataclass(slots=True)
+class QuantizeRows:
+    """Quantises rows of tokens, sorted by group.
+
+    Attributes:
+        x: bfloat16 or float16 [T, K], with dense columns.
+        split_sizes: int32 or int64 [E], on the device of ``x``. Rows past the last group may become anything.
+        power_of_two: whether scales are powers of two.
+        rows: where the copy goes that lies as ``x`` does; None: it is not wanted.
+        columns: where the transposed copy goes, in blocks of a group's tokens; None: it is not wanted.
+        slot_of_row: int32 [R]: row r is that of the token ``slot_of_row[r] // top_k``, so that the rows of the experts
+            are read where the tokens lie; None: row r is ``x[r]``.
+    """
+
+    x: Tensor
+    split_sizes: Tensor
+    power_of_two: bool
+    rows: QuantizedRows | None
+    columns: BlockedColumns | None
+    slot_of_row: Tensor | None = None
+    top_k: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """How many rows are quantised: R, or T."""
+        return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.x, self.slot_of_row) + copy_bytes(self.rows, self.columns)
+
+    def __str__(self) -> str:
+        return f"rows {'+'.join(copy_names(self.rows, self.columns))}"
+
+
+@dataclass(slots=True)
+class QuantizeWeight:
+    """Quantises the matrices of all groups.
+
+    Attributes:
+        weight: bfloat16, float16 or float32 [E, N, K], or E matrices [N, K], with any strides.
+        halves: 2 where the N rows are as many of a gate and then of an up, which no block spans; else 1.
+        power_of_two: whether scales are powers of two.
+        out: where the bytes, their transposed copy if it is not None, and the scales go.
+    """
+
+    weight: Matrices
+    halves: int
+    power_of_two: bool
+    out: QuantizedWeight
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.weight, *self.out)
+
+    def __str__(self) -> str:
+        return f"weight {'both' if self.out.transposed is not None else 'rows'}"
+
+
+@dataclass(slots=True)
+class QuantizeActivation:
+    """Quantises ``activation(preact) * scales``, which is rounded to the dtype of ``preact`` first.
+
+    Attributes:
+        preact: bfloat16 or float16 [T, C].
+        scales: [T], of any floating-point dtype; None for ones.
+        rows, columns: of the activation [T, F]; see :class:`QuantizeRows`.
+    """
+
+    preact: Tensor
+    split_sizes: Tensor
+    activation: ActivationSpec
+    scales: Tensor | None
+    power_of_two: bool
+    rows: QuantizedRows | None
+    columns: BlockedColumns | None
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.preact, self.scales) + copy_bytes(self.rows, self.columns)
+
+    def __str__(self) -> str:
+        return f"activation {'+'.join(copy_names(self.rows, self.columns))}"
+
+
+@dataclass(slots=True)
+class QuantizeActivationBackward:
+    """Quantises the gradient of ``preact``, and ``activation(preact) * scales`` computed again.
+
+    Both are rounded to the dtype of ``preact`` first.
+
+    Attributes:
+        dpostact: the gradient of ``activation(preact) * scales``: [T, F], of the dtype of ``preact``.
+        preact: bfloat16 or float16 [T, C].
+        scales: [T], of any floating-point dtype; None for ones.
+        rows: of the gradient of ``preact``, [T, C]; None: it is not wanted.
+        columns: of the gradient of ``preact``; None: it is not wanted.
+        postact_columns: of the activation [T, F]; None: it is not wanted.
+        dscales: where the gradient of ``scales`` goes, [T]; zero in the tail. None: it is not wanted.
+    """
+
+    dpostact: Tensor
+    preact: Tensor
+    split_sizes: Tensor
+    activation: ActivationSpec
+    scales: Tensor | None
+    power_of_two: bool
+    rows: QuantizedRows | None
+    columns: BlockedColumns | None
+    postact_columns: BlockedColumns | None
+    dscales: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        read = nbytes(self.dpostact, self.preact, self.scales, self.dscales)
+        return read + copy_bytes(self.rows, self.columns, self.postact_columns)
+
+    def __str__(self) -> str:
+        names = copy_names(self.rows, self.columns)
+        return f"activation backward {'+'.join(names + (['hidden columns'] if self.postact_columns else []))}"
+
+
+@dataclass(slots=True)
+class PermuteQuantizedRows:
+    """Copies quantised rows of tokens, bytes and scales, to their rows of the experts.
+
+    Attributes:
+        source: of T tokens.
+        slot_of_row: int32 [T k]: the slot, token * k + j, of each row; ``row_of_slot``: int32 [T, k], the inverse.
+        tokens_per_expert: int32 [E + 1]: the rows of each expert, and of all together.
+        out: of T k rows. Those of no expert may become anything.
+    """
+
+    source: QuantizedRows
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    tokens_per_expert: Tensor
+    out: QuantizedRows
+
+    @property
+    def bytes(self) -> int:
+        return nbytes(self.slot_of_row, self.row_of_slot) + copy_bytes(self.source, self.out)
+
+    def __str__(self) -> str:
+        return f"permute {' x '.join(map(str, self.row_of_slot.shape))} slots"
+
+
+@dataclass(slots=True)
+class ScaledGemm:
+    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, group by group: rows times quantised weights.
+
+    The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
+    S_b is the product of the bytes. It is rounded once.
+
+    Attributes:
+        a: [T, K].
+        weight: e4m3 [E, N, K]. The gradient of rows passes :attr:`QuantizedWeight.transposed`.
+        weight_scales: float32 [E, blocks of N, blocks of K], with any strides, since both orientations of a weight
+            have one tensor of scales.
+        halves: 2 where the N rows are two halves that no block spans, of as many blocks each; else 1.
+        split_sizes: int32 or int64 [E].
+        out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
+        bias: [E, N], or E vectors [N]; None: there is none.
+        row_scale: [T], a factor of each row; ``alpha``: [E], a factor of each product; ``bias_scale``: [T], a factor of
+            the bias in each row.
+        fresh: ``out`` was allocated for this. Its rows past the last group must become zero.
+    """
+
+    a: QuantizedRows
+    weight: Tensor
+    weight_scales: Tensor
+    halves: int
+    split_sizes: Tensor
+    out: Tensor
+    bias: Matrices | None = None
+    row_scale: Tensor | None = None
+    alpha: Tensor | None = None
+    bias_scale: Tensor | None = None
+    fresh: bool = False
+
+    @property
+    def rows(self) -> int:
+        """T: rows of the token buffer."""
+        return self.a.data.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the products, with T for the rows of all groups."""
+        return self.rows, self.weight.shape[1], self.weight.shape[2]
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
+        read = nbytes(*self.a, self.weight, self.weight_scales, self.bias, self.bias_scale, self.row_scale, self.alpha)
+        return read + nbytes(self.out)
+
+    def __str__(self) -> str:
+        return f"NT {' x '.join(map(str, self.mnk))}"
+
+
+@dataclass(slots=True)
+class ScaledWgrad:
+    """``out[g] (+)= A_g B_g^T``: for each group the product of two operands in blocks of its tokens.
+
+    The sum over the blocks of a group is ``fma(a_scale * b_scale, S, y)`` in float32 and the order of the tokens. A
+    group without tokens gives zeros.
+
+    Attributes:
+        a: of M features.
+        b: of N features, in the same blocks.
+        split_sizes: int32 or int64 [E].
+        rows: T, which the number of blocks does not say.
+        out: bfloat16, float16 or float32 [E, M, N], or E matrices [M, N].
+        accumulate: whether the product is added to what stands in ``out``, before the one rounding.
+        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
+    """
+
+    a: BlockedColumns
+    b: BlockedColumns
+    split_sizes: Tensor
+    rows: int
+    out: Matrices
+    accumulate: bool = False
+    fresh: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the products, with T for the depth of all groups."""
+        return self.a.data.shape[1], self.b.data.shape[1], self.rows
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once (and read, if it counts)."""
+        return nbytes(*self.a, *self.b) + nbytes(self.out) * (2 if self.accumulate else 1)
+
+    def __str__(self) -> str:
+        return f"TN {' x '.join(map(str, self.mnk))}"
+
+
+Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows
+"""What ``quantize.py`` of a backend takes."""
+Multiplying = ScaledGemm | ScaledWgrad
+"""What ``scaled_gemm.py`` of a backend takes."""
+
+
+def ceil_blocks(size: int) -> int:
+    """Blocks of which the last may be smaller."""
+    return -(-size // BLOCK)
+
+
+def source(problem: Quantizing) -> Tensor:
+    """A tensor that the problem reads, to ask for dtype and device."""
+    if isinstance(problem, QuantizeWeight):
+        return first(problem.weight)
+    if isinstance(problem, PermuteQuantizedRows):
+        return problem.source.data
+    return problem.x if isinstance(problem, QuantizeRows) else problem.preact
+
+
+def copy_bytes(*copies: QuantizedRows | BlockedColumns | None) -> int:
+    """Bytes of copies and their scales."""
+    return sum(nbytes(*copy) for copy in copies if copy is not None)
+
+
+def copy_names(rows: QuantizedRows | None, columns: BlockedColumns | None) -> list[str]:
+    """Which copies are wanted, in words."""
+    return [name for name, copy in (("rows", rows), ("columns", columns)) if copy is not None]

@@ -1,0 +1,52 @@
+"""The quantised copies of a tensor that kernels read and write. Scales decode: value = byte * scale."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+BLOCK = 128
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of tokens, scaled in blocks of 1 x 128.
+
+    Attributes:
+        data: e4m3 [T, K].
+        scales: float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of token t, block b at [b, t].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+
+class BlockedColumns(NamedTuple):
+    """Tokens of each group in blocks of 128, transposed: what a weight gradient contracts.
+
+    There are T // 128 + E blocks. Group g uses ceil(size_g / 128) of them, from the sum of those of the groups before
+    it on. Bytes past a group's last token in its last block are 0. Blocks that no group uses are unspecified.
+
+    Attributes:
+        data: e4m3 [blocks, K, 128].
+        scales: float32 [blocks, K].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+
+class QuantizedWeight(NamedTuple):
+    """Weights of E experts, scaled in blocks of 128 x 128.
+
+    Blocks restart at each expert, and at each of ``halves`` of its rows: 2 where they are gate and up, else 1.
+
+    Attributes:
+        data: e4m3 [E, N, K].
+        transposed: e4m3 [E, K, N], the same bytes; None: nobody wants them.
+        scales: float32 [E, halves * ceil(N / halves / 128), ceil(K / 128)].
+    """
+
+    data: Tensor
+    transposed: Tensor | None
+    scales: Tensor

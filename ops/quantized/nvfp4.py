@@ -1,0 +1,145 @@
+"""NVFP4: e2m1 with an e4m3 scale for each 16 values, or 16 x 16 of a weight, and a float32 scale for each group.
+
+Bytes and scales are those of TransformerEngine, whose order of multiplications is part of the format. With the largest
+magnitudes ``amax`` of a group and ``block_amax`` of a block::
+
+    encode_group = min(6 * 448 / amax, largest float), or 1 if amax is 0 or infinite
+    scale        = e4m3(block_amax * (encode_group * (1 / 6)))
+    encode       = min(1 / (scale * (1 / encode_group)), largest float)
+    code         = nearest(value * encode)        ties to the even code, saturating at 6
+
+A product of codes is right but for a factor of each group, ``product_factors``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .formats import E4M3, cast, cast_e2m1, cast_e2m1_stochastic, from_e2m1, pack, unpack
+from .reference import amax_of, gather, groups_of, largest_by_group, split, token_blocks
+
+NV_BLOCK = 16
+E2M1_MAX = 6.0
+_NEGATIVE = 0b1101_0111_1110_1000  # which rows of the transform change their sign; TransformerEngine's choice
+
+
+class NVFP4Data(NamedTuple):
+    """Blocks of 16 along the last dimension.
+
+    Attributes:
+        data: uint8 [..., K / 2], two codes a byte, the first one in the low bits.
+        scales: e4m3 [..., K / 16].
+        amax: float32 [E], of each group: its scale is ``amax / (6 * 448)``.
+    """
+
+    data: Tensor
+    scales: Tensor
+    amax: Tensor
+
+
+def quantize_rows(x: Tensor, split_sizes: Tensor, generator: torch.Generator | None = None) -> NVFP4Data:
+    """``x`` [T, K] in blocks of 1 x 16. With a generator values are rounded stochastically."""
+    _check(x)
+    blocks = split(x, -1, NV_BLOCK)
+    group = groups_of(split_sizes, x.shape[0])
+    amax = largest_by_group(amax_of(x, (1,)).squeeze(1), group, split_sizes.shape[0])
+    by_row = F.pad(amax, (0, 1))[group].view(-1, 1, 1)
+    codes, scales = _quantize(blocks, (2,), by_row, generator)
+    return NVFP4Data(pack(codes.flatten(1)), scales.squeeze(2), amax)
+
+
+def quantize_columns(
+    x: Tensor, split_sizes: Tensor, is_transformed: bool = True, generator: torch.Generator | None = None
+) -> NVFP4Data:
+    """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
+
+    Args:
+        is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
+    """
+    blocks = token_blocks(split_sizes, x.shape[0], NV_BLOCK)
+    values = gather(x, blocks).transpose(1, 2)  # [blocks, K, 16]
+    values = transform(values) if is_transformed else values
+    amax = largest_by_group(amax_of(values, (1, 2)).flatten(), blocks.group, split_sizes.shape[0])
+    codes, scales = _quantize(values, (2,), amax[blocks.group].view(-1, 1, 1), generator)
+    return NVFP4Data(pack(codes), scales, amax)
+
+
+def quantize_weight(weight: Tensor) -> NVFP4Data:
+    """``weight`` [E, N, K] in blocks of 16 x 16; each of the rows of a block has its scale."""
+    _check(weight)
+    rows = weight.shape[1]
+    amax = amax_of(weight, (1, 2)).flatten()
+    blocks = split(split(weight, -1, NV_BLOCK), 1, NV_BLOCK)  # [E, blocks, 16, blocks, 16]
+    codes, scales = _quantize(blocks, (2, 4), amax.view(-1, 1, 1, 1, 1), None)
+    by_row = scales.squeeze(4).repeat_interleave(NV_BLOCK, 2).flatten(1, 2)[:, :rows]
+    return NVFP4Data(pack(codes.flatten(3).flatten(1, 2)[:, :rows]), by_row.contiguous(), amax)
+
+
+def _check(x: Tensor) -> None:
+    if x.shape[-1] % NV_BLOCK:
+        raise ValueError(f"NVFP4 needs features that are multiples of {NV_BLOCK}, got {x.shape[-1]}")
+
+
+def _quantize(
+    x: Tensor, dims: tuple[int, ...], amax: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Codes of the shape of ``x``, and scales, of a size of 1 in the dimensions that a block spans."""
+    most = torch.full_like(amax, torch.finfo(torch.float32).max)
+    encode_group = encode_scales(amax)
+    sixth = torch.ones_like(amax) / torch.full_like(amax, E2M1_MAX)
+    scales = cast(torch.minimum(amax_of(x, dims) * (encode_group * sixth), most), E4M3)
+    encode = torch.minimum(1 / (scales.float() * (torch.ones_like(amax) / encode_group)), most)
+    values = x.float() * encode
+    if generator is None:
+        return cast_e2m1(values), scales
+    random = torch.rand(values.shape, device=values.device, generator=generator)
+    return cast_e2m1_stochastic(values, random), scales
+
+
+def encode_scales(amax: Tensor) -> Tensor:
+    """float32, what the values of a group are multiplied by before its blocks are scaled."""
+    encode = torch.full_like(amax, E2M1_MAX * E4M3.max) / amax
+    encode = encode.clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax == 0) | amax.isinf(), 1.0, encode)
+
+
+def product_factors(amax: Tensor, other: Tensor) -> Tensor:
+    """float32 [E], what the product of two operands is multiplied by that were dequantised without their groups'."""
+    return amax * other * (1 / (E2M1_MAX * E4M3.max) ** 2)
+
+
+def dequantize(quantised: NVFP4Data) -> Tensor:
+    """bfloat16 [..., K], exactly the codes times the scales of their blocks; without the scales of the groups."""
+    values = split(from_e2m1(unpack(quantised.data)), -1, NV_BLOCK)
+    return (values * quantised.scales.float().unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def hadamard(device: torch.device | None = None) -> Tensor:
+    """float32 [16, 16]: Sylvester's matrix, the signs of some rows changed, over 4; orthogonal.
+
+    Made on the device: a graph cannot capture a copy from the host.
+    """
+    matrix = torch.ones(1, 1, device=device)
+    while matrix.shape[0] < NV_BLOCK:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    is_negative = _NEGATIVE >> torch.arange(NV_BLOCK, device=device) & 1
+    return (1 - 2 * is_negative).unsqueeze(1) * matrix / 4
+
+
+def transform(x: Tensor) -> Tensor:
+    """Vectors of 16 times :func:`hadamard`: sums are rounded once, to the type of ``x``."""
+    return (x.double() @ hadamard(x.device).double()).to(x.dtype)
+
+
+def to_swizzled(scales: Tensor) -> Tensor:
+    """Scales [M, blocks] in the tiles of 128 x 4 that Blackwell's tensor cores read; filled up with zero bytes.
+
+    Of MXFP8 as of NVFP4. The bytes come in one dimension.
+    """
+    bytes = split(split(scales.view(torch.uint8), 1, 4), 0, 128)  # [M / 128, 128, blocks / 4, 4]
+    tiles = bytes.view(bytes.shape[0], 4, 32, bytes.shape[2], 4).permute(0, 3, 2, 1, 4)
+    return tiles.flatten().view(scales.dtype)

@@ -1,0 +1,341 @@
+"""Checks of the kernels that quantise, bit for bit against the reference on the CPU, on a GPU or its emulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.kernels.hopper import quantize, rows
+from fusible.ops.kernels.problem import ActivationGrads
+from fusible.ops.kernels.quantized_problem import (
+    PermuteQuantizedRows,
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+    ceil_blocks,
+)
+from fusible.ops.quantized import reference
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+
+HALVES = [torch.bfloat16, torch.float16]
+SIZES = [
+    [300, 0, 77, 1, 128, 0, 129],
+    [0, 0, 0],
+    [1],
+    [127],
+    [0, 256, 0],
+    [64, -9, 2**31 - 1, 5],  # lies: cut off where they are read
+]
+WEIGHTS: list[dict[str, Any]] = [
+    {"experts": 3, "n": 352, "k": 272},
+    {"experts": 2, "n": 352, "k": 128, "halves": 2, "power_of_two": False},
+    {"experts": 3, "n": 16, "k": 400, "separate": True, "transposed": False},
+    {"experts": 2, "n": 144, "k": 272, "stored_transposed": True},
+    {"experts": 2, "n": 256, "k": 144, "halves": 2, "separate": True, "stored_transposed": True},
+]
+SPECS: dict[str, ActivationSpec] = {
+    "silu glu": gated("silu", None, 1.0, 0.0, "concat"),
+    "sigmoid": activation("sigmoid"),  # not 0 of 0, which rows that do not exist must be
+    "gelu_tanh": activation("gelu_tanh"),
+    "relu2 glu": gated("relu2", None, 1.0, 0.0, "concat"),
+    "limited": gated("silu", 1.5, 1.702, 1.0, "concat"),
+    "blocks of 32": gated("silu", None, 1.0, 0.0, interleaved(32)),
+    "blocks of 128": gated("gelu", 1.0, 1.0, 0.5, interleaved(128)),
+}
+POISON = 0xA5
+
+
+def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Memory in which every byte that is not written is seen."""
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.full((math.prod(shape) * size,), POISON, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def rows_copy(tokens: int, features: int, device: str) -> QuantizedRows:
+    return QuantizedRows(
+        poisoned(tokens, features, device=device, dtype=torch.float8_e4m3fn),
+        poisoned(ceil_blocks(features), -(-tokens // 4) * 4, device=device, dtype=torch.float32),
+    )
+
+
+def columns_copy(tokens: int, groups: int, features: int, device: str) -> BlockedColumns:
+    blocks = tokens // BLOCK + groups
+    return BlockedColumns(
+        poisoned(blocks, features, BLOCK, device=device, dtype=torch.float8_e4m3fn),
+        poisoned(blocks, features, device=device, dtype=torch.float32),
+    )
+
+
+def weight_copy(experts: int, n: int, k: int, halves: int, transposed: bool, device: str) -> QuantizedWeight:
+    return QuantizedWeight(
+        poisoned(experts, n, k, device=device, dtype=torch.float8_e4m3fn),
+        poisoned(experts, k, n, device=device, dtype=torch.float8_e4m3fn) if transposed else None,
+        poisoned(experts, halves * ceil_blocks(n // halves), ceil_blocks(k), device=device, dtype=torch.float32),
+    )
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().view(torch.uint8 if tensor.element_size() == 1 else torch.int32)
+
+
+def assert_same(got: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(bits(got), bits(expected), rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+def assert_untouched(memory: Tensor, what: str) -> None:
+    assert (memory.cpu().contiguous().view(torch.uint8) == POISON).all(), what
+
+
+def values(tokens: int, features: int, dtype: torch.dtype) -> Tensor:
+    """Magnitudes that differ from block to block, zeros, and a few values that are not finite."""
+    generator = torch.Generator().manual_seed(tokens + features)
+    magnitude = torch.randint(-12, 12, (tokens, ceil_blocks(features)), generator=generator).float().exp2()
+    magnitude = magnitude.repeat_interleave(BLOCK, 1)[:, :features]
+    x = (torch.randn(tokens, features, generator=generator) * magnitude).to(dtype)
+    x[tokens // 3, :BLOCK] = 0
+    x[tokens // 2 :, features // 2] = 0
+    x[-1, -1] = -0.0
+    if tokens > 5:
+        x[2, 3], x[4, 5], x[5, -1] = math.inf, math.nan, -math.inf
+    return x
+
+
+def used_rows(sizes: Sequence[int], tokens: int) -> int:
+    return min(tokens, sum(max(0, size) for size in sizes))
+
+
+def check_rows(
+    device: str,
+    sizes: Sequence[int],
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    power_of_two: bool = True,
+    tail: int = 3,
+    want: str = "rows and columns",
+    index: torch.dtype = torch.int64,
+    pitch: int = 0,
+    x: Tensor | None = None,
+) -> None:
+    """Rows of the groups and of ``tail`` more, which are NaN and must be neither counted nor written."""
+    tokens = (sum(size for size in sizes if 0 < size < 2**20) if x is None else x.shape[0]) + tail
+    buffer = torch.full((tokens, features + pitch), math.nan, dtype=dtype)
+    used = used_rows(sizes, tokens)
+    buffer[:used, :features] = values(max(used, 1), features, dtype)[:used] if x is None else x
+    split_sizes = torch.tensor(sizes, dtype=index)
+    rows = rows_copy(tokens, features, device) if "rows" in want else None
+    columns = columns_copy(tokens, len(sizes), features, device) if "columns" in want else None
+    run_rows(QuantizeRows(buffer.to(device)[:, :features], split_sizes.to(device), power_of_two, rows, columns))
+    assert_rows(rows, buffer[:, :features], used, power_of_two)
+    assert_columns(columns, buffer[:, :features], split_sizes, power_of_two)
+
+
+def run_rows(problem: QuantizeRows) -> None:
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+
+
+def assert_rows(rows: QuantizedRows | None, x: Tensor, used: int, power_of_two: bool) -> None:
+    if rows is None:
+        return
+    expected = reference.quantize_rows(x, power_of_two)
+    assert_same(rows.data[:used], expected.data[:used], "bytes of rows")
+    assert_same(rows.scales[:, :used], expected.scales[:, :used], "scales of rows")
+    assert_untouched(rows.data[used:], "bytes past the last group")
+    assert_untouched(rows.scales[:, used:], "scales past the last group")
+
+
+def assert_columns(columns: BlockedColumns | None, x: Tensor, split_sizes: Tensor, power_of_two: bool) -> None:
+    if columns is None:
+        return
+    expected = reference.quantize_columns(x, split_sizes, power_of_two)
+    used = int(reference.token_blocks(split_sizes, x.shape[0]).valid.any(1).sum())
+    assert_same(columns.data[:used], expected.data[:used], "bytes of columns")
+    assert_same(columns.scales[:used], expected.scales[:used], "scales of columns")
+    assert_untouched(columns.data[used:], "blocks that no group uses")
+    assert_untouched(columns.scales[used:], "scales of blocks that no group uses")
+
+
+def every_amax(dtype: torch.dtype) -> Tensor:
+    """[2^15, 128]: every magnitude, as the largest of a row of others."""
+    amax = torch.arange(2**15, dtype=torch.int16).view(dtype).float().unsqueeze(1)
+    share = torch.rand(2**15, BLOCK, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    return torch.cat((amax, (amax * share)[:, 1:]), 1).to(dtype)
+
+
+def check_every_amax_of_rows(device: str, dtype: torch.dtype, power_of_two: bool, rows: slice) -> None:
+    x = every_amax(dtype)[rows]
+    check_rows(device, [x.shape[0]], BLOCK, dtype, power_of_two=power_of_two, want="rows", x=x, tail=0)
+
+
+def check_every_amax_of_columns(device: str, dtype: torch.dtype, power_of_two: bool, features: slice) -> None:
+    x = every_amax(dtype)[features].t().contiguous()
+    check_rows(device, [BLOCK], x.shape[1], dtype, power_of_two=power_of_two, want="columns", x=x, tail=0)
+
+
+def check_every_value(device: str, dtype: torch.dtype) -> None:
+    """Every number of 16 bits as e4m3: a block with an infinity is multiplied by 1, and saturates."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 64)
+    x = torch.cat((torch.full_like(numbers, math.inf), numbers), 1)
+    check_rows(device, [x.shape[0]], BLOCK, dtype, x=x, tail=0)
+
+
+def check_weight(
+    device: str,
+    experts: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    halves: int = 1,
+    power_of_two: bool = True,
+    transposed: bool = True,
+    separate: bool = False,
+    stored_transposed: bool = False,
+) -> None:
+    weight = values(experts * n, k, dtype).view(experts, n, k)
+    stored = weight.mT.contiguous().to(device).mT if stored_transposed else weight.to(device)
+    matrices = [matrix.clone() for matrix in stored] if separate else stored
+    out = weight_copy(experts, n, k, halves, transposed, device)
+    problem = QuantizeWeight(matrices, halves, power_of_two, out)
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    expected = reference.quantize_weight(weight, halves, power_of_two)
+    assert_same(out.data, expected.data, "bytes")
+    assert_same(out.scales, expected.scales, "scales")
+    if out.transposed is not None:
+        assert_same(out.transposed, expected.data.mT.contiguous(), "transposed bytes")
+
+
+class Activated(NamedTuple):
+    """What a forward and a backward of an activation read; rows past the last group are NaN."""
+
+    preact: Tensor
+    dpostact: Tensor
+    scales: Tensor | None
+    split_sizes: Tensor
+    used: int
+
+
+def activated(
+    device: str, spec: ActivationSpec, sizes: Sequence[int], features: int, dtype: torch.dtype, scales: Any
+) -> Activated:
+    wide, used = features * (2 if spec.gated else 1), sum(size for size in sizes if 0 < size < 2**20)
+    preact, dpostact = (torch.full((used + 3, columns), math.nan, dtype=dtype) for columns in (wide, features))
+    preact[:used], dpostact[:used] = (torch.randn(used, t.shape[1]).to(dtype) for t in (preact, dpostact))
+    dpostact[: used // 2] *= 2.0**-9
+    factors = None if scales is None else torch.rand(used + 3).to(scales).to(device)
+    if factors is not None:
+        factors[used:] = math.nan
+    split_sizes = torch.tensor(sizes, device=device)
+    return Activated(preact.to(device), dpostact.to(device), factors, split_sizes, used)
+
+
+def check_activation(
+    device: str,
+    name: str,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sizes: Sequence[int] = (130, 0, 1, 40),
+    power_of_two: bool = True,
+    scales: torch.dtype | None = torch.float32,
+    want: str = "rows and columns",
+) -> None:
+    """The bytes are those of the activation that its own kernel stores."""
+    spec = SPECS[name]
+    preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
+    postact = torch.empty_like(dpostact)
+    rows.forward(preact, spec, factors, postact)
+    by_row = rows_copy(*dpostact.shape, device) if "rows" in want else None
+    by_column = columns_copy(len(preact), len(sizes), features, device) if "columns" in want else None
+    problem = QuantizeActivation(preact, split_sizes, spec, factors, power_of_two, by_row, by_column)
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(by_row, postact.cpu(), used, power_of_two)
+    assert_columns(by_column, postact.cpu(), split_sizes.cpu(), power_of_two)
+
+
+def check_activation_backward(
+    device: str,
+    name: str,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    sizes: Sequence[int] = (130, 0, 1, 40),
+    power_of_two: bool = True,
+    scales: torch.dtype | None = torch.float32,
+    want: str = "rows, columns, postact, dscales",
+) -> None:
+    """The bytes are those of what the kernel of the activation's backward stores."""
+    spec = SPECS[name]
+    preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
+    expected = ActivationGrads(*(None if t is None else torch.empty_like(t) for t in (preact, factors, dpostact)))
+    rows.backward(dpostact, preact, spec, factors, expected)
+    by_row = rows_copy(*preact.shape, device) if "rows" in want else None
+    by_column, postact = (
+        columns_copy(len(preact), len(sizes), tensor.shape[1], device) if part in want else None
+        for part, tensor in (("columns", preact), ("postact", dpostact))
+    )
+    dscales = torch.full_like(factors, math.nan) if factors is not None and "dscales" in want else None
+    problem = QuantizeActivationBackward(
+        *(dpostact, preact, split_sizes, spec, factors, power_of_two, by_row, by_column, postact, dscales)
+    )
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(by_row, expected.preact.cpu(), used, power_of_two)
+    assert_columns(by_column, expected.preact.cpu(), split_sizes.cpu(), power_of_two)
+    assert expected.postact is not None
+    assert_columns(postact, expected.postact.cpu(), split_sizes.cpu(), power_of_two)
+    if dscales is not None:
+        assert expected.scales is not None
+        step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dscales.dtype, 1e-4)
+        torch.testing.assert_close(dscales[:used], expected.scales[:used], rtol=step, atol=step)
+        assert (dscales[used:] == 0).all()
+
+
+class Routed(NamedTuple):
+    """Tokens, and where their slots go; some slots are of no expert."""
+
+    x: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    tokens_per_expert: Tensor
+
+
+def routed(tokens: int, top_k: int, experts: int, features: int, dtype: torch.dtype, device: str) -> Routed:
+    ids = torch.randint(0, experts + 1, (tokens, top_k)).view(-1)
+    ids[ids == 1] = 0  # one without rows
+    slot_of_row = ids.sort(stable=True).indices
+    counts = ids.bincount(minlength=experts + 1)[:experts]
+    parts = slot_of_row, slot_of_row.argsort().view(tokens, top_k), torch.cat((counts, counts.sum().view(1)))
+    return Routed(values(tokens, features, dtype).to(device), *(t.int().contiguous().to(device) for t in parts))
+
+
+def check_gathered_rows(device: str, tokens: int, top_k: int, features: int, dtype: torch.dtype, want: str) -> None:
+    """Rows that are read where their tokens lie are those of a gathered copy."""
+    r, experts = routed(tokens, top_k, 5, features, dtype, device), 5
+    sizes, rows = r.tokens_per_expert[:-1], tokens * top_k
+    by_row = rows_copy(rows, features, device) if "rows" in want else None
+    by_column = columns_copy(rows, experts, features, device) if "columns" in want else None
+    run_rows(QuantizeRows(r.x, sizes, True, by_row, by_column, r.slot_of_row, top_k))
+    gathered = r.x.cpu()[r.slot_of_row.cpu() // top_k]
+    assert_rows(by_row, gathered, int(sizes.sum()), True)
+    assert_columns(by_column, gathered, sizes.cpu(), True)
+
+
+def check_permuted_rows(device: str, tokens: int, top_k: int, features: int) -> None:
+    """Tokens that are quantised before they go to their experts are those that are quantised after."""
+    r = routed(tokens, top_k, 5, features, torch.bfloat16, device)
+    source = QuantizedRows(*(t.to(device) for t in reference.quantize_rows(r.x.cpu(), False)))
+    out = rows_copy(tokens * top_k, features, device)
+    problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
+    assert quantize.refusal(problem) is None, quantize.refusal(problem)
+    quantize.run(problem)
+    assert_rows(out, r.x.cpu()[r.slot_of_row.cpu() // top_k], int(r.tokens_per_expert[-1]), False)

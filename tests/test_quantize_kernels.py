@@ -1,0 +1,211 @@
+"""The kernels that quantise, on the CPU (tests/emulation), bit for bit against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import quantize as checks
+from emulation import build, harness
+
+from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
+from fusible.ops.kernels.hopper import quantize
+from fusible.ops.kernels.pytorch import quantize as pytorch_quantize
+from fusible.ops.kernels.quantized_problem import (
+    PermuteQuantizedRows,
+    QuantizeActivation,
+    QuantizeActivationBackward,
+    QuantizeRows,
+    QuantizeWeight,
+)
+from fusible.ops.quantized import reference
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("sizes", checks.SIZES, ids=str)
+def test_rows(sizes: list[int], power_of_two: bool) -> None:
+    checks.check_rows("cpu", sizes, 272, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("want", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_one_copy(dtype: torch.dtype, want: str) -> None:
+    """Of rows with a pitch, and groups whose sizes are int32."""
+    checks.check_rows("cpu", checks.SIZES[0], 400, dtype, want=want, pitch=8, index=torch.int32)
+
+
+def test_rows_of_more_groups_than_a_warp_has_lanes(emulation: harness.Emulation) -> None:
+    with emulation.shuffled(1):
+        checks.check_rows("cpu", [g % 4 for g in range(70)], 144, tail=129)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_every_amax(dtype: torch.dtype, power_of_two: bool) -> None:
+    checks.check_every_amax_of_rows("cpu", dtype, power_of_two, slice(None))
+    checks.check_every_amax_of_columns("cpu", dtype, power_of_two, slice(3, None, 8))
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_every_value(dtype: torch.dtype) -> None:
+    checks.check_every_value("cpu", dtype)
+
+
+@pytest.mark.parametrize("asked", checks.WEIGHTS, ids=str)
+@pytest.mark.parametrize("dtype", [*checks.HALVES, torch.float32], ids=str)
+def test_weight(dtype: torch.dtype, asked: dict[str, object]) -> None:
+    checks.check_weight("cpu", dtype=dtype, **asked)  # type: ignore[arg-type]
+
+
+def test_weights_of_more_experts_than_the_small_table_has() -> None:
+    checks.check_weight("cpu", 70, 16, 16, separate=True)
+
+
+def rows_problem(x: torch.Tensor) -> QuantizeRows:
+    sizes, (tokens, features) = torch.tensor([x.shape[0]]), x.shape
+    return QuantizeRows(x, sizes, True, checks.rows_copy(tokens, features, "cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("x", "why"),
+    [
+        (torch.ones(4, 32), "quantises bfloat16 or float16 rows, not torch.float32"),
+        (torch.ones(4, 24).bfloat16(), "multiples of 16, got 24"),
+        (torch.ones(32, 4).bfloat16().mT, "dense rows at multiples of 16 bytes"),
+        (torch.ones(4, 33).bfloat16()[:, 1:], "dense rows at multiples of 16 bytes"),
+    ],
+    ids=["float32", "24 features", "strides", "address"],
+)
+def test_rows_that_are_refused(x: torch.Tensor, why: str) -> None:
+    assert why in str(quantize.refusal(rows_problem(x)))
+
+
+def test_copies_that_are_refused() -> None:
+    problem = rows_problem(torch.ones(4, 32).bfloat16())
+    assert quantize.refusal(problem) is None
+    assert problem.rows is not None
+    problem.rows = problem.rows._replace(scales=torch.ones(2, 4))
+    assert quantize.refusal(problem) is None, "more memory than is needed"
+    problem.rows = problem.rows._replace(scales=torch.ones(1, 8))
+    assert "scales [1, 4] of torch.float32" in str(quantize.refusal(problem))
+    problem.columns = checks.columns_copy(4, 2, 32, "cpu")
+    problem.rows = None
+    assert quantize.refusal(problem) is None
+    problem.columns = problem.columns._replace(data=problem.columns.data.view(torch.uint8))
+    assert "transposed bytes [1, 32, 128]" in str(quantize.refusal(problem))
+
+
+def weight_problem(weight: torch.Tensor, halves: int = 1) -> QuantizeWeight:
+    return QuantizeWeight(weight, halves, True, checks.weight_copy(*weight.shape, halves, True, "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("weight", "halves", "why"),
+    [
+        (torch.ones(1, 32, 32).double(), 1, "quantises weights of 16 or 32 bits, not torch.float64"),
+        (torch.ones(1, 24, 32), 1, "multiples of 16, got 24"),
+        (torch.ones(1, 32, 24), 1, "multiples of 16, got 24"),
+        (torch.ones(1, 48, 32), 2, "multiples of 16, got 24"),
+        (torch.ones(1, 32, 64).mT, 2, "multiples of 128 of a weight that is stored transposed, got 32"),
+        (torch.ones(1, 32, 66)[:, :, ::2], 1, "multiples of 16"),
+        (torch.ones(1, 32, 64)[:, :, ::2], 1, "dense rows at multiples of 16 bytes"),
+    ],
+    ids=["float64", "24 rows", "24 columns", "halves of 24", "stored transposed", "33 columns", "strides"],
+)
+def test_weights_that_are_refused(weight: torch.Tensor, halves: int, why: str) -> None:
+    assert why in str(quantize.refusal(weight_problem(weight, halves)))
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("name", checks.SPECS)
+def test_activation(name: str, power_of_two: bool) -> None:
+    checks.check_activation("cpu", name, 256, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_activation_of_partial_blocks(dtype: torch.dtype) -> None:
+    for want, scales in (("rows", None), ("columns", torch.bfloat16)):
+        checks.check_activation("cpu", "silu glu", 144, dtype, want=want, scales=scales)
+
+
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("name", [name for name in checks.SPECS if name != "blocks of 32"])
+def test_activation_backward(name: str, power_of_two: bool) -> None:
+    checks.check_activation_backward("cpu", name, 256, power_of_two=power_of_two)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+@pytest.mark.parametrize("want", ["rows", "columns", "rows, postact", "rows, columns, dscales"])
+def test_parts_of_an_activation_backward(want: str, dtype: torch.dtype) -> None:
+    checks.check_activation_backward("cpu", "gelu_tanh", 144, dtype, want=want, scales=torch.bfloat16)
+    checks.check_activation_backward("cpu", "silu glu", 128, dtype, want=want, scales=None)
+
+
+def activation_problem(spec: ActivationSpec, features: int = 128) -> QuantizeActivation:
+    preact = torch.ones(4, features * 2).bfloat16()
+    return QuantizeActivation(preact, torch.tensor([4]), spec, None, True, checks.rows_copy(4, features, "cpu"), None)
+
+
+def test_activations_that_are_refused() -> None:
+    problem = activation_problem(gated("silu", None, 1.0, 0.0, interleaved(1)))
+    assert "blocks of gate and up that are multiples of 8, got 1" in str(quantize.refusal(problem))
+    problem = activation_problem(checks.SPECS["silu glu"])
+    assert quantize.refusal(problem) is None
+    problem.scales = torch.ones(4, dtype=torch.float64)
+    assert "dense scales of 16 or 32 bits" in str(quantize.refusal(problem))
+    problem = activation_problem(checks.SPECS["silu glu"])
+    problem.preact = problem.preact.float()
+    assert "quantises bfloat16 or float16 rows" in str(quantize.refusal(problem))
+
+
+def test_backwards_that_are_refused() -> None:
+    spec, sizes, dy = checks.SPECS["blocks of 32"], torch.tensor([4]), torch.ones(4, 128).bfloat16()
+    problem = QuantizeActivationBackward(dy, dy.repeat(1, 2), sizes, spec, None, True, None, None, None, None)
+    assert "multiples of 128, got 32" in str(quantize.refusal(problem))
+    problem.activation = checks.SPECS["silu glu"]
+    assert quantize.refusal(problem) is None
+    problem.dscales = torch.ones(4)
+    assert "gradient of the scales" in str(quantize.refusal(problem))
+    problem.dscales, problem.dpostact = None, dy.half()
+    assert "dense rows of one dtype" in str(quantize.refusal(problem))
+
+
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_gathered_rows(dtype: torch.dtype, want: str) -> None:
+    checks.check_gathered_rows("cpu", 70, 3, 144, dtype, want)
+
+
+def test_permuted_rows() -> None:
+    checks.check_permuted_rows("cpu", 70, 3, 144)
+    checks.check_permuted_rows("cpu", 3, 8, 1040 + 128)
+
+
+def test_permutations_that_are_refused() -> None:
+    r = checks.routed(4, 2, 5, 32, torch.bfloat16, "cpu")
+    source, out = checks.rows_copy(4, 32, "cpu"), checks.rows_copy(8, 32, "cpu")
+    problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
+    assert quantize.refusal(problem) is None
+    problem.slot_of_row = r.slot_of_row.long()
+    assert "dense indices of 32 bits" in str(quantize.refusal(problem))
+    problem.slot_of_row, problem.out = r.slot_of_row, source
+    assert "bytes [8, 32]" in str(quantize.refusal(problem))
+
+
+def test_torch_brings_rows_to_experts_alike() -> None:
+    r = checks.routed(20, 3, 5, 144, torch.bfloat16, "cpu")
+    sizes, gathered = r.tokens_per_expert[:-1], r.x[r.slot_of_row // 3]
+    of_tokens, of_rows = reference.quantize_rows(r.x, True), reference.quantize_rows(gathered, True)
+    for problem in (
+        QuantizeRows(r.x, sizes, True, checks.rows_copy(60, 144, "cpu"), None, r.slot_of_row, 3),
+        PermuteQuantizedRows(of_tokens, *r[1:], checks.rows_copy(60, 144, "cpu")),
+    ):
+        pytorch_quantize.run(problem)
+        found = problem.rows if isinstance(problem, QuantizeRows) else problem.out
+        assert found is not None
+        checks.assert_same(found.data, of_rows.data, "bytes")
+        checks.assert_same(found.scales, of_rows.scales, "scales")
