@@ -58,7 +58,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     const bool share_b = K::kCluster > 1 && !tile.share_a;
     const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / K::B::kChunkColumns : K::B::kPieces;
     uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
-    if constexpr (K::Scaling::kScaled && !K::kLoadsScales) bytes += decltype(s.scales)::kBytes;
+    if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
@@ -66,7 +66,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       uint64_t* full = &s.full[state.stage];
       uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
       barrier_arrive_expecting(full, bytes);
-      if constexpr (K::Scaling::kScaled && !K::kLoadsScales) K::Scaling::copy(s, p, state.stage, block, tile);
+      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, block, tile);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
         for (int i = rank; i < rows; i += 2)

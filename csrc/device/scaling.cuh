@@ -71,12 +71,10 @@ struct Scaling1D2D {
         : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
           step_(p.b_scales.column),
           unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row) {
-      a_ = p.a_scales_data + tile.tokens_start + tile.row, a_pitch_ = p.a_scales_pitch;
       fetch();
     }
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      if constexpr (K::kLoadsScales) rows_.read(a_, consumer, warp, lane), a_ += a_pitch_;
-      else rows_.read(s.scales.a[stage], consumer, warp, lane);
+      rows_.read(s.scales.a[stage], consumer, warp, lane);
     }
     DEVICE void begin_unit(int unit) {
 #pragma unroll
@@ -99,8 +97,6 @@ struct Scaling1D2D {
       weight_[0] = __ldg(next_);
       if constexpr (!K::kUnitsAreRows) weight_[1] = __ldg(next_ + unit_);
     }
-    const float* a_;
-    int64_t a_pitch_;
     const float* next_;
     int64_t step_, unit_;
     RowFactors<K> rows_;

@@ -30,7 +30,6 @@ struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
   bool turns = false;
-  bool loads_scales = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -49,14 +48,9 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},
-                                                  {256, 128, 1, 2, 3, 8},
-                                                  {128, 256, 2, 1, 3, 8, false, true},
-                                                  {128, 256, 1, 1, 3, 8},
-                                                  {256, 128, 2, 1, 3, 8},
-                                                  {128, 256, 2, 1, 3, 16},
-                                                  {128, 256, 2, 1, 3, 8, true},
-                                                  {128, 256, 2, 1, 3, 8, false, false, true}};
+inline constexpr TileVariant kScaledVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},  {128, 256, 2, 1, 3, 8, false, true}, {128, 256, 1, 1, 3, 8},
+    {256, 128, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 16}, {128, 256, 2, 1, 3, 8, true}};
 inline constexpr TileVariant kScaledWgradVariants[] = {
     {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, true}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).

@@ -60,7 +60,6 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
   params.shape.narrow_end = !restarts && last_tile_is_narrow(p, tile);
   params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, tile.tile_m);
-  params.a_scales_data = call.a_scales, params.a_scales_pitch = blocks_of(p.tokens, 4) * 4;
   params.b_scales = {.data = call.b_scales,
                      .group = call.b_scales_group,
                      .row = call.b_scales_row,

@@ -28,7 +28,7 @@ struct GroupedGemmKernel {
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
-  static constexpr bool kTurns = kVariant.turns, kLoadsScales = kVariant.loads_scales;
+  static constexpr bool kTurns = kVariant.turns;
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -187,7 +187,7 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.a);
       tma::prefetch_map(&p.b);
       tma::prefetch_map(&p.out);
-      if constexpr (Scaling::kScaled && !kLoadsScales) Scaling::prefetch_maps(p);
+      if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
@@ -216,7 +216,7 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kTurns);
+  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72

@@ -18,8 +18,6 @@ template <class P>
 struct Params1D2D : P {
   CUtensorMap a_scales;  // [blocks of k, T]
   WeightScales b_scales;
-  const float* a_scales_data;
-  int64_t a_scales_pitch;
 };
 template <class P>
 struct Params1D1D : P {
