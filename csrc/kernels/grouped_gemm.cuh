@@ -215,7 +215,7 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
+  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kTurns);
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72
