@@ -221,7 +221,7 @@ def check(functions: dict[str, Function]) -> dict[str, float]:
 
 
 def _chunks(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(a.flatten().split(2**28), b.flatten().split(2**28), strict=True))
+    return list(zip(torch.split(a.flatten(), 2**28), torch.split(b.flatten(), 2**28), strict=True))
 
 
 def measure(functions: dict[str, Function], flops: int, rounds: int, accurate: bool) -> list[tuple[str, str, str]]:

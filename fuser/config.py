@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from threading import local
 from typing import Any, TypeVar
@@ -27,7 +27,11 @@ def constant(function: F) -> F:
 
 @dataclass(frozen=True)
 class Config:
-    """What :func:`config` sets; see there. Those in force are one object wherever they are equal."""
+    """What :func:`config` sets; see there. Those in force are one object wherever they are equal.
+
+    Attributes:
+        same_weights: what ops make of their weights may be kept between calls; set by ``fusible.same_weights()``.
+    """
 
     strict: bool = False
     deterministic: bool = True
@@ -35,6 +39,7 @@ class Config:
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
     recipe: Hashable | None = None
+    same_weights: bool = False
 
     @cached_property
     def token(self) -> object:
@@ -146,7 +151,14 @@ def config(
         "recipe": recipe,
     }
     changes = {name: value for name, value in arguments.items() if value is not None}
+    with changed(**changes) as switches:
+        yield switches
+
+
+@contextmanager
+def changed(**changes: Any) -> Iterator[Config]:
+    """Puts the switches in force with these changes."""
     before = active_config()
-    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in arguments})
+    switches = config_of(**{field.name: getattr(before, field.name) for field in fields(Config)} | changes)
     with use_config(switches):
         yield switches

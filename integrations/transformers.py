@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from ..fuser.explain.model import FoundContainer, add_finder
-from . import compiled, lora
+from . import compiled, float8_experts, lora
 from .experts import Forward, Parameters, built_before, built_of, existing, refusal
 
 NAME = "fusible"
@@ -88,15 +88,18 @@ def _look_for_peft() -> None:
 
 
 def _register_fp8() -> None:
-    """The experts of FP8 models have a registry of their own: there, the stock implementation runs, with a warning."""
+    """The experts of FP8 models have a registry of their own; the stock implementation runs what does not fit."""
     try:
         from transformers.integrations import finegrained_fp8 as fp8
     except ImportError:
         return
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        stock = _delegate(self, "its weights are FP8", fp8.fp8_grouped_mm_experts_forward)
-        return stock(self, *args, **kwargs)
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tensors = hidden_states, top_k_index, top_k_weights
+        why = float8_experts.refusal(self, hidden_states)
+        if why is None:
+            return float8_experts.run(self, *tensors)
+        return _delegate(self, why, fp8.fp8_grouped_mm_experts_forward)(self, *tensors)
 
     fp8.FP8ExpertsInterface.register(NAME, forward)
 

@@ -15,7 +15,9 @@ from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
 from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .quantized_modules import quantize_
 from .quantized_tensor import QuantizedGroupedTensor
+from .quantized_weights import same_weights
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 
@@ -62,4 +64,6 @@ __all__ = [
     "check_device_errors",
     "grouped_gemm",
     "interleaved",
+    "quantize_",
+    "same_weights",
 ]

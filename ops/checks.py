@@ -130,10 +130,12 @@ def check_features(x: TensorSpec, features: int) -> None:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
 
 
-def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device | None) -> None:
+def check_parameter(
+    name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device | None, is_quantized: bool = False
+) -> None:
     """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
 
-    ``device`` is that of ``x``; None where that is not known yet.
+    ``device`` is that of ``x``; None where that is not known yet. One that ``is_quantized`` has e4m3 elements.
 
     It runs at every call on a host, so it reads attributes and calls nothing.
     """
@@ -150,6 +152,12 @@ def check_parameter(name: str, parameter: Tensor, shape: tuple[int, ...], device
             f"move all of the op, op.to({str(device)!r})"
         )
     dtype = parameter.dtype
+    if is_quantized:
+        if dtype != torch.float8_e4m3fn or parameter.requires_grad:
+            raise ArgumentError(
+                f"{name}: expected a frozen parameter of float8_e4m3fn, as it was quantised, got {dtype}"
+            )
+        return
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise ArgumentError(f"{name}: expected a floating-point parameter of at least 16 bits, got {dtype}")
 
@@ -175,6 +183,21 @@ def check_matrix_input(
     if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
         raise ArgumentError(f"x: expected a floating-point tensor of at least 16 bits, got {x.dtype}, as the weight is")
     return x.dtype
+
+
+def check_quantized_input(
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """As :func:`check_matrix_input`, of a weight that is quantised, by which rows of 16 bits are multiplied."""
+    if len(x.shape) < 2:
+        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
+    check_features(x, features)
+    if x.device != weight.device:
+        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
+    dtype = product_dtype(x.dtype, autocast_dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ArgumentError(f"x: expected bfloat16 or float16, as the weight is quantised, got {dtype}; cast it")
+    return dtype
 
 
 def is_plain(kind: type[Tensor]) -> bool:

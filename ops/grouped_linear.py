@@ -18,6 +18,7 @@ from .checks import (
     check_buffer,
     check_buffer_columns,
     check_matrix_input,
+    check_quantized_input,
     check_rows,
     check_sizes,
     check_split_sizes,
@@ -25,9 +26,10 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
-from .quantized.copies import BlockedColumns
+from .quantized.copies import BlockedColumns, QuantizedWeight
 from .quantized.recipe import Float8Block, Recipe
 from .quantized_linear import TokenCopies, TransposedWeight
+from .quantized_weights import SCALES, copies_of_weight, match_state
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -80,7 +82,7 @@ class GroupedLinear(WeightGrads):
 
     class Saved(NamedTuple):
         x: Tensor | BlockedColumns | None
-        weight: Matrices | TransposedWeight | None
+        weight: Matrices | TransposedWeight | QuantizedWeight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
@@ -174,7 +176,8 @@ class GroupedLinear(WeightGrads):
         autocast_dtype: torch.dtype | None = None,
     ) -> TensorSpec:
         weight = self.one_parameter("weight")
-        dtype = check_matrix_input(x, weight, self.in_features, autocast_dtype)
+        checked = check_quantized_input if self.is_quantized else check_matrix_input
+        dtype = checked(x, weight, self.in_features, autocast_dtype)
         self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
@@ -235,17 +238,35 @@ class GroupedLinear(WeightGrads):
         """
         if isinstance(rows, Tensor):
             rows = quantized.copies_of(recipe, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
-        weight = quantized.weight_copies(recipe, self.matrices("weight"), both="x" in needs_grad)
+        weight, back = self._weight_copies(recipe, "x" in needs_grad)
         assert rows.rows is not None
         y = quantized.product(rows.rows, weight, split_sizes, rows.dtype, **factors)
-        kept = rows.for_wgrad, quantized.transposed(weight)
-        return y, self.saved(x, *kept, split_sizes, bias_scale, grad_input, needs_grad, x_is_inner, recipe)
+        lent = bias_scale, grad_input
+        return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
+
+    def _weight_copies(
+        self, recipe: Float8Block, back: bool
+    ) -> tuple[QuantizedWeight, TransposedWeight | QuantizedWeight | None]:
+        """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
+        if self.is_quantized:
+            weight = QuantizedWeight(self.one_parameter("weight"), None, self.get_buffer(SCALES))
+            return weight, weight if back else None
+        power_of_two = quantized.is_power_of_two(recipe)
+        weight = copies_of_weight(self.matrices("weight"), power_of_two=power_of_two, both=back)
+        return weight, quantized.transposed(weight) if back else None
+
+    def device_inputs(self) -> list[Tensor]:
+        return super().device_inputs() + ([self.get_buffer(SCALES)] if self.is_quantized else [])
+
+    def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
+        held = super().autograd_inputs(grad_enabled)
+        return held + [self.get_buffer(SCALES)] if self.is_quantized else held
 
     def saved(
         self,
         x: Tensor,
         rows: Tensor | BlockedColumns | None,
-        weight: Matrices | TransposedWeight | None,
+        weight: Matrices | TransposedWeight | QuantizedWeight | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
@@ -311,6 +332,10 @@ class GroupedLinear(WeightGrads):
 
         return {"bias": gradient}
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        match_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
         recipe = "" if self.recipe is None else f", recipe={self.recipe}"
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}{recipe}"
@@ -346,8 +371,10 @@ def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Ten
     """``dy W`` as rows."""
     if isinstance(dy, TokenCopies):
         assert dy.rows is not None
-        assert isinstance(saved.weight, TransposedWeight)
-        return quantized.input_grad(dy.rows, saved.weight, saved.split_sizes, dy.dtype, out)
+        weight = saved.weight
+        weight = quantized.turned(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(weight, TransposedWeight)
+        return quantized.input_grad(dy.rows, weight, saved.split_sizes, dy.dtype, out)
     dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
     assert isinstance(dx, Tensor)
     return dx

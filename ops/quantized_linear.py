@@ -21,7 +21,6 @@ from .kernels.quantized import (
     quantize_activation,
     quantize_activation_backward,
     quantize_rows,
-    quantize_weight,
     scaled_gemm,
     scaled_wgrad,
     zero_tail,
@@ -49,6 +48,19 @@ class TokenCopies(NamedTuple):
     def for_wgrad(self) -> Tensor | BlockedColumns | None:
         """What the gradient of a weight reads."""
         return self.values if self.columns is None else self.columns
+
+
+class GatheredTokens(NamedTuple):
+    """Rows of experts that are read where their tokens lie.
+
+    Attributes:
+        tokens: [T, K].
+        slot_of_row: [R]: the slot, token * top_k + j, of each row.
+    """
+
+    tokens: Tensor
+    slot_of_row: Tensor
+    top_k: int
 
 
 class TransposedWeight(NamedTuple):
@@ -107,23 +119,34 @@ def refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
 
 
 def copies_of(
-    recipe: Float8Block, tokens: Tensor, split_sizes: Tensor, *, rows: bool, wgrad: bool, values: bool = False
+    recipe: Float8Block,
+    tokens: Tensor | GatheredTokens,
+    split_sizes: Tensor,
+    *,
+    rows: bool,
+    wgrad: bool,
+    values: bool = False,
 ) -> TokenCopies:
     """The copies of ``tokens`` [T, K].
 
     Args:
+        tokens: those that are gathered have no values.
         rows: whether a product of rows reads them.
         wgrad: whether the gradient of a weight does.
         values: whether something else reads what was not quantised.
     """
+    options: dict[str, Any] = {}
+    if isinstance(tokens, GatheredTokens):
+        tokens, *gather = tokens
+        options = dict(zip(("slot_of_row", "top_k"), gather, strict=True))
+    number = options["slot_of_row"].shape[0] if options else tokens.shape[0]
     columns = wgrad and recipe.wgrad == "float8"
-    kept = tokens if values or (wgrad and not columns) else None
+    kept = tokens if not options and (values or (wgrad and not columns)) else None
     if not rows and not columns:
-        return TokenCopies(tokens.shape[0], tokens.dtype, kept, None, None)
-    copies = quantize_rows(
-        tokens, split_sizes, power_of_two=is_power_of_two(recipe), want_rows=rows, want_columns=columns
-    )
-    return TokenCopies(tokens.shape[0], tokens.dtype, kept, copies.rows, copies.columns)
+        return TokenCopies(number, tokens.dtype, kept, None, None)
+    options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
+    copies = quantize_rows(tokens, split_sizes, **options)
+    return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
 
 
 def is_power_of_two(recipe: Float8Block) -> bool:
@@ -131,14 +154,14 @@ def is_power_of_two(recipe: Float8Block) -> bool:
     return recipe.scales == "power_of_two"
 
 
-def weight_copies(recipe: Float8Block, weight: Matrices, *, both: bool) -> QuantizedWeight:
-    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads."""
-    return quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-
-
 def transposed(weight: QuantizedWeight) -> TransposedWeight | None:
     """What of a weight's copies the gradient of rows reads; None if they are not there."""
     return None if weight.transposed is None else TransposedWeight(weight.transposed, weight.scales)
+
+
+def turned(weight: QuantizedWeight) -> TransposedWeight:
+    """The transposed bytes of a weight that has none, as a pass over it."""
+    return TransposedWeight(weight.data.view(torch.uint8).mT.contiguous().view(weight.data.dtype), weight.scales)
 
 
 def product(

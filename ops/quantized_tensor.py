@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .grouped_tensor import GroupedTensor
+from .kernels.quantized import quantize_rows, quantize_weight
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
 from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.reference import groups_of
 from .quantized.schemes import Copy, Scheme, scheme_of
 
 _RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, NVFP4)}
@@ -33,6 +35,7 @@ class QuantizedGroupedTensor:
         dtype: of the tensor that it stands for.
         first_dims: tokens of each group, int32 or int64 [E]; None for weights.
         halves: 2 where the rows of a weight are gate and up, which no block spans; else 1.
+        is_gradient: whether it is a gradient, whose format the recipe's ``gradient`` says.
         rowwise, rowwise_scales, rowwise_amax: the rowwise copy, as ``quantize`` makes it; ``rowwise_amax`` [E] for
             NVFP4 only.
         columnwise, columnwise_scales, columnwise_amax: the columnwise copy, likewise.
@@ -48,6 +51,7 @@ class QuantizedGroupedTensor:
         dtype: torch.dtype,
         first_dims: Tensor | None = None,
         halves: int = 1,
+        is_gradient: bool = False,
         *,
         rowwise: Tensor | None = None,
         rowwise_scales: Tensor | None = None,
@@ -57,7 +61,7 @@ class QuantizedGroupedTensor:
         columnwise_amax: Tensor | None = None,
     ) -> None:
         self.recipe, self.shape, self.dtype = recipe, torch.Size(shape), dtype
-        self.first_dims, self.halves = first_dims, halves
+        self.first_dims, self.halves, self.is_gradient = first_dims, halves, is_gradient
         self.rowwise, self.rowwise_scales, self.rowwise_amax = rowwise, rowwise_scales, rowwise_amax
         self.columnwise, self.columnwise_scales, self.columnwise_amax = columnwise, columnwise_scales, columnwise_amax
         _check(self)
@@ -72,6 +76,7 @@ class QuantizedGroupedTensor:
         rowwise: bool = True,
         columnwise: bool = False,
         halves: int = 1,
+        is_gradient: bool = False,
     ) -> QuantizedGroupedTensor:
         """The wanted copies of tokens [T, K] with their ``first_dims``, or of weights [E, N, K].
 
@@ -82,35 +87,34 @@ class QuantizedGroupedTensor:
         if isinstance(data, GroupedTensor):
             if data.last_dims is not None:
                 raise ValueError("QuantizedGroupedTensor: groups that are ragged in their columns are not quantised")
-            return cls.quantize(
-                data.data, recipe, data.first_dims, rowwise=rowwise, columnwise=columnwise, halves=halves
-            )
+            wanted = {"rowwise": rowwise, "columnwise": columnwise, "is_gradient": is_gradient}
+            return cls.quantize(data.data, recipe, data.first_dims, halves=halves, **wanted)
         if data.dim() != (3 if first_dims is None else 2):
             expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
             raise ValueError(f"QuantizedGroupedTensor: expected {expected}, got shape {list(data.shape)}")
-        scheme = scheme_of(recipe)
+        wanted_names = [name for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if is_wanted]
+        copies = _copies(data.detach(), recipe, first_dims, wanted_names, halves, is_gradient)
         fields: dict[str, Tensor | None] = {}
-        for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if is_wanted:
-                copy = _quantize(scheme, name, data.detach(), first_dims, halves)
-                fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
-        return cls(recipe, data.shape, data.dtype, first_dims, halves, **fields)
+        for name, copy in copies.items():
+            fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
+        return cls(recipe, data.shape, data.dtype, first_dims, halves, is_gradient, **fields)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:
-        """The values, in the shape and dtype of what was quantised, or in another dtype.
+        """The values, in the shape and dtype of what was quantised, or in another dtype; zero past the last group.
 
         Args:
             columnwise: of which copy; None: of the rowwise one, if it is there.
         """
         name = "columnwise" if columnwise or (columnwise is None and self.rowwise is None) else "rowwise"
-        copy, scheme = self._copy(name), scheme_of(self.recipe)
+        copy, scheme = self._copy(name), scheme_of(self.recipe, self.is_gradient)
         if copy is None:
             raise ValueError(f"QuantizedGroupedTensor: there is no {name} copy")
         sizes = self.first_dims
         if sizes is None:
             values = (scheme.weight_values if name == "rowwise" else scheme.transposed_values)(copy, self.halves)
         elif name == "rowwise":
-            values = scheme.row_values(copy, sizes)
+            in_tail = groups_of(sizes, self.shape[0]) == sizes.shape[0]
+            values = scheme.row_values(copy, sizes).masked_fill(in_tail.unsqueeze(-1), 0)
         else:
             values = scheme.column_values(copy, sizes, self.shape[0])
         return values.to(dtype or self.dtype)
@@ -152,7 +156,8 @@ class QuantizedGroupedTensor:
         return QuantizedWeight(self.rowwise, self.columnwise, self.rowwise_scales)
 
     def _is_block_of(self, dims: int) -> bool:
-        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims
+        is_e4m3 = not self.is_gradient or (isinstance(self.recipe, Float8Block) and self.recipe.gradient == "e4m3")
+        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims and is_e4m3
 
     def to(self, device: torch.device | str) -> QuantizedGroupedTensor:
         """The same on another device."""
@@ -164,6 +169,7 @@ class QuantizedGroupedTensor:
         """Tensors and plain values by name, for ``torch.save``, and for ``torch.load`` with ``weights_only=True``."""
         recipe = {"name": type(self.recipe).__name__, **asdict(self.recipe)}
         described = {"recipe": recipe, "shape": tuple(self.shape), "dtype": self.dtype, "halves": self.halves}
+        described["is_gradient"] = self.is_gradient
         return described | {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
 
     @classmethod
@@ -186,6 +192,24 @@ class QuantizedGroupedTensor:
         return f"QuantizedGroupedTensor({self.recipe}, {list(self.shape)}, {self.dtype}, {copies})"
 
 
+def _copies(
+    data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
+) -> dict[str, Copy]:
+    """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
+    if not isinstance(recipe, Float8Block) or (is_gradient and recipe.gradient != "e4m3") or data.dtype.itemsize != 2:
+        scheme = scheme_of(recipe, is_gradient)
+        return {name: _quantize(scheme, name, data, first_dims, halves) for name in names}
+    is_power_of_two = recipe.scales == "power_of_two"
+    if first_dims is None:
+        weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
+        parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
+    else:
+        rows, columns = "rowwise" in names, "columnwise" in names
+        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, want_rows=rows, want_columns=columns)
+        parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
+    return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
+
+
 def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None, halves: int) -> Copy:
     if first_dims is None:
         return (scheme.weight if name == "rowwise" else scheme.transposed_weight)(data, halves)
@@ -196,7 +220,7 @@ def _check(tensor: QuantizedGroupedTensor) -> None:
     """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
-    scheme, sizes = scheme_of(tensor.recipe), tensor.first_dims
+    scheme, sizes = scheme_of(tensor.recipe, tensor.is_gradient), tensor.first_dims
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     for name in ("rowwise", "columnwise"):
         copy = tensor._copy(name)

@@ -30,6 +30,7 @@ from fusible.benchmarks import (
     loss_curves,
     plots,
     pointwise,
+    quantised_errors,
     roofline,
     routing,
     timing,
@@ -272,6 +273,24 @@ def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_pa
     assert found["fused"][0] == pytest.approx(math.log(256), abs=0.2)
     assert ElementTree.parse(plot).getroot().tag.endswith("svg")
     assert "| unfused, loop " in capsys.readouterr().out
+
+
+def test_loss_curves_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    loss_curves.main(["--device", "cpu", "--steps", "2", "--recipes", "--out", str(tmp_path / "curves")])
+    found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
+
+    assert list(found) == ["nudged 1", "nudged 2", "nudged 3", *loss_curves.RECIPES, "16 bits"]
+    assert all(found[name] != found["16 bits"] for name in loss_curves.RECIPES)
+    assert max(loss_curves.apart(found).values()) < 0.05
+    assert "apart from 16 bits" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_recipes_train_as_16_bits_do_on_cuda() -> None:
+    far = loss_curves.apart(loss_curves.recipe_losses("cuda", 200))
+    nudged = max(far[name] for name in far if name.startswith("nudged"))
+
+    assert max(far.values()) < 2 * max(nudged, 0.03), far
 
 
 def test_curves_that_part_are_seen() -> None:
@@ -561,3 +580,14 @@ def test_a_tree_that_does_not_start_is_an_error(tmp_path):
     case = compare.Case("fc1", 8, 8, (1, 2), "float32")
     with pytest.raises(RuntimeError, match="ended with status 3"):
         list(compare.compare([tmp_path, tmp_path], {"fc1": case}, 1))
+
+
+def test_errors_of_recipes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    quantised_errors.main(["--tokens", "64", "--features", "128", "--columns", "64", "--groups", "2"])
+
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
+    errors = {name.strip(): [float(e) for cell in cells for e in cell.split("/")] for _, name, *cells, _ in lines[2:]}
+    assert list(errors) == list(quantised_errors.RECIPES)
+    assert all(0.001 < error < 0.003 for error in errors["bfloat16"])
+    assert all(0.02 < error < 0.05 for error in errors["Float8Block()"])
+    assert all(0.05 < error < 0.2 for error in errors["NVFP4()"])

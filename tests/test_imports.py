@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOORS = ("routing.py", "inference.py", "quantized_linear.py")  # to routing, to what reads routed rows, to quantisers
+DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
+    *("routing.py", "inference.py"),
+    *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py", "quantized_products.py"),
+)
 SHARED = (
     "ops.kernels.problem",
     "ops.kernels.outputs",
@@ -207,7 +210,7 @@ PUBLIC_WORDS = {  # the keyword of Pointwise; the blocks of a weight of gate and
     "ops/pointwise.py": {"halves"},
     "ops/kernels/quantized_problem.py": {"halves"},
     "ops/kernels/quantized.py": {"halves"},
-    "ops/kernels/hopper/quantize.py": {"halves"},
+    "ops/kernels/hopper/quantize.py": {"half", "halves"},
     "ops/kernels/hopper/scaled_gemm.py": {"halves"},
     "ops/kernels/pytorch/quantize.py": {"halves"},
     "ops/kernels/pytorch/scaled_gemm.py": {"halves"},

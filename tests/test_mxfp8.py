@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusible import grouped_gemm
 from fusible.ops.quantized import mxfp8, reference
-from fusible.ops.quantized.formats import E4M3, from_e8m0
+from fusible.ops.quantized.formats import E4M3, cast_e8m0, from_e8m0
 from fusible.ops.quantized.mxfp8 import MXRows
 
 SIZES = [70, 0, 130, 1]
@@ -63,6 +63,17 @@ def test_scales_of_every_amax() -> None:
     assert bytes_of(rows.scales).flatten().tolist() == exponents
     for value, exponent in list(zip(amax.tolist(), exponents, strict=True))[300:32640]:
         assert exponent - 127 >= log2(value / 448) > exponent - 128 or exponent == 0
+
+
+def test_floats_beside_every_power_of_two_are_rounded_up() -> None:
+    powers = 2.0 ** torch.arange(-149, 128, dtype=torch.float64)
+    near = torch.cat([(powers.float().view(torch.int32) + ulps).view(torch.float32) for ulps in (-1, 0, 1)])
+    values = near[near.isfinite()].abs()
+
+    exponents = from_e8m0(cast_e8m0(values)).double()
+
+    assert (exponents >= values.clamp(max=2.0**127)).all()
+    assert ((exponents < 2 * values.double()) | (exponents == 2.0**-127)).all()
 
 
 @pytest.mark.parametrize("features", [32, 80, 130])

@@ -54,6 +54,7 @@ def test_tokens_come_back(recipe: Any, columnwise: bool) -> None:
     assert values.dtype == x.dtype
     assert values.shape == x.shape
     assert (values[:201] - x[:201]).float().norm() < bound(recipe) * x[:201].float().norm()
+    assert (values[201:] == 0).all()
     assert tensor.num_groups == 4
 
 
@@ -110,6 +111,26 @@ def test_a_saved_tensor_is_loaded(recipe: Any) -> None:
             loaded.dequantize(columnwise=columnwise)[:201], tensor.dequantize(columnwise=columnwise)[:201]
         )
         assert same
+
+
+@pytest.mark.parametrize("make", [Float8Block, Float8Row, Float8Tensor])
+def test_gradients_are_of_the_format_of_the_recipe(make: Any) -> None:
+    dy, recipe = torch.randn(206, 272).bfloat16(), make(gradient="e5m2")
+
+    gradient = QuantizedGroupedTensor.quantize(dy, recipe, SIZES, columnwise=True, is_gradient=True)
+    other = QuantizedGroupedTensor.quantize(dy, recipe, SIZES)
+
+    assert other.rowwise is not None
+    assert gradient.rowwise is not None
+    assert gradient.columnwise is not None
+    assert (gradient.rowwise.dtype, gradient.columnwise.dtype) == (torch.float8_e5m2, torch.float8_e5m2)
+    assert other.rowwise.dtype == torch.float8_e4m3fn
+    assert gradient.quantized_rows is None
+    assert gradient.blocked_columns is None
+    loaded = QuantizedGroupedTensor.from_state(gradient.state())
+    for columnwise in (False, True):
+        values = loaded.dequantize(columnwise=columnwise)[:201]
+        assert 0.04 < (values - dy[:201]).float().norm() / dy[:201].float().norm() < 0.08
 
 
 def test_only_the_wanted_copies_are_made() -> None:

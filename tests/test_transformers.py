@@ -663,15 +663,6 @@ def test_subclassed_weights_run_through_stock_with_one_warning() -> None:
         experts(x, index, weights)
 
 
-def test_fp8_experts_run_through_stock_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    monkeypatch.setattr(fp8, "fp8_grouped_mm_experts_forward", lambda self, x, *_: x + 1)
-    forward = fp8.FP8ExpertsInterface().get_interface("fusible", None)
-
-    with pytest.warns(UserWarning, match="its weights are FP8"):
-        assert torch.equal(forward(nn.Module(), torch.zeros(2), None, None), torch.ones(2))
-
-
 def test_integer_weights_are_refused_with_the_reason() -> None:
     experts = module("mixtral", torch.float32)
     del experts.gate_up_proj

@@ -159,4 +159,20 @@ DEVICE void store_part(const Destination& d, const uint8_t* from, int part) {
   tma::commit();
 }
 
+// A part whose first columns belong to one half of a row and as many to the other one: the map has a dimension for the
+// half (tensor_map.h), and `column` counts within it.
+struct HalvesDestination : Destination {};
+template <class Layout>
+DEVICE void store_part(const HalvesDestination& d, const uint8_t* from, int part) {
+  constexpr int kOfHalf = Layout::kSubtiles / 2;
+#pragma unroll
+  for (int i = 0; i < Layout::kSubtilesPerPart; ++i) {
+    const int subtile = part * Layout::kSubtilesPerPart + i;
+    const int column = d.column / 2 + subtile % kOfHalf * Layout::kSubtileColumns;
+    tma::store(d.map, from + i * Layout::kSubtileBytes, d.policy, column, subtile / kOfHalf, d.map_row[0],
+               d.map_row[1]);
+  }
+  tma::commit();
+}
+
 }  // namespace fusible

@@ -10,8 +10,8 @@ namespace fusible {
 // room of a part is given back once it has been read: while the next part is being copied, if there is room for two.
 // start_tile(to, tile) says whether a tile goes out by TMA. If not, store_no_tma(to, tile, from, first row, part) does
 // it.
-template <class K, class StartTile, class StoreNoTma>
-DEVICE void store_parts(typename K::Storage& s, const typename K::Params& p, int consumer, bool issues, Destination to,
+template <class K, class To, class StartTile, class StoreNoTma>
+DEVICE void store_parts(typename K::Storage& s, const typename K::Params& p, int consumer, bool issues, To to,
                         StartTile start_tile, StoreNoTma store_no_tma) {
   using Layout = typename K::Layout;
   constexpr int kBehind = Layout::kSlots > 1 ? 1 : 0;
@@ -105,6 +105,17 @@ struct StoreEpilogue {
       tma::wait_read<0>();
     }
     tma::wait_all();
+  }
+};
+
+// The same, of tiles that have as many columns of either half of a row.
+struct HalvesStoreEpilogue : StoreEpilogue {
+  template <class K>
+  DEVICE static void store_tiles(typename K::Storage& s, const typename K::Params& p, int consumer, int) {
+    store_parts<K>(
+        s, p, consumer, true, HalvesDestination{{.map = &p.out, .policy = tma::policy_evict_first()}},
+        [](Destination&, const WorkTile&) INLINE { return true; },
+        [](const Destination&, const WorkTile&, const uint8_t*, int, int) INLINE {});
   }
 };
 

@@ -5,35 +5,29 @@
 
 namespace fusible {
 
-// Where a consumer is in its output stages, and in the bias and factors of its tiles.
+// Once a consumer has handed over all blocks of a tile; `phase` is that of the tile's bias and factors.
 template <class K>
-struct HandOverState {
-  PipelineState<K::Layout::kSlots> slot;
-  [[maybe_unused]] uint32_t epilogue_phase = 0;
-
-  // Once all blocks of the tile have been handed over.
-  DEVICE void end_tile(typename K::Storage& s) {
-    if constexpr (K::kScaleBias) {
-      barrier_arrive(&s.epilogue.empty);
-      epilogue_phase ^= 1;
-    }
+DEVICE void end_tile(typename K::Storage& s, uint32_t& phase) {
+  if constexpr (K::kScaleBias) {
+    barrier_arrive(&s.epilogue.empty);
+    phase ^= 1;
   }
-  // In place of `hand_over` and `end_tile`, where the consumer has no rows of the tile.
-  DEVICE void skip_tile(typename K::Storage& s) {
-    if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, epilogue_phase);
-    end_tile(s);
-  }
-};
+}
+// Where the consumer has no rows of the tile.
+template <class K>
+DEVICE void pass_over_tile(typename K::Storage& s, uint32_t& phase) {
+  if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, phase);
+  end_tile<K>(s, phase);
+}
 
-// Block number kBlock of the consumer's.
+// Block number kBlock of the consumer's, into the output stages from `slot` on.
 template <class K, int kBlock>
 DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float (&acc)[K::kTileN / 2], int consumer,
-                      int warp, int lane, HandOverState<K>& state) {
+                      int warp, int lane, PipelineState<K::Layout::kSlots>& slot, uint32_t phase) {
   using Layout = typename K::Layout;
   using Out = typename K::Out;
-  auto& slot = state.slot;
   if constexpr (K::kScaleBias) {
-    barrier_wait(&s.epilogue.full, state.epilogue_phase);
+    barrier_wait(&s.epilogue.full, phase);
     apply(s.epilogue.stage, acc, (consumer + kBlock * kConsumers) * 64, warp, lane);
   }
 #pragma unroll

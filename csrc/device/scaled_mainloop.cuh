@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop over the depth of e4m3 operands. Their products keep 13 fraction bits, so each stage is summed apart, and its
-// sum times its scales is added in fp32.
+// The loop over the depth of e4m3 operands. Their products keep 13 fraction bits, so each stage is summed apart, and
+// its sum times its scales is added in fp32.
 //
 // A consumer has two units of 64 rows x 128 columns: two blocks of rows, or the halves of a tile of 256 columns. They
 // are multiplied in turn, into the same registers. While one consumer adds, the other one multiplies. A finished tile
@@ -42,7 +42,8 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
     factors.read(s, state.stage, consumer, warp, lane);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
-      const uint8_t* a = s.stages.a[state.stage] + (consumer + (K::kUnitsAreRows ? unit : 0) * kConsumers) * kBlockBytes;
+      const uint8_t* a =
+          s.stages.a[state.stage] + (consumer + (K::kUnitsAreRows ? unit : 0) * kConsumers) * kBlockBytes;
       const uint8_t* b = s.stages.b[state.stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns * kSwizzleBytes;
       take_turn<K>(consumer);
       wgmma_fence();
@@ -94,16 +95,17 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   WorkTileReader tiles(s.work);
   PipelineState<K::kStages> state;
-  HandOverState<K> handed;
+  PipelineState<K::Layout::kSlots> slot;
+  uint32_t epilogue_phase = 0;
   float acc[kUnits][64];
   auto& rows = reinterpret_cast<float (&)[K::kRowBlocks][K::kTileN / 2]>(acc);
   int complete = 0;  // blocks of rows of the tile before, still in their registers
   const auto end_tile_before = [&] {
     if (complete == 0) return;
-    hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, handed);
+    hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, slot, epilogue_phase);
     if constexpr (K::kRowBlocks == 2)
-      if (complete == 2) hand_over<K, 1>(s, p, rows[1], consumer, warp, lane, handed);
-    handed.end_tile(s);
+      if (complete == 2) hand_over<K, 1>(s, p, rows[1], consumer, warp, lane, slot, epilogue_phase);
+    end_tile<K>(s, epilogue_phase);
   };
   if (consumer == 1) pass_turn<K>(consumer);
   for (WorkTile tile; tiles.next(tile);) {
@@ -116,7 +118,7 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
           pass_turn<K>(consumer);
         }
       skip<K>(s, state, k_blocks_of<K>(tile, p), lane);
-      handed.skip_tile(s);
+      pass_over_tile<K>(s, epilogue_phase);
     } else if (K::kUnitsAreRows ? mine == 1 : K::narrow(tile, p)) {
       multiply_scaled<K, 1>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
     } else {

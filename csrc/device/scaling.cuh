@@ -68,8 +68,7 @@ struct Scaling1D2D {
    public:
     static constexpr bool kInStage = false;  // they are read before a stage's last product is done
     DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
-        : next_(p.b_scales.data + tile.group * p.b_scales.group +
-                tile.column * p.b_scales.tile_step * p.b_scales.row),
+        : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
           step_(p.b_scales.column),
           unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row) {
       fetch();
@@ -141,7 +140,7 @@ struct Scaling1D1D {
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
                         int lane) const {
       const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
-      const float(&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
+      const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {
         const float2 pair = *reinterpret_cast<const float2*>(columns + vector * 8);

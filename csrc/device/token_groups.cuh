@@ -34,8 +34,8 @@ struct TokenGroups {
   }
 };
 
-// Groups whose tokens stand in blocks of 128 (BlockedTokens): a group starts with a block, and its number is that of the
-// blocks before it.
+// Groups whose tokens stand in blocks of 128 (BlockedTokens): a group starts with a block, and its number is that of
+// the blocks before it.
 struct BlockedGroups : TokenGroups {
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {

@@ -92,14 +92,28 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   WGMMA_OF_SIZE(192)
   WGMMA_OF_SIZE(256)
 }
-// Of e4m3, 128 columns; both operands are K-major.
-DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, %66, 0;\n"
-      " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS64 "}, %64, %65, accumulate, 1, 1;\n}"
-      : ACC32(0), ACC32(32)
-      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+#define WGMMA_E4M3(n, registers, a_, b_, accumulate_, ...)                                              \
+  if constexpr (kSize == n / 2)                                                                         \
+  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_                      \
+               ", 0;\n"                                                                                 \
+               " wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, " a_ ", " b_ \
+               ", accumulate, 1, 1;\n}"                                                                 \
+               : __VA_ARGS__                                                                            \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+// Of e4m3, up to 128 columns; both operands are K-major.
+template <int kSize>
+DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kSize % 8 == 0 && kSize <= 64, "products are 16 to 128 columns wide, by 16");
+  WGMMA_E4M3(16, REGISTERS8, "%8", "%9", "%10", ACC8(0));
+  WGMMA_E4M3(32, REGISTERS16, "%16", "%17", "%18", ACC8(0), ACC8(8));
+  WGMMA_E4M3(48, REGISTERS24, "%24", "%25", "%26", ACC8(0), ACC8(8), ACC8(16));
+  WGMMA_E4M3(64, REGISTERS32, "%32", "%33", "%34", ACC32(0));
+  WGMMA_E4M3(80, REGISTERS40, "%40", "%41", "%42", ACC32(0), ACC8(32));
+  WGMMA_E4M3(96, REGISTERS48, "%48", "%49", "%50", ACC32(0), ACC8(32), ACC8(40));
+  WGMMA_E4M3(112, REGISTERS56, "%56", "%57", "%58", ACC32(0), ACC8(32), ACC8(40), ACC8(48));
+  WGMMA_E4M3(128, REGISTERS64, "%64", "%65", "%66", ACC32(0), ACC32(32));
 }
+#undef WGMMA_E4M3
 #undef WGMMA_OF_SIZE
 #undef WGMMA_256
 #undef WGMMA_192

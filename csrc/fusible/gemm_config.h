@@ -49,8 +49,8 @@ inline constexpr TileVariant kTileVariants[] = {
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, true}, {128, 256, 1, 1, 3, 8},
-    {256, 128, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 16}};
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},  {128, 256, 2, 1, 3, 8, false, true}, {128, 256, 1, 1, 3, 8},
+    {256, 128, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 16}, {128, 256, 2, 1, 3, 8, true}};
 inline constexpr TileVariant kScaledWgradVariants[] = {
     {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, true}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).

@@ -120,6 +120,7 @@ struct ScaledLaunch : OnStream {
 struct ScaledGemmLaunch : ScaledLaunch {
   static constexpr const char* kName = "scaled_gemm";
   int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
+  bool halves = false;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -127,7 +128,7 @@ struct ScaledGemmLaunch : ScaledLaunch {
     visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
     v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
     v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
-    v.field("b_scales_column", b_scales_column);
+    v.field("b_scales_column", b_scales_column), v.field("halves", halves);
     v.optional();
     v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
     v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
@@ -136,11 +137,10 @@ struct ScaledGemmLaunch : ScaledLaunch {
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
     ScaledLaunch::complete(Layout::kNT);
-    gemm.problem.scale_bias =
-        e.bias.data || !bias_addresses.empty() || e.row_scale || e.bias_scale || e.alphas;
+    gemm.problem.scale_bias = e.bias.data || !bias_addresses.empty() || e.row_scale || e.bias_scale || e.alphas;
   }
   void run() const {
-    scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column}, device, stream);
+    scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column, halves}, device, stream);
   }
 };
 

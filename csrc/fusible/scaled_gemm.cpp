@@ -31,6 +31,16 @@ bool last_tile_is_narrow(const GemmProblem& p, const TileVariant& tile) {
   return (p.n - 1) % tile.tile_n < kScaleBlock;
 }
 
+// A tile has 128 columns of either half.
+void set_halves(Params1D2D<GemmParams>& params, const GroupedGemm& gemm, const TileVariant& tile) {
+  const GemmProblem& p = gemm.problem;
+  const int64_t half = p.n / 2;
+  params.b = gate_up_rows_map(gemm.b, p.groups, half, p.k, tile.tile_n);
+  params.out = gate_up_output_map(gemm.out, p.tokens, half);
+  params.epilogue.half = static_cast<int>(half);
+  params.b_scales.tile_step = 1, params.b_scales.unit_step = static_cast<int>(blocks_of(half, kScaleBlock));
+}
+
 }  // namespace
 
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
@@ -38,14 +48,17 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
   const GemmProblem& p = gemm.problem;
   check_operands(gemm, device);
   FUSIBLE_CHECK(p.k % 16 == 0, "k must be a multiple of 16. ", p);
+  FUSIBLE_CHECK(!call.halves || p.n % 16 == 0, "the columns of a half must be multiples of 8. ", p);
+  if (p.tokens == 0) return;
   check_scales("the scales of a", call.a_scales, p);
   FUSIBLE_CHECK(call.b_scales, "the scales of b are not given. ", p);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return;
-  const GemmConfig config = choose_scaled_config(p, device_properties(device).multiprocessors, gemm.variant);
+  const bool restarts = call.halves && p.n / 2 % kScaleBlock != 0;  // otherwise the second half begins with a block
+  const GemmConfig config =
+      choose_scaled_config(p, device_properties(device).multiprocessors, restarts ? 0 : gemm.variant);
   const TileVariant& tile = config.tile();
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
-  params.shape.narrow_end = last_tile_is_narrow(p, tile);
+  params.shape.narrow_end = !restarts && last_tile_is_narrow(p, tile);
   params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, tile.tile_m);
   params.b_scales = {.data = call.b_scales,
                      .group = call.b_scales_group,
@@ -53,7 +66,10 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
                      .column = call.b_scales_column,
                      .tile_step = static_cast<int>(tile.tile_n / kScaleBlock),
                      .unit_step = 1};
-  launch(params, built(scaled_entry(p.output, p.scale_bias, config.variant), config, p), config, p, device, stream);
+  if (restarts) set_halves(params, gemm, tile);
+  const KernelEntry kernel =
+      restarts ? scaled_halves_entry(p.output, p.scale_bias) : scaled_entry(p.output, p.scale_bias, config.variant);
+  launch(params, built(kernel, config, p), config, p, device, stream);
 }
 
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream) {

@@ -9,10 +9,11 @@ namespace fusible {
 
 // out[t, :] = the epilogue of sum over b of a_scale[b, t] * b_scale[g, :, b] * (a[t, block b] b[g][:, block b]^T).
 struct ScaledGemm {
-  GroupedGemm gemm;              // kNT
-  const float* a_scales;         // [blocks of k, T rounded up to 4]
-  const float* b_scales;         // [E, blocks of n, blocks of k], at these distances
+  GroupedGemm gemm;       // kNT
+  const float* a_scales;  // [blocks of k, T rounded up to 4]
+  const float* b_scales;  // [E, blocks of n, blocks of k], at these distances
   int64_t b_scales_group, b_scales_row, b_scales_column;
+  bool halves = false;  // the rows of b are two halves, at each of which its blocks begin
 };
 
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /

@@ -40,10 +40,9 @@ CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>
   static const Encode encoder = look_up_encoder();
   constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(), strides.data(), box.data(),
-              kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(),
+                                  strides.data(), box.data(), kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ",
                 base, ", sizes ", sizes[0], " x ", sizes[1], ", row pitch ", strides[0], " bytes");
   return map;

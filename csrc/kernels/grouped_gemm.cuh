@@ -80,7 +80,8 @@ struct GroupedGemmKernel {
 
   // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
   // are all a tile has: 64 columns of 192 are a third of its work.
-  static constexpr bool kNarrows = Scaling::kScaled ? kTileN == 256 : kTileN == 192 && kRaggedDepth && !kScaleBias;
+  static constexpr bool kNarrows =
+      Scaling::kScaled ? kTileN == 256 && !kVariant.swap_ab : kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
   DEVICE static bool narrow(const WorkTile& tile, const Params& p) {
     return kNarrows && p.shape.narrow_end && tile.column == p.shape.columns - 1;
@@ -104,16 +105,43 @@ struct GroupedGemmKernel {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     WorkTileReader tiles(s.work);
     PipelineState<kStages> state;
-    HandOverState<GroupedGemmKernel> handed;
+    PipelineState<Layout::kSlots> slot;
+    [[maybe_unused]] uint32_t epilogue_phase = 0;
     float acc[kRowBlocks][kTileN / 2];
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
-    const auto hand_over_block = [&](auto block) {
-      hand_over<GroupedGemmKernel, block.value>(s, p, acc[block.value], consumer, warp, lane, handed);
+    const auto hand_over = [&](auto block) {
+      constexpr int i = block.value;
+      if constexpr (kScaleBias) {
+        barrier_wait(&s.epilogue.full, epilogue_phase);
+        apply(s.epilogue.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
+      }
+#pragma unroll
+      for (int part = 0; part < Layout::kParts; ++part) {
+        uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
+        bool fetches = false;
+        if constexpr (kFetchesOld) fetches = p.accumulate;
+        barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
+          store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
+        else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
+        ptx::async_proxy_fence();
+        if constexpr (!kWholeWarp) __syncwarp();
+        if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
+        slot.advance();
+        if (Layout::kParts % Layout::kSlots == 0)
+          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
+      }
+    };
+    const auto end_tile = [&] {
+      if constexpr (kScaleBias) {
+        barrier_arrive(&s.epilogue.empty);
+        epilogue_phase ^= 1;
+      }
     };
     const auto end_tile_before = [&] {
       if (!pending) return;
-      hand_over_block(std::integral_constant<int, kRowBlocks - 1>());
-      handed.end_tile(s);
+      hand_over(std::integral_constant<int, kRowBlocks - 1>());
+      end_tile();
       pending = false;
     };
     WorkTile tile, following;
@@ -125,23 +153,24 @@ struct GroupedGemmKernel {
         if constexpr (kNarrows) {
           if (narrow(tile, p))
             multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, state, tile, p, consumer, lane,
-                                                                    end_tile_before, look_ahead, hand_over_block);
+                                                                    end_tile_before, look_ahead, hand_over);
           else
             multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                    hand_over_block);
+                                                    hand_over);
         } else {
           multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                  hand_over_block);
+                                                  hand_over);
         }
         if (kRowBlocks == 2) pending = true;
-        else handed.end_tile(s);
+        else end_tile();
       } else if (mine > 0) {
-        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over_block);
-        handed.end_tile(s);
+        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        end_tile();
       } else {
         end_tile_before();
         skip<GroupedGemmKernel>(s, state, k_blocks_of<GroupedGemmKernel>(tile, p), lane);
-        handed.skip_tile(s);
+        if constexpr (kScaleBias) barrier_wait(&s.epilogue.full, epilogue_phase);
+        end_tile();
         look_ahead();
       }
     }
@@ -188,13 +217,13 @@ struct GroupedGemmKernel {
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
-                                            : kScarce             ? 56
+                                            : kScarce          ? 56
                                             : Scaling::kScaled ? 72
                                             : kSpareRegisters  ? 120
                                                                : 56;
   static constexpr int kConsumerRegisters = kApart             ? 256 - Epilogue::kRegisters
                                             : kWholeWarp       ? (504 - Epilogue::kRegisters) / 2
-                                            : kScarce             ? 224
+                                            : kScarce          ? 224
                                             : Scaling::kScaled ? 216
                                             : kSpareRegisters  ? 192
                                                                : 224;

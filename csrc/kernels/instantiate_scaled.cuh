@@ -8,9 +8,13 @@
 namespace fusible {
 
 template <class Out, bool kScaleBias, TileVariant kVariant>
-using ScaledKernel =
-    GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out, kScaleBias,
-                      kVariant, StoreEpilogue, TokenGroups, Scaling1D2D>;
+using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out,
+                                       kScaleBias, kVariant, StoreEpilogue, TokenGroups, Scaling1D2D>;
+// Columns of two halves, whose scales restart with the second.
+template <class Out, bool kScaleBias>
+using ScaledHalvesKernel =
+    GroupedGemmKernel<TokenRows<E4M3>, GateUpRows<E4M3, kScaledVariants[0].tile_n>, Out, kScaleBias, kScaledVariants[0],
+                      HalvesStoreEpilogue, TokenGroups, Scaling1D2D>;
 template <class Out, TileVariant kVariant>
 using ScaledWgradKernel = GroupedGemmKernel<BlockedTokens<E4M3>, BlockedTokensB<E4M3, kVariant.tile_n>, Out, false,
                                             kVariant, StoreEpilogue, BlockedGroups, Scaling1D1D>;

@@ -11,4 +11,11 @@ KernelEntry scaled_entry(DType out, bool scale_bias, int variant) {
   });
 }
 
+KernelEntry scaled_halves_entry(DType out, bool scale_bias) {
+  return dispatch_dtype(out, [&](auto type) {
+    using Out = Element<decltype(type)::value>;
+    return scale_bias ? entry_of<ScaledHalvesKernel<Out, true>>() : entry_of<ScaledHalvesKernel<Out, false>>();
+  });
+}
+
 }  // namespace fusible

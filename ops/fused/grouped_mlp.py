@@ -20,9 +20,10 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
-from ..quantized.copies import BlockedColumns
+from ..quantized.copies import BlockedColumns, QuantizedWeight
 from ..quantized.recipe import Float8Block
 from ..quantized_linear import (
+    GatheredTokens,
     ThroughActivation,
     TokenCopies,
     TransposedWeight,
@@ -30,7 +31,9 @@ from ..quantized_linear import (
     copies_of,
     hidden_for_wgrad,
     in_force,
+    quantized_hidden,
     through_activation,
+    turned,
 )
 from ..scale import Scale
 from . import fc1 as first_linear
@@ -113,6 +116,27 @@ class GroupedMLP(FusedOp):
         saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
+    def quantized_fwd(
+        self,
+        recipe: Float8Block,
+        x: Tensor | GatheredTokens,
+        split_sizes: Tensor,
+        scales: Tensor | None,
+        out_scales: Tensor | None,
+        needs_grad: frozenset[str],
+    ) -> tuple[Tensor, Saved]:
+        """The output as rows, and what is saved, from rows that are gathered as they are quantised."""
+        needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
+        tokens = x.tokens if isinstance(x, GatheredTokens) else x
+        copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
+        bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
+        preact, first = self.fc1.quantized_fwd(recipe, tokens, copies, split_sizes, None, None, needs, True, bias)
+        hidden = quantized_hidden(recipe, preact, split_sizes, spec, flat(scales), True)
+        factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
+        fc1 = FirstLinear(hidden, preact if _through(needs_grad) or _trains(needs_grad) else None, first)
+        y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
+        return y, self.Saved(first, fc2, fc1.preact, scales, out_scales)
+
     def _second(
         self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
     ) -> tuple[Tensor, GroupedLinear.Saved]:
@@ -132,7 +156,7 @@ class GroupedMLP(FusedOp):
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
         if saved.fc1.recipe is not None:
-            return self._quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
+            return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         activated = self.through_fc2(saved, rows, needs_grad)
         fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
@@ -144,30 +168,44 @@ class GroupedMLP(FusedOp):
             grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
         return grads
 
-    def _quantized_bwd(self, recipe: Float8Block, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
+    def quantized_bwd(
+        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
+    ) -> Grads:
+        """:meth:`bwd` of a call that followed a recipe.
+
+        Args:
+            dy: gathered as it is quantised only where :meth:`reads_values` does not hold.
+        """
         through = self._through_quantized(recipe, saved, dy, needs_grad)
         needs, outer = names_of(FC1, needs_grad), names_of(_FC2, needs_grad)
-        left = through.dy.for_wgrad, dy.shape[0]
-        grads: dict[str, Gradient] = filed(_FC2, self._fc2_grads(saved, dy, through.postact, outer, *left))
+        values, left = dy if isinstance(dy, Tensor) else dy.tokens, (through.dy.for_wgrad, through.dy.number)
+        grads: dict[str, Gradient] = filed(_FC2, self._fc2_grads(saved, values, through.postact, outer, *left))
         if needs and through.preact is not None:
             grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, through.preact, needs))
         if through.scales is not None:
-            grads |= self.scale_grads(saved, dy, through.scales, needs_grad)
+            grads |= self.scale_grads(saved, values, through.scales, needs_grad)
         return grads
 
+    def reads_values(self, recipe: Float8Block, saved: Saved, needs_grad: frozenset[str]) -> bool:
+        """Whether a backward reads the gradient of the output as it was before it is quantised."""
+        biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
+        return biased or (recipe.wgrad != "float8" and _trains(needs_grad))
+
     def _through_quantized(
-        self, recipe: Float8Block, saved: Saved, dy: Tensor, needs_grad: frozenset[str]
+        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
     ) -> ThroughActivation:
         """:meth:`through_fc2` of a call that followed a recipe."""
-        total, sizes = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype), saved.fc2.split_sizes
-        weight, spec, trains = saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
-        through = isinstance(weight, TransposedWeight) and _through(needs_grad)
+        sizes, weight, spec, trains = saved.fc2.split_sizes, saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
+        through = weight is not None and _through(needs_grad)
         copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains)
+        total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
-        if not isinstance(weight, TransposedWeight) or not through:
+        if not through:
             hidden = hidden_for_wgrad(recipe, saved.preact, sizes, spec, total) if trains else None
             return ThroughActivation(copies, None, None, hidden)
+        weight = turned(weight) if isinstance(weight, QuantizedWeight) else weight
+        assert isinstance(weight, TransposedWeight)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
             scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
@@ -187,7 +225,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or not _through(needs_grad):
+        if weight is None or isinstance(weight, QuantizedWeight) or not _through(needs_grad):
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total))
         return kernels.grouped_linear_activation_backward(
             dy,

@@ -21,6 +21,7 @@ from ..glu import GLU, Activated
 from ..grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
 from ..kernels.custom_ops import kernel
+from ..quantized_linear import GatheredTokens, applied
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
@@ -52,6 +53,13 @@ def forward(
     """
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
     factors = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
+    recipe = applied(mlp.fc1.recipe, tokens.dtype)
+    if recipe is not None and (recipe.wgrad == "float8" or "fc1.weight" not in needs_grad):
+        rows = gathered(tokens, routing)
+        scales = factors.get("scales"), factors.get("out_scale_scales")
+        y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)
+        routing = routing._replace(scales=None)
+        return Permuted(permutation.unpermute(y, routing), routing, saved)
     y, saved = mlp.fwd(
         permutation.permute(tokens, routing, fill=False),
         split_sizes=routing.split_sizes,
@@ -62,6 +70,12 @@ def forward(
     )
     routing = routing._replace(scales=None)
     return Permuted(permutation.unpermute(y, routing), routing, saved)
+
+
+def gathered(tokens: Tensor, routing: Routing) -> GatheredTokens:
+    """The rows of the experts, to be quantised where the tokens lie."""
+    dense = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+    return GatheredTokens(dense, routing.slot_of_row, routing.row_of_slot.shape[1])
 
 
 def _new_output(x: Tensor) -> Tensor:

@@ -25,12 +25,13 @@ from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
+from ..quantized.recipe import Float8Block
 from ..quantized_linear import in_force
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import ACTIVATION, spec_of, with_activation
 from .grouped_mlp import GroupedMLP
-from .routed_forward import forward, routed_mlp
+from .routed_forward import forward, gathered, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
@@ -139,7 +140,7 @@ class RoutedMLP(FusedOp):
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
         fc1, fc2 = self.fc1, self.fc2
-        if in_force(fc1.recipe) is not None or in_force(fc2.recipe) is not None:
+        if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
             return None
         if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
             return None
@@ -156,9 +157,9 @@ class RoutedMLP(FusedOp):
         needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         _replay_unless_large(dy, routing.row_of_slot.numel())
-        rows = permutation.permute(dy, routing, fill=False)
         if mlp.fc1.recipe is not None:
-            return self._quantized_bwd(saved, mlp, rows, needs, needs_grad)
+            return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
+        rows = permutation.permute(dy, routing, fill=False)
         pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
         grads: dict[str, Gradient] = {"fc1.bias": bias}
         if "fc2.bias" in needs:
@@ -175,12 +176,21 @@ class RoutedMLP(FusedOp):
         return {name: gradient for name, gradient in grads.items() if name in needs_grad}
 
     def _quantized_bwd(
-        self, saved: Saved, mlp: GroupedMLP.Saved, dy: Tensor, needs: frozenset[str], needs_grad: frozenset[str]
+        self,
+        recipe: Float8Block,
+        saved: Saved,
+        mlp: GroupedMLP.Saved,
+        dy: Tensor,
+        needs: frozenset[str],
+        needs_grad: frozenset[str],
     ) -> Grads:
-        """Of a call that followed a recipe: the experts keep copies of their rows, so nothing is gathered again."""
-        grads = dict(self.experts.bwd(mlp, dy, needs_grad=needs))
+        """Of a call that followed a recipe: the experts keep copies of their rows, so none of x is gathered again."""
+        routing = saved.routing
+        reads_values = self.experts.reads_values(recipe, mlp, needs)
+        rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
+        grads = dict(self.experts.quantized_bwd(recipe, mlp, rows, needs))
         scales = [grads.pop(keyword) for keyword in _SCALES.values() if keyword in grads]
-        routing, dx = saved.routing, grads.pop("x", None)
+        dx = grads.pop("x", None)
         if "x" in needs_grad:
             grads["x"] = lambda: _of_tokens(evaluate(dx), routing, saved.x_dtype)
         if "top_k_weights" in needs_grad:

@@ -79,13 +79,18 @@ class BackwardCopies(NamedTuple):
         return BlockedColumns(self.postact_data, self.postact_scales)
 
 
-def new_copies(x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool) -> RowCopies:
-    """Memory for the wanted copies of rows like ``x``."""
-    return _new_copies(x, x.shape[1], split_sizes, want_rows, want_columns)
+def new_copies(
+    x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool, slot_of_row: Tensor | None
+) -> RowCopies:
+    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots."""
+    rows = x.shape[0] if slot_of_row is None else slot_of_row.shape[0]
+    return _new_copies(x, rows, x.shape[1], split_sizes, want_rows, want_columns)
 
 
-def _new_copies(x: Tensor, columns: int, split_sizes: Tensor, want_rows: bool, want_columns: bool) -> RowCopies:
-    rows, number = x.shape[0], x.shape[0] // BLOCK + split_sizes.shape[0]
+def _new_copies(
+    x: Tensor, rows: int, columns: int, split_sizes: Tensor, want_rows: bool, want_columns: bool
+) -> RowCopies:
+    number = rows // BLOCK + split_sizes.shape[0]
     by_row: tuple[Tensor | None, ...] = (None, None)
     by_column: tuple[Tensor | None, ...] = (None, None)
     if want_rows:
@@ -111,7 +116,8 @@ def new_activation_copies(
     preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, want_rows: bool, want_columns: bool
 ) -> RowCopies:
     """Memory for the wanted copies of an activation."""
-    return _new_copies(preact, activation.out_features(preact.shape[1]), split_sizes, want_rows, want_columns)
+    columns = activation.out_features(preact.shape[1])
+    return _new_copies(preact, preact.shape[0], columns, split_sizes, want_rows, want_columns)
 
 
 def new_backward_copies(
@@ -125,8 +131,8 @@ def new_backward_copies(
     want_scales: bool,
 ) -> BackwardCopies:
     """Memory for what is wanted of a backward through an activation."""
-    dpreact = _new_copies(preact, preact.shape[1], split_sizes, want_rows, want_columns)
-    postact = _new_copies(dpostact, dpostact.shape[1], split_sizes, False, want_postact)
+    dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, want_rows, want_columns)
+    postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, want_postact)
     dscales = scales.new_empty((preact.shape[0],)) if want_scales and scales is not None else None
     return BackwardCopies(*dpreact, *postact[2:], dscales)
 
@@ -143,11 +149,22 @@ def new_scaled_wgrad(a: Tensor, b: Tensor, split_sizes: Tensor, out_dtype: torch
 
 @kernel(new_copies)
 def quantize_rows(
-    x: Tensor, split_sizes: Tensor, *, power_of_two: bool, want_rows: bool = True, want_columns: bool = False
+    x: Tensor,
+    split_sizes: Tensor,
+    *,
+    power_of_two: bool,
+    want_rows: bool = True,
+    want_columns: bool = False,
+    slot_of_row: Tensor | None = None,
+    top_k: int = 1,
 ) -> RowCopies:
-    """The wanted copies of the rows of ``x`` [T, K]."""
-    copies = new_copies(x, split_sizes, want_rows, want_columns)
-    _quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns))
+    """The wanted copies of the rows of ``x`` [T, K].
+
+    Args:
+        slot_of_row: row r of the copies is that of the token ``slot_of_row[r] // top_k``; None: of the token r.
+    """
+    copies = new_copies(x, split_sizes, want_rows, want_columns, slot_of_row)
+    _quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, slot_of_row, top_k))
     return copies
 
 

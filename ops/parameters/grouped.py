@@ -31,6 +31,7 @@ class ExpertParameters(Op):
     num_groups: int
     per_group: dict[str, bool]
     transposed_weight: bool
+    is_quantized: bool = False  # whether the weight has 8 bits, and scales beside it
     _groups: dict[str, ExpertGroup]
 
     def init_expert_parameters(self) -> None:
@@ -76,7 +77,8 @@ class ExpertParameters(Op):
         """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
         for name, split in self.per_group.items():
             if not split:
-                check_parameter(name, self.one_parameter(name), (self.num_groups, *shapes[name]), device)
+                form = (self.num_groups, *shapes[name]), device, self.is_quantized and name == "weight"
+                check_parameter(name, self.one_parameter(name), *form)
                 continue
             group = self._group(name)
             check_parameter(f"{name}0", group.tensors[0], shapes[name], device)

@@ -61,7 +61,7 @@ def from_e8m0(bytes: Tensor) -> Tensor:
     return torch.where(exponent == 0xFF, 0x7FC00000, bits).view(torch.float32)
 
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MAX = 6.0
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between a code and the next; ties go to the even code
 
 
@@ -85,18 +85,20 @@ def cast_e2m1_stochastic(values: Tensor, random: Tensor) -> Tensor:
     Args:
         random: a number for each value, from 0 inclusive to 1 exclusive.
     """
-    table = values.new_tensor(_E2M1)
-    magnitude = values.abs().clamp(max=table[-1]).nan_to_num(nan=_E2M1[-1])
-    below = (torch.searchsorted(table, magnitude, right=True) - 1).clamp(max=len(_E2M1) - 2)
+    table = from_e2m1(torch.arange(8, device=values.device))
+    magnitude = values.abs().clamp(max=_E2M1_MAX).nan_to_num(nan=_E2M1_MAX)
+    below = (torch.searchsorted(table, magnitude, right=True) - 1).clamp(max=6)
     fraction = (magnitude - table[below]) / (table[below + 1] - table[below])
     code = (below + (random < fraction)).to(torch.uint8)
     return code | (torch.signbit(values) & ~values.isnan()).to(torch.uint8) << 3
 
 
 def from_e2m1(codes: Tensor) -> Tensor:
-    """The values of codes, float32."""
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=codes.device)
-    return table[codes.long()]
+    """The values of codes, float32: bits moved to where float32 has them, and half a step below 1."""
+    code = codes.to(torch.int32)
+    sign, exponent, mantissa = (code & 8) << 28, (code >> 1) & 3, code & 1
+    bits = torch.where(exponent > 0, exponent + 126 << 23 | mantissa << 22, mantissa * 0x3F000000)
+    return (bits | sign).view(torch.float32)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from .reference import amax_of, gather, groups_of, largest_by_group, split, toke
 
 NV_BLOCK = 16
 E2M1_MAX = 6.0
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # TransformerEngine's, of weight gradients
+_NEGATIVE = 0b1101_0111_1110_1000  # which rows of the transform change their sign; TransformerEngine's choice
 
 
 class NVFP4Data(NamedTuple):
@@ -119,11 +119,15 @@ def dequantize(quantised: NVFP4Data) -> Tensor:
 
 
 def hadamard(device: torch.device | None = None) -> Tensor:
-    """float32 [16, 16]: Sylvester's matrix, the signs of its rows changed, over 4; orthogonal."""
+    """float32 [16, 16]: Sylvester's matrix, the signs of some rows changed, over 4; orthogonal.
+
+    Made on the device: a graph cannot capture a copy from the host.
+    """
     matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < NV_BLOCK:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return torch.tensor(_SIGNS, device=device).unsqueeze(1) * matrix / 4
+    is_negative = _NEGATIVE >> torch.arange(NV_BLOCK, device=device) & 1
+    return (1 - 2 * is_negative).unsqueeze(1) * matrix / 4
 
 
 def transform(x: Tensor) -> Tensor:

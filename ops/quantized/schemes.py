@@ -15,10 +15,13 @@ from torch import Tensor
 
 from . import mxfp8, nvfp4, per_row, per_tensor, reference
 from .copies import BlockedColumns, QuantizedRows, QuantizedWeight
+from .formats import E4M3, FORMATS, Format
 from .mxfp8 import MXColumns, MXRows
 from .nvfp4 import NVFP4Data
 from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .reference import Blocks
+
+_Float8 = (Float8Block, Float8Row, Float8Tensor)
 
 
 class Copy(NamedTuple):
@@ -61,19 +64,20 @@ class Scheme(Protocol):
         """[E, N, K]."""
 
 
-def scheme_of(recipe: Recipe) -> Scheme:
-    """The copies under a recipe.
+def scheme_of(recipe: Recipe, is_gradient: bool = False) -> Scheme:
+    """The copies under a recipe, of a gradient or of anything else.
 
     Raises:
         ValueError: the recipe quantises nothing, or needs scales of steps before.
     """
+    format = FORMATS[recipe.gradient] if is_gradient and isinstance(recipe, _Float8) else E4M3
     match recipe:
         case Float8Block():
-            return BlockScheme(recipe.scales == "power_of_two")
+            return BlockScheme(recipe.scales == "power_of_two", format)
         case Float8Row():
-            return RowScheme(recipe.scales == "power_of_two")
+            return RowScheme(recipe.scales == "power_of_two", format)
         case Float8Tensor(delayed=None):
-            return TensorScheme(recipe.scales == "power_of_two")
+            return TensorScheme(recipe.scales == "power_of_two", format)
         case Float8Tensor():
             raise ValueError(f"{recipe} takes its scales from steps before: quantise with per_tensor.DelayedScales")
         case MXFP8():
@@ -94,15 +98,16 @@ class BlockScheme:
     """:class:`Float8Block`: :class:`QuantizedRows`, :class:`BlockedColumns` and :class:`QuantizedWeight`."""
 
     is_power_of_two: bool
+    format: Format
 
     def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*reference.quantize_rows(x, self.is_power_of_two))
+        return Copy(*reference.quantize_rows(x, self.is_power_of_two, self.format))
 
     def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*reference.quantize_columns(x, split_sizes, self.is_power_of_two))
+        return Copy(*reference.quantize_columns(x, split_sizes, self.is_power_of_two, self.format))
 
     def weight(self, weight: Tensor, halves: int) -> Copy:
-        copies = reference.quantize_weight(weight, halves, self.is_power_of_two)
+        copies = reference.quantize_weight(weight, halves, self.is_power_of_two, self.format)
         return Copy(copies.data, copies.scales)
 
     def transposed_weight(self, weight: Tensor, halves: int) -> Copy:
@@ -127,18 +132,19 @@ class RowScheme:
     """:class:`Float8Row`."""
 
     is_power_of_two: bool
+    format: Format
 
     def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*per_row.quantize_rows(x, self.is_power_of_two))
+        return Copy(*per_row.quantize_rows(x, self.is_power_of_two, self.format))
 
     def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*per_row.quantize_columns(x, split_sizes, self.is_power_of_two))
+        return Copy(*per_row.quantize_columns(x, split_sizes, self.is_power_of_two, self.format))
 
     def weight(self, weight: Tensor, halves: int) -> Copy:
-        return Copy(*per_row.quantize_rows(weight, self.is_power_of_two))
+        return Copy(*per_row.quantize_rows(weight, self.is_power_of_two, self.format))
 
     def transposed_weight(self, weight: Tensor, halves: int) -> Copy:
-        return Copy(*per_row.quantize_rows(weight.mT.contiguous(), self.is_power_of_two))
+        return Copy(*per_row.quantize_rows(weight.mT.contiguous(), self.is_power_of_two, self.format))
 
     def row_values(self, copy: Copy, split_sizes: Tensor) -> Tensor:
         return per_row.dequantize_rows(Blocks(copy.data, copy.scales))
@@ -159,16 +165,17 @@ class TensorScheme:
     """:class:`Float8Tensor`, with scales from the tensor itself; the columnwise copy has the same bytes."""
 
     is_power_of_two: bool
+    format: Format
 
     def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*per_tensor.quantize_rows(x, split_sizes, self.is_power_of_two))
+        return Copy(*per_tensor.quantize_rows(x, split_sizes, self.is_power_of_two, self.format))
 
     def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        rows = per_tensor.quantize_rows(x, split_sizes, self.is_power_of_two)
+        rows = per_tensor.quantize_rows(x, split_sizes, self.is_power_of_two, self.format)
         return Copy(per_tensor.transposed_rows(rows, split_sizes), rows.scales)
 
     def weight(self, weight: Tensor, halves: int) -> Copy:
-        return Copy(*per_tensor.quantize_weight(weight, self.is_power_of_two))
+        return Copy(*per_tensor.quantize_weight(weight, self.is_power_of_two, self.format))
 
     def transposed_weight(self, weight: Tensor, halves: int) -> Copy:
         data, scales, _ = self.weight(weight, halves)
@@ -244,8 +251,10 @@ class NVScheme:
 
     def column_values(self, copy: Copy, split_sizes: Tensor, rows: int) -> Tensor:
         blocks = reference.token_blocks(split_sizes, rows, nvfp4.NV_BLOCK)
-        values = _without_group_scales(copy) * _group_scales(copy)[blocks.group].view(-1, 1, 1)
-        values = values @ nvfp4.hadamard(values.device).t() if self.is_transformed else values
+        values = _without_group_scales(copy)
+        if self.is_transformed:  # sums are exact in double, so they are the same on every device
+            values = (values.double() @ nvfp4.hadamard(values.device).double().t()).float()
+        values = values * _group_scales(copy)[blocks.group].view(-1, 1, 1)
         return reference.scatter(values.transpose(1, 2), blocks, rows)
 
     def weight_values(self, copy: Copy, halves: int) -> Tensor:

@@ -66,6 +66,8 @@ from .ops import (
     check_device_errors,
     grouped_gemm,
     interleaved,
+    quantize_,
+    same_weights,
 )
 from .ops.layers import MoE, MoEOutput, Router, Routes
 
@@ -142,7 +144,9 @@ __all__ = [
     "integrations",
     "interleaved",
     "optional",
+    "quantize_",
     "register_fusion",
+    "same_weights",
     "testing",
     "unregister",
 ]

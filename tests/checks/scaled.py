@@ -36,6 +36,7 @@ class Case:
     tail: int = 37
     out_dtype: torch.dtype = torch.bfloat16
     bias: torch.dtype | None = None
+    halves: int = 1
     factors: bool = False  # of rows, of the bias in each row, and of groups
     transposed_scales: bool = False  # as the gradient of the rows reads those of a weight
     same_sign: bool = False
@@ -74,17 +75,17 @@ def make_gemm(device: str, case: Case) -> tuple[ScaledGemm, Tensor, Tensor]:
     scales = torch.full((ceil_blocks(case.k), -(-tokens // 4) * 4), math.nan, device=device)
     scales[:, :rows] = _scales(random, ceil_blocks(case.k), rows)
     weight = _bytes(random, case, groups, case.n, case.k)
-    grid = _scales(random, groups, ceil_blocks(case.n), ceil_blocks(case.k))
+    grid = _scales(random, groups, case.halves * ceil_blocks(case.n // case.halves), ceil_blocks(case.k))
     if case.transposed_scales:
         grid = grid.mT.contiguous().mT
     left = data[:rows].double() * scales.double()[:, :rows].mT.repeat_interleave(BLOCK, 1)[:, : case.k]
-    right = weight.double() * _spread(grid.double(), case.n, case.k)
+    right = weight.double() * _spread(grid.double(), case)
     bias, row_scale, bias_scale, alpha = _epilogue(random, case, tokens)
     problem = ScaledGemm(
         a=QuantizedRows(data, scales),
         weight=weight,
         weight_scales=grid,
-        halves=1,
+        halves=case.halves,
         split_sizes=torch.tensor(case.sizes, dtype=case.index, device=device),
         out=torch.full((tokens, case.n), math.nan, dtype=case.out_dtype, device=device),
         bias=bias,
@@ -95,17 +96,19 @@ def make_gemm(device: str, case: Case) -> tuple[ScaledGemm, Tensor, Tensor]:
     truth, magnitude = [], []
     for g, part in enumerate(left.split(case.sizes)):
         at = slice(sum(case.sizes[:g]), sum(case.sizes[: g + 1]))
-        truth.append(_finish(part @ right[g].mT, problem, g, at))
-        magnitude.append(_finish(part.abs() @ right[g].abs().mT, problem, g, at))
-    return problem, torch.cat(truth), torch.cat(magnitude).abs()
+        truth.append(_finish(part @ right[g].mT, bias, problem, g, at))
+        largest = None if bias is None else bias.abs()
+        magnitude.append(_finish(part.abs() @ right[g].abs().mT, largest, problem, g, at))
+    return problem, torch.cat(truth), torch.cat(magnitude)
 
 
-def _finish(product: Tensor, p: ScaledGemm, group: int, rows: slice) -> Tensor:
+def _finish(product: Tensor, bias: Tensor | None, p: ScaledGemm, group: int, rows: slice) -> Tensor:
+    """What the epilogue makes of a group's product; all factors are positive."""
     if p.alpha is not None:
         product = product * p.alpha[group].double()
-    if p.bias is not None:
-        bias = p.bias[group].double()[None]
-        product = product + (bias if p.bias_scale is None else bias * p.bias_scale[rows].double()[:, None])
+    if bias is not None:
+        factors = 1.0 if p.bias_scale is None else p.bias_scale[rows].double()[:, None]
+        product = product + bias[group].double() * factors
     return product if p.row_scale is None else product * p.row_scale[rows].double()[:, None]
 
 
@@ -195,6 +198,70 @@ def _blocked(random: torch.Generator, case: WgradCase, columns: int, tokens: int
     return BlockedColumns(data.view(E4M3), scales)
 
 
+def check_same_sign(device: str, variant: int = -1) -> None:
+    """A long sum of equal signs, of which accumulators of 13 fraction bits alone would lose 7 %."""
+    problem, _, _ = make_gemm(device, Case((65, 40), n=136, k=4096, out_dtype=torch.float32, same_sign=True))
+    problem.weight_scales.fill_(1.0)
+    problem.a.scales.fill_(1.0)
+    hopper.launch_gemm(problem, variant)
+    synchronize(device)
+    rows = problem.a.data[:105].double()
+    want = torch.cat([rows[:65] @ problem.weight[0].double().mT, rows[65:] @ problem.weight[1].double().mT])
+    lost = 1 - float(problem.out[:105].double().sum() / want.sum())
+    assert 0 < lost < 2e-3, f"lost {lost}"
+
+
+def check_poisoned_rows(device: str, variant: int = -1) -> None:
+    """NaN in the rows of a group, in bytes and in scales, reaches its own results alone."""
+    case = Case((70, 30, 65), k=272, tail=0, variant=variant)
+    problem, _, _ = make_gemm(device, case)
+    hopper.launch_gemm(problem, variant)
+    synchronize(device)
+    clean = problem.out.clone()
+    problem.a.data.view(torch.uint8)[70:85] = NAN_BYTE
+    problem.a.scales[:, 85:100] = math.nan
+    hopper.launch_gemm(problem, variant)
+    synchronize(device)
+    assert problem.out[70:100].isnan().all()
+    assert torch.equal(bits(problem.out[:70]), bits(clean[:70]))
+    assert torch.equal(bits(problem.out[100:]), bits(clean[100:]))
+
+
+def check_poisoned_group(device: str, variant: int = -1) -> None:
+    """NaN in the blocks of a group reaches its own weight gradient alone."""
+    problem, _, _ = make_wgrad(device, WgradCase((70, 130, 0, 65), variant=variant))
+    hopper.launch_wgrad(problem, variant)
+    synchronize(device)
+    clean = [out.clone() for out in problem.out]
+    problem.a.scales[1:3] = math.nan
+    problem.b.data.view(torch.uint8)[1:3] = NAN_BYTE
+    hopper.launch_wgrad(problem, variant)
+    synchronize(device)
+    assert problem.out[1].isnan().all()
+    for group in (0, 2, 3):
+        assert torch.equal(bits(problem.out[group]), bits(clean[group]))
+
+
+def check_groups_alone(device: str) -> None:
+    """A group's result is the same, bit by bit, among other groups and alone."""
+    problem, _, _ = make_gemm(device, Case((70, 0, 130, 65), tail=3))
+    hopper.launch_gemm(problem)
+    pitch = 132
+    scales = torch.zeros(problem.a.scales.shape[0], pitch, device=device)
+    scales[:, :130] = problem.a.scales[:, 70:200]
+    alone = ScaledGemm(
+        a=QuantizedRows(problem.a.data[70:200], scales),
+        weight=problem.weight[2:3],
+        weight_scales=problem.weight_scales[2:3],
+        halves=1,
+        split_sizes=problem.split_sizes[2:3],
+        out=torch.empty_like(problem.out[70:200]),
+    )
+    hopper.launch_gemm(alone)
+    synchronize(device)
+    assert torch.equal(bits(alone.out), bits(problem.out[70:200]))
+
+
 def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
@@ -210,8 +277,10 @@ def _bytes(random: torch.Generator, case: Case | WgradCase, *shape: int) -> Tens
 
 def _scales(random: torch.Generator, *shape: int) -> Tensor:
     """Of magnitudes that differ from block to block."""
-    return torch.exp2(torch.randn(shape, generator=random, device=random.device) * 2 - 6)
+    return torch.exp2(torch.rand(shape, generator=random, device=random.device) * 4 - 8)
 
 
-def _spread(grid: Tensor, n: int, k: int) -> Tensor:
-    return grid.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :n, :k]
+def _spread(grid: Tensor, case: Case) -> Tensor:
+    """The scale of each value of a weight."""
+    halves = grid.unflatten(1, (case.halves, -1)).repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
+    return halves[..., : case.n // case.halves, : case.k].flatten(1, 2)

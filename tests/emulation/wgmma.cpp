@@ -95,7 +95,8 @@ float sum_of_products(const Factor* a, const Factor* b, float c) {
   if (largest == kNothing) return 0.f;
   const auto aligned = [&](int64_t significand, int exponent, int fraction) {  // of significand * 2^(exponent - fraction)
     const int shift = std::min(62, largest - exponent + fraction - kFraction);
-    return shift > 0 ? significand >> shift : significand << -shift;
+    const int64_t size = significand < 0 ? -significand : significand, kept = shift > 0 ? size >> shift : size << -shift;
+    return significand < 0 ? -kept : kept;
   };
   int64_t sum = 0;
   if (c != 0.f) sum = aligned((c < 0 ? -1 : 1) * static_cast<int64_t>((bits & 0x7FFFFF) | 0x800000), of_c, 23);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
-from ..problem import Matrices, first
+from ..problem import Matrices, addresses, first
 from ..quantized_problem import (
     PermuteQuantizedRows,
     QuantizeActivation,
@@ -67,7 +67,7 @@ def _rows_refusal(problem: QuantizeRows) -> str | None:
     x, tokens = problem.x, problem.tokens
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"quantises bfloat16 or float16 rows, not {x.dtype}"
-    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % _VECTOR:
+    if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
         return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
     return (
         _tokens_refusal(tokens, problem.split_sizes)
@@ -100,7 +100,7 @@ def _features_refusal(features: int) -> str | None:
 def _dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> str | None:
     """Of the memory of a copy, whose first dimension may be larger than what is asked for."""
     fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
-    if tensor.dtype == dtype and fits and tensor.is_contiguous() and tensor.data_ptr() % _VECTOR == 0:
+    if tensor.dtype == dtype and fits and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0:
         return None
     return f"needs {name} {list(shape)} of {dtype}, dense, got {list(tensor.shape)} of {tensor.dtype}"
 
@@ -226,7 +226,7 @@ def _matrix_refusal(stored: _Stored) -> str | None:
     if len(stored.matrices) > _MOST_MATRICES:
         return f"takes at most {_MOST_MATRICES} matrices, got {len(stored.matrices)}"
     size = one.element_size()
-    aligned = (one.stride(-2) * size, stored.group_stride * size, *(m.data_ptr() for m in stored.matrices))
+    aligned = (one.stride(-2) * size, stored.group_stride * size, *addresses(stored.matrices))
     if one.stride(-1) != 1 or any([number % _VECTOR for number in aligned]):
         return f"needs dense rows at multiples of 16 bytes, got strides {list(one.stride())}"
     return None
@@ -276,7 +276,7 @@ def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward
 
 
 def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % _VECTOR == 0
+    return tensor.dtype == dtype and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0
 
 
 def _activation_copies_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:

@@ -19,7 +19,8 @@ def refusal(problem: Multiplying) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     if (why := _operands_refusal(problem)) is not None:
         return why
-    return _gemm_refusal(problem) if isinstance(problem, ScaledGemm) else _wgrad_refusal(problem)
+    why = _gemm_refusal(problem) if isinstance(problem, ScaledGemm) else _wgrad_refusal(problem)
+    return why or _layout_refusal("out", problem.out)
 
 
 def run(problem: Multiplying) -> None:
@@ -66,6 +67,7 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
         b_scales_group=scale_strides[0],
         b_scales_row=scale_strides[1],
         b_scales_column=scale_strides[2],
+        halves=p.halves == 2,
         bias=bias[0],
         bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
         bias_pitch=bias[1],
@@ -132,26 +134,25 @@ def _operands_refusal(p: Multiplying) -> str | None:
         return f"gives bfloat16, float16 or float32, not {first(p.out).dtype}"
     if not 1 <= p.groups <= MAX_GROUPS:
         return f"takes 1 to {MAX_GROUPS} groups, got {p.groups}"
-    if p.mnk[0 if isinstance(p, ScaledGemm) else 2] > MAX_ROWS:
-        return f"takes at most {MAX_ROWS} rows, got {p.mnk[0 if isinstance(p, ScaledGemm) else 2]}"
+    if p.rows > MAX_ROWS:
+        return f"takes at most {MAX_ROWS} rows, got {p.rows}"
     if sizes.dtype not in (torch.int32, torch.int64) or not sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
-    return _layout_refusal("out", p.out)
+    return None
 
 
 def _gemm_refusal(p: ScaledGemm) -> str | None:
     tokens, n, k = p.mnk
     if k % 16 or n % 8:
         return f"needs a depth that is a multiple of 16 and columns of 8, got {k} and {n}"
-    if p.halves == 2 and n // 2 % BLOCK:
-        return f"needs halves of the columns that are multiples of {BLOCK}, got {n // 2}"
+    if n // p.halves % 8:
+        return f"needs halves of the columns that are multiples of 8, got {n // 2}"
     blocks, pitch = ceil_blocks(k), -(-tokens // 4) * 4
     if p.a.scales.shape != (blocks, pitch) or not p.a.scales.is_contiguous():
         return f"needs contiguous scales of rows of shape {[blocks, pitch]}, got {list(p.a.scales.shape)}"
-    if p.weight_scales.shape != (p.groups, ceil_blocks(n), blocks):
-        return (
-            f"needs scales of weights of shape {[p.groups, ceil_blocks(n), blocks]}, got {list(p.weight_scales.shape)}"
-        )
+    grid = [p.groups, p.halves * ceil_blocks(n // p.halves), blocks]
+    if list(p.weight_scales.shape) != grid:
+        return f"needs scales of weights of shape {grid}, got {list(p.weight_scales.shape)}"
     if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
         return "needs float32 scales"
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:

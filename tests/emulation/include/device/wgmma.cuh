@@ -25,8 +25,10 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, kTransposeA != 0, kTransposeB != 0,
                                                 kBf16 ? emulation::Elements::kBFloat16 : emulation::Elements::kFloat16});
 }
-DEVICE void wgmma_e4m3(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
-  emulation::current->products.open.push_back({d, a, b, 128, accumulate, false, false, emulation::Elements::kE4M3});
+template <int kSize>
+DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kSize % 8 == 0 && kSize <= 64, "16 to 128 columns");
+  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, false, false, emulation::Elements::kE4M3});
 }
 
 }  // namespace fusible

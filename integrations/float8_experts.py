@@ -1,0 +1,113 @@
+"""The experts of FP8 checkpoints of transformers, on the bytes and scales that the model owns: nothing is copied.
+
+Their weights [E, N, K] and scales are those of a :class:`GroupedLinear` whose weight stays quantised. Rows are
+quantised as the checkpoint's scales are: by powers of two where those are stored as such, else by float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import Sequential
+from ..ops import Float8Block, GroupedLinear
+from ..ops.quantized.copies import BLOCK
+from ..ops.quantized_modules import holding
+from ..ops.quantized_weights import SCALES
+from .experts import autocasts, layer_around
+
+_ATTRIBUTE = "_fusible_float8"
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)
+_ROWS = (torch.bfloat16, torch.float16)
+
+
+class Weights(NamedTuple):
+    """The bytes of both linears, and their decode scales."""
+
+    up: Tensor
+    up_scales: Tensor
+    down: Tensor
+    down_scales: Tensor
+
+    @classmethod
+    def of(cls, experts: Any) -> Weights:
+        up = "gate_up_proj" if experts.has_gate else "up_proj"
+        return cls(*[getattr(experts, name) for name in (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")])
+
+
+class Built(NamedTuple):
+    """A container, and the tensors whose memory it reads: by identity and address, since loading replaces either."""
+
+    container: Sequential
+    tensors: Weights
+    addresses: tuple[int, ...]
+    gate: Any
+
+    def holds_for(self, experts: Any, weights: Weights) -> bool:
+        """Whether nothing has changed since it was built."""
+        same = all([a is b for a, b in zip(self.tensors, weights, strict=True)])
+        return same and self.addresses == _addresses(weights) and self.gate == _gate(experts)
+
+
+def refusal(experts: Any, x: Tensor) -> str | None:
+    """Why the experts cannot run here; None: they can."""
+    if torch.compiler.is_dynamo_compiling():
+        return "FP8 experts are not compiled yet"
+    if experts.activation_scheme != "dynamic":
+        return f"its activation_scheme is {experts.activation_scheme!r}"
+    if experts.block_size is None or tuple(experts.block_size) != (BLOCK, BLOCK):
+        return f"its block_size is {experts.block_size}"
+    if x.dtype not in _ROWS:
+        return f"its hidden states are {x.dtype}"
+    if autocasts(x):
+        return "autocast is on"
+    weights = Weights.of(experts)
+    return _weight_refusal(*weights[:2]) or _weight_refusal(*weights[2:])
+
+
+def _weight_refusal(weight: Tensor, scales: Tensor) -> str | None:
+    if weight.dtype != torch.float8_e4m3fn:
+        return f"its weights are {weight.dtype}"
+    if scales.dtype not in (torch.float32, _E8M0):
+        return f"its scales are {scales.dtype}"
+    expected = (weight.shape[0], *[-(-size // BLOCK) for size in weight.shape[1:]])
+    return None if tuple(scales.shape) == expected else f"its scales have shape {list(scales.shape)}"
+
+
+def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The routed experts of a layer [T, H], in the dtype of ``x``."""
+    built = built_of(experts)
+    container = built.container
+    for name, scales in (("fc1", built.tensors.up_scales), ("fc2", built.tensors.down_scales)):
+        if scales.dtype != torch.float32:  # which somebody may have written since
+            container.get_submodule(name).get_buffer(SCALES).copy_(scales.detach())
+    y: Tensor = container.forward(x, top_k_index=top_k_index, top_k_weights=top_k_weights)
+    return y.to(x.dtype)
+
+
+def built_of(experts: Any) -> Built:
+    """The container of the experts as they are now."""
+    weights = Weights.of(experts)
+    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    if built is None or not built.holds_for(experts, weights):
+        fc1, fc2 = _linear(*weights[:2]), _linear(*weights[2:])
+        container = layer_around(experts, fc1, fc2)
+        built = experts.__dict__[_ATTRIBUTE] = Built(container, weights, _addresses(weights), _gate(experts))
+    return built
+
+
+def _linear(weight: Tensor, scales: Tensor) -> GroupedLinear:
+    recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
+    return holding(weight.detach(), scales.detach().float(), recipe)
+
+
+def _addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple([tensor.data_ptr() for tensor in weights])
+
+
+def _gate(experts: Any) -> tuple[Any, ...]:
+    """What decides between the linears: the activation, and the numbers of a gate."""
+    numbers = [experts.__dict__.get(name) for name in ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap")]
+    return (experts.act_fn, experts.__dict__.get("up_softcap"), experts.__dict__.get("_apply_gate"), *numbers)

@@ -1,0 +1,241 @@
+"""When weights are quantised: at every forward, once in a block, or for good."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import fusible
+from fusible.ops.quantized import reference
+
+E, K, N = 3, 160, 272
+RECIPE = fusible.Float8Block()
+SIZES = torch.tensor([70, 0, 200])
+
+
+def tokens(columns=K, seed=0):
+    return torch.randn(300, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def linear(recipe=RECIPE, **options):
+    torch.manual_seed(1)
+    return fusible.GroupedLinear(E, K, N, dtype=torch.bfloat16, recipe=recipe, **options)
+
+
+def call(op, x=None):
+    return op(tokens() if x is None else x, split_sizes=SIZES)
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The weights that were quantised so far."""
+    from fusible.ops import quantized_weights
+
+    seen, quantize = [], quantized_weights.quantize_weight
+    monkeypatch.setattr(quantized_weights, "quantize_weight", lambda w, **k: seen.append(w) or quantize(w, **k))
+    return seen
+
+
+@pytest.mark.parametrize("write", ["adamw", "data", "flat"])
+def test_every_forward_sees_the_weight_as_it_is(write):
+    """None of these counts in the version of a parameter, or need do so."""
+    op = linear(bias=False)
+    if write == "flat":
+        flat = op.weight.detach().clone().flatten()
+        op.weight.data = flat.view_as(op.weight)
+    before = call(op).detach()
+    if write == "adamw":
+        optimizer = torch.optim.AdamW(op.parameters(), lr=0.1, fused=True)
+        call(op).sum().backward()
+        optimizer.step()
+    elif write == "data":
+        op.weight.data.copy_(op.weight.detach() * -2)
+    else:
+        flat.mul_(-2)
+    fresh = linear(bias=False)
+    fresh.weight.data.copy_(op.weight.detach())
+
+    assert not torch.equal(call(op), before)
+    assert torch.equal(call(op), call(fresh))
+
+
+def test_a_block_quantises_once_and_sees_no_change(count):
+    op = linear(bias=False)
+    with fusible.same_weights():
+        first = call(op)
+        op.weight.data.mul_(-2)
+        second = call(op)
+        (first.sum() + second.sum()).backward()
+    inside = len(count)
+    after = call(op)
+
+    assert inside == 1
+    assert len(count) == 2
+    assert torch.equal(first, second)
+    assert torch.equal(after, call(linear(bias=False)) * -2)
+
+
+def test_gradients_of_a_block_are_those_outside():
+    op, other = linear(), linear()
+    with fusible.same_weights():
+        for seed in (0, 1):
+            call(op, tokens(seed=seed)).sum().backward()
+    for seed in (0, 1):
+        call(other, tokens(seed=seed)).sum().backward()
+
+    assert torch.equal(op.weight.grad, other.weight.grad)
+
+
+def test_the_transposed_bytes_may_be_wanted_later(count):
+    op = linear()
+    with fusible.same_weights():
+        with torch.no_grad():
+            call(op)
+        x = tokens().requires_grad_()
+        call(op, x).sum().backward()
+        call(op, x)
+        with torch.no_grad():
+            call(op)
+
+    assert len(count) == 2
+
+
+def test_blocks_nest_and_keep_other_switches(count):
+    op = linear(None)
+    with fusible.config(recipe=RECIPE), fusible.same_weights():
+        with fusible.same_weights(), fusible.config(debug=True):
+            call(op)
+        call(op)
+
+    assert len(count) == 1
+
+
+def test_two_recipes_of_one_weight_have_their_own_copies():
+    op = linear(None)
+    with fusible.same_weights():
+        results = []
+        for scales in ("power_of_two", "float32"):
+            with fusible.config(recipe=fusible.Float8Block(scales=scales)):
+                results.append(call(op))
+    with fusible.config(recipe=fusible.Float8Block(scales="float32")):
+        expected = call(op)
+
+    assert torch.equal(results[1], expected)
+    assert not torch.equal(*results)
+
+
+def mlp(recipe=RECIPE):
+    torch.manual_seed(1)
+    options = {"bias": False, "dtype": torch.bfloat16, "recipe": recipe}
+    return fusible.Sequential(
+        fusible.GroupedLinear(E, K, 2 * N, **options), fusible.SwiGLU(), fusible.GroupedLinear(E, N, K, **options)
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"transposed_weight": True}, {"bias": False}])
+def test_a_weight_that_stays_quantised_gives_the_same_bits(options):
+    op, x = linear(**options), tokens().requires_grad_()
+    y = call(op, x)
+    y.backward(tokens(N, seed=2))
+    dx, x.grad = x.grad, None
+    weight = op.matrices("weight").detach()
+    stays = fusible.quantize_(copy.deepcopy(op), RECIPE)
+    other = call(stays, x)
+    other.backward(tokens(N, seed=2))
+    data, _, scales = reference.quantize_weight(weight, 1, True)
+
+    assert torch.equal(y, other)
+    assert torch.equal(dx, x.grad)
+    assert stays.weight.grad is None
+    assert torch.equal(stays.weight.float(), data.float())
+    assert torch.equal(stays.weight_scale_inv, scales)
+    assert {*stays.state_dict()} == {*op.state_dict()} | {"weight_scale_inv"}
+
+
+def test_experts_that_stay_quantised_are_fused():
+    model = mlp()
+    x = tokens().requires_grad_()
+    y = model(x, split_sizes=SIZES)
+    y.backward(tokens(seed=2))
+    dx, x.grad = x.grad, None
+    assert fusible.quantize_(model, RECIPE) is model
+    explanation = model.explain(x, split_sizes=SIZES)
+    other = model(x, split_sizes=SIZES)
+    other.backward(tokens(seed=2))
+
+    assert [step.name for step in explanation.steps] == ["GroupedMLP"]
+    assert not any("weight" in line for line in explanation.steps[0].configurations)
+    assert torch.equal(y, other)
+    assert torch.equal(dx, x.grad)
+
+
+def test_quantising_twice_changes_nothing():
+    op = fusible.quantize_(linear(), RECIPE)
+    weight = op.weight
+    fusible.quantize_(op, fusible.Float8Block(scales="float32"))
+
+    assert op.weight is weight
+    assert op.recipe == RECIPE
+
+
+def test_a_quantised_module_is_copied_saved_and_moved():
+    op = fusible.quantize_(linear(), RECIPE)
+    y, file = call(op), io.BytesIO()
+    torch.save(op, file)
+    file.seek(0)
+
+    assert torch.equal(call(copy.deepcopy(op)), y)
+    assert torch.equal(call(torch.load(file, weights_only=False)), y)
+    assert torch.equal(call(op.to("cpu")), y)
+
+
+def test_a_state_dict_of_either_kind_is_loaded():
+    op = linear()
+    stays, again, rounded = fusible.quantize_(linear(), RECIPE), fusible.quantize_(linear(), RECIPE), linear()
+    with torch.no_grad():
+        op.weight.mul_(3)
+    stays.load_state_dict(op.state_dict())
+    again.load_state_dict(stays.state_dict())
+    with pytest.warns(UserWarning, match="weight is quantised and the module is not"):
+        rounded.load_state_dict(stays.state_dict())
+
+    assert torch.equal(call(stays), call(op))
+    assert torch.equal(call(again), call(op))
+    assert torch.equal(call(rounded), call(op))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "why"),
+    [
+        (fusible.Float8Row(), {}, "Float8Row has storage and quantisers"),
+        (RECIPE, {"single_grouped_weight": False}, "single_grouped_weight=True"),
+    ],
+)
+def test_what_cannot_stay_quantised_says_why(recipe, options, why):
+    op = linear(**options)
+    with pytest.raises(fusible.ArgumentError, match=why):
+        fusible.quantize_(op, recipe)
+
+    assert not op.is_quantized
+
+
+def test_a_quantised_weight_takes_rows_of_16_bits():
+    op = fusible.quantize_(linear(), RECIPE)
+    with pytest.raises(fusible.ArgumentError, match="expected bfloat16 or float16, as the weight is quantised"):
+        call(op, tokens().float())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(call(op, tokens().float()), call(op))
+    op.to(torch.float32)
+    with pytest.raises(fusible.ArgumentError, match="expected a frozen parameter of float8_e4m3fn"):
+        call(op)
+
+
+def test_compiled_code_reads_a_quantised_weight():
+    op = fusible.quantize_(linear(), RECIPE)
+    x = tokens().requires_grad_()
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)(x, split_sizes=SIZES)
+
+    assert torch.equal(compiled, call(op, x))

@@ -1,0 +1,153 @@
+"""Products of e4m3 operands on the CPU (tests/emulation), whose accumulators keep what those of Hopper keep.
+
+The checks are those of a GPU (test_scaled_gemm_cuda.py), on small problems.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from checks import scaled
+from checks.accumulator_probe import accumulated
+from checks.scaled import Case, WgradCase
+from emulation import build
+
+from fusible.ops.kernels.hopper import scaled_gemm as hopper
+from fusible.ops.quantized.copies import QuantizedRows
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+
+RAGGED = (131, 0, 77, 1, 64)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TILES = range(2)
+
+
+def check(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
+    scaled.check_gemm("cpu", replace(Case(sizes), **asked))  # type: ignore[arg-type]
+
+
+def check_wgrad(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
+    scaled.check_wgrad("cpu", replace(WgradCase(sizes), **asked))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_tiles(variant: int) -> None:
+    """Depth and width that no block divides; odd rows of tiles, more of them than the depth of the queue."""
+    check(variant=variant)
+    check((300, 0, 129), k=144, n=520, tail=0, variant=variant)
+    check((300, 0, 129), k=16, n=8, tail=1, variant=variant)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_results_with_bias_and_factors(dtype: torch.dtype) -> None:
+    check(out_dtype=dtype, bias=torch.bfloat16, factors=True)
+    check(out_dtype=dtype, n=400, k=128, index=torch.int64)
+
+
+def test_scales_that_lie_transposed() -> None:
+    check(n=648, k=272, transposed_scales=True)
+    check(n=136, k=656, transposed_scales=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_that_restart_at_the_second_half(dtype: torch.dtype) -> None:
+    check(halves=2, n=400, out_dtype=dtype)
+    check(halves=2, n=656, out_dtype=dtype, bias=torch.float32, factors=True)
+    check(halves=2, n=512, out_dtype=dtype)
+
+
+def test_sums_of_equal_signs_keep_their_bits() -> None:
+    scaled.check_same_sign("cpu")
+
+
+def test_rows_of_other_groups_do_not_matter() -> None:
+    scaled.check_poisoned_rows("cpu")
+    scaled.check_groups_alone("cpu")
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_weight_gradients(variant: int) -> None:
+    check_wgrad(variant=variant)
+    check_wgrad((0, 0, 300), m=136, n=648, tail=0, variant=variant)
+    check_wgrad((0, 130), m=8, n=8, tail=500, variant=variant)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_weight_gradients_in_fp32(accumulate: bool) -> None:
+    check_wgrad(out_dtype=torch.float32, accumulate=accumulate)
+    check_wgrad((400, 0, 900), out_dtype=torch.float32, accumulate=accumulate, separate=True)
+
+
+def test_weight_gradients_of_all_depths() -> None:
+    """Each end of a block's steps of 32 tokens."""
+    check_wgrad((1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161), m=72, n=72, out_dtype=torch.float16)
+
+
+def test_blocks_of_other_groups_do_not_matter() -> None:
+    scaled.check_poisoned_group("cpu")
+
+
+def test_no_rows() -> None:
+    problem, _, _ = scaled.make_gemm("cpu", Case((0, 0), tail=0))
+    hopper.launch_gemm(problem)
+    wgrad, _, _ = scaled.make_wgrad("cpu", WgradCase((0, 0), tail=0))
+    hopper.launch_wgrad(wgrad)
+    assert not wgrad.out.any()  # type: ignore[union-attr]
+
+
+def test_new_results_have_zeros_in_their_tails() -> None:
+    problem, _, _ = scaled.make_gemm("cpu", Case((70, 3), tail=9))
+    problem.fresh = True
+    hopper.launch_gemm(problem)
+    assert not problem.out[73:].any()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "result"),
+    [
+        ([(448, 448)], [(8, 1)], 200704.0),
+        ([(448, 448)], [(2, 8)], 200720.0),
+        ([(448, 448)], [(-8, 1)], 200704.0),
+        ([(1, 1)], [(2**-7, 2**-7)], 1.0),
+        ([(1, 1)], [(2**-7, 2**-6)], 1.0001220703125),
+    ],
+)
+def test_accumulators_keep_13_fraction_bits(
+    first: list[tuple[float, float]], then: list[tuple[float, float]], result: float
+) -> None:
+    assert accumulated("cpu", first, then) == result
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"k": 264}, "depth that is a multiple of 16"),
+        ({"n": 260}, "columns of 8"),
+        ({"halves": 2, "n": 264}, "halves of the columns that are multiples of 8"),
+    ],
+)
+def test_shapes_that_are_refused(asked: dict[str, int], reason: str) -> None:
+    problem, _, _ = scaled.make_gemm("cpu", replace(Case((3,)), **asked))  # type: ignore[arg-type]
+    assert reason in (hopper.refusal(problem) or "")
+
+
+def test_operands_that_are_refused() -> None:
+    problem, _, _ = scaled.make_gemm("cpu", Case((30,)))
+    assert hopper.refusal(problem) is None
+    assert "scales of rows of shape" in (hopper.refusal(replace(problem, a=_with_scales(problem.a, 1))) or "")
+    assert "scales of weights of shape" in (hopper.refusal(replace(problem, weight_scales=torch.ones(1, 1, 1))) or "")
+    assert "float8_e4m3fn operands" in (hopper.refusal(replace(problem, weight=problem.weight.float())) or "")
+    assert "aligned to 16 bytes" in (hopper.refusal(replace(problem, out=problem.out[:, 1:])) or "")
+    wgrad, _, _ = scaled.make_wgrad("cpu", WgradCase((30,)))
+    assert hopper.refusal(wgrad) is None
+    assert "accumulates in float32" in (hopper.refusal(replace(wgrad, accumulate=True)) or "")
+    assert "blocks of a" in (hopper.refusal(replace(wgrad, rows=1000)) or "")
+
+
+def _with_scales(rows: QuantizedRows, more: int) -> QuantizedRows:
+    return rows._replace(scales=rows.scales.new_ones(rows.scales.shape[0] + more, rows.scales.shape[1]))

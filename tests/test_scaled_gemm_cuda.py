@@ -1,0 +1,83 @@
+"""Products of e4m3 operands against float64, one launch at a time; needs an H100 or H200 and the built extension."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from checks import scaled
+from checks.accumulator_probe import accumulated
+from checks.device import skip_module_without_hopper
+from checks.scaled import Case, WgradCase, check_gemm, check_wgrad
+
+pytestmark = pytest.mark.cuda
+skip_module_without_hopper()
+
+RAGGED = (131, 0, 77, 304, 1, 512)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TILES = [-1, 0, 1]
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_shapes(variant: int) -> None:
+    """Depth and width that no block divides."""
+    for k, n in [(16, 8), (128, 128), (144, 136), (272, 264), (128, 768), (528, 392), (2064, 1536), (2880, 200)]:
+        check_gemm("cuda", Case(RAGGED, k=k, n=n, variant=variant))
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_one_group_of_every_size(variant: int) -> None:
+    for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000, 2500):
+        check_gemm("cuda", Case((size,), k=272, n=520, tail=size % 3, variant=variant))
+        check_wgrad("cuda", WgradCase((size,), tail=size % 3, variant=variant))
+
+
+@pytest.mark.parametrize(("dtype", "factors"), product(DTYPES, [False, True]), ids=str)
+def test_results(dtype: torch.dtype, factors: bool) -> None:
+    bias = torch.bfloat16 if factors else None
+    check_gemm("cuda", Case(RAGGED, k=1040, n=1544, out_dtype=dtype, bias=bias, factors=factors))
+    check_gemm("cuda", Case(RAGGED, k=400, n=720, out_dtype=dtype, bias=bias, factors=factors, halves=2))
+    check_gemm("cuda", Case(RAGGED, k=400, n=720, out_dtype=dtype, factors=factors, transposed_scales=True))
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_weight_gradients(variant: int) -> None:
+    for m, n in [(8, 8), (72, 136), (264, 200), (768, 2048), (2880, 520)]:
+        check_wgrad("cuda", WgradCase(RAGGED, m=m, n=n, variant=variant))
+    check_wgrad("cuda", WgradCase((1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161), variant=variant))
+
+
+@pytest.mark.parametrize(("dtype", "accumulate", "separate"), product(DTYPES, [False, True], [False, True]), ids=str)
+def test_weight_gradients_of_every_kind(dtype: torch.dtype, accumulate: bool, separate: bool) -> None:
+    if accumulate and dtype != torch.float32:
+        pytest.skip("sums are in fp32 alone")
+    for sizes in [RAGGED, (3000, 0, 900)]:
+        check_wgrad("cuda", WgradCase(sizes, m=776, n=1032, out_dtype=dtype, accumulate=accumulate, separate=separate))
+
+
+def test_many_groups() -> None:
+    sizes = tuple(i * 37 % 131 for i in range(512))
+    check_gemm("cuda", Case(sizes, k=144, n=136))
+    check_wgrad("cuda", WgradCase(sizes, m=136, n=72))
+
+
+@pytest.mark.parametrize("variant", TILES)
+def test_neighbours_do_not_matter(variant: int) -> None:
+    scaled.check_poisoned_rows("cuda", variant)
+    scaled.check_poisoned_group("cuda", variant)
+    scaled.check_groups_alone("cuda")
+
+
+@pytest.mark.parametrize("variant", [-1, 0])
+def test_sums_of_equal_signs_keep_their_bits(variant: int) -> None:
+    scaled.check_same_sign("cuda", variant)
+
+
+def test_accumulators_keep_13_fraction_bits() -> None:
+    """What the emulation's model of them says."""
+    first = [(448.0, 448.0)]
+    found = [accumulated("cuda", first, [(x, y)]) for x, y in [(8, 1), (2, 8), (-8, 1)]]
+    assert found == [200704.0, 200720.0, 200704.0]
+    assert accumulated("cuda", [(1, 1)], [(2**-7, 2**-7)]) == 1.0
+    assert accumulated("cuda", [(1, 1)], [(2**-7, 2**-6)]) == 1.0001220703125
