@@ -204,8 +204,8 @@ def _copies(
         weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
         parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
     else:
-        wanted = {"want_rows": "rowwise" in names, "want_columns": "columnwise" in names}
-        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, **wanted)
+        rows, columns = "rowwise" in names, "columnwise" in names
+        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, want_rows=rows, want_columns=columns)
         parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
     return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
 

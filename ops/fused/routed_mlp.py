@@ -140,7 +140,7 @@ class RoutedMLP(FusedOp):
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
         fc1, fc2 = self.fc1, self.fc2
-        if in_force(fc1.recipe) is not None or in_force(fc2.recipe) is not None:
+        if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
             return None
         if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
             return None
