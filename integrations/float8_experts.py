@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..fuser import Sequential
 from ..ops import Float8Block, GroupedLinear
-from ..ops.quantized.copies import BLOCK
+from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized_modules import holding
-from ..ops.quantized_weights import SCALES
 from .experts import autocasts, layer_around
 
 _ATTRIBUTE = "_fusible_float8"
