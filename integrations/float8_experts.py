@@ -97,6 +97,17 @@ def built_of(experts: Any) -> Built:
     return built
 
 
+def is_float8(experts: Any) -> bool:
+    """Whether the experts are of an FP8 checkpoint."""
+    return hasattr(experts, "activation_scheme") and hasattr(experts, "down_proj_scale_inv")
+
+
+def existing(experts: Any) -> Built | None:
+    """What has run the experts; None if there was no call yet."""
+    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    return built
+
+
 def _linear(weight: Tensor, scales: Tensor) -> GroupedLinear:
     recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
     return holding(weight.detach(), scales.detach().float(), recipe)
