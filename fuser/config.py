@@ -54,6 +54,7 @@ def config_of(**switches: Any) -> Config:
     return _in_use.setdefault(tuple(vars(config).values()), config)
 
 
+_SWITCHES = tuple([field.name for field in fields(Config)])  # a compiler cannot ask for fields
 _in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 _FLAGS: dict[str, Any] = {"0": False, "1": True}
@@ -159,6 +160,6 @@ def config(
 def changed(**changes: Any) -> Iterator[Config]:
     """Puts the switches in force with these changes."""
     before = active_config()
-    switches = config_of(**{field.name: getattr(before, field.name) for field in fields(Config)} | changes)
+    switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in _SWITCHES})
     with use_config(switches):
         yield switches

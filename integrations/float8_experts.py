@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..fuser import Sequential
 from ..ops import Float8Block, GroupedLinear
-from ..ops.quantized.copies import BLOCK
+from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized_modules import holding
-from ..ops.quantized_weights import SCALES
 from .experts import autocasts, layer_around
 
 _ATTRIBUTE = "_fusible_float8"
@@ -95,6 +94,17 @@ def built_of(experts: Any) -> Built:
         fc1, fc2 = _linear(*weights[:2]), _linear(*weights[2:])
         container = layer_around(experts, fc1, fc2)
         built = experts.__dict__[_ATTRIBUTE] = Built(container, weights, _addresses(weights), _gate(experts))
+    return built
+
+
+def is_float8(experts: Any) -> bool:
+    """Whether the experts are of an FP8 checkpoint."""
+    return hasattr(experts, "activation_scheme") and hasattr(experts, "down_proj_scale_inv")
+
+
+def existing(experts: Any) -> Built | None:
+    """What has run the experts; None if there was no call yet."""
+    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
     return built
 
 

@@ -121,6 +121,9 @@ def _explained(module: Any) -> Any:
     implementation = module.config._experts_implementation
     if implementation != NAME:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
+    if float8_experts.is_float8(module):
+        float8 = float8_experts.existing(module)
+        return "no call yet" if float8 is None else FoundContainer(float8.container, "")
     adapted = lora.explained(module)
     if adapted is not None:
         return adapted

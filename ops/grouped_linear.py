@@ -26,10 +26,10 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
-from .quantized.copies import BlockedColumns, QuantizedWeight
+from .quantized.copies import SCALES, BlockedColumns, QuantizedWeight
 from .quantized.recipe import Float8Block, Recipe
 from .quantized_linear import TokenCopies, TransposedWeight
-from .quantized_weights import SCALES, copies_of_weight, match_state
+from .quantized_weights import copies_of_weight, match_state
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -254,13 +254,6 @@ class GroupedLinear(WeightGrads):
         power_of_two = quantized.is_power_of_two(recipe)
         weight = copies_of_weight(self.matrices("weight"), power_of_two=power_of_two, both=back)
         return weight, quantized.transposed(weight) if back else None
-
-    def device_inputs(self) -> list[Tensor]:
-        return super().device_inputs() + ([self.get_buffer(SCALES)] if self.is_quantized else [])
-
-    def autograd_inputs(self, grad_enabled: bool) -> list[Tensor]:
-        held = super().autograd_inputs(grad_enabled)
-        return held + [self.get_buffer(SCALES)] if self.is_quantized else held
 
     def saved(
         self,

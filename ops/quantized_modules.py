@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from ..fuser import ArgumentError
 from .grouped_linear import GroupedLinear
+from .quantized.copies import SCALES
 from .quantized.recipe import Float8Block, Recipe
 from .quantized_linear import is_power_of_two, refusal
-from .quantized_weights import SCALES, copies_of_weight
+from .quantized_weights import copies_of_weight
 
 
 def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:

@@ -20,7 +20,7 @@ from ..fuser.replay import capture
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
-from .quantized.copies import QuantizedWeight
+from .quantized.copies import SCALES, QuantizedWeight
 from .quantized.reference import dequantize_weight
 
 
@@ -31,8 +31,6 @@ class _Kept(NamedTuple):
     copies: QuantizedWeight
 
 
-SCALES = "weight_scale_inv"
-"""The buffer of the decode scales of a weight that is quantised; checkpoints call it so."""
 _kept: dict[tuple[Any, ...], _Kept] = {}
 _blocks = 0
 

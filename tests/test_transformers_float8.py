@@ -8,7 +8,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.moe import use_experts_implementation
 
+import fusible
 from fusible.integrations import float8_experts, transformers  # noqa: F401  registers
 from fusible.ops.quantized import reference
 from fusible.ops.quantized.copies import QuantizedWeight
@@ -157,6 +159,17 @@ def test_what_does_not_fit_runs_through_stock_with_a_warning(monkeypatch, change
     x, index, weights = inputs()
     with pytest.warns(UserWarning, match=why):
         assert torch.equal(forward()(module, x, index, weights), x + 1)
+
+
+def test_a_model_is_explained_once_its_experts_have_run():
+    kind = use_experts_implementation(experts_class=fp8.FP8Experts, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS)
+    module = experts(_experts_implementation="fusible")
+    module.__class__ = kind
+    before = str(fusible.explain(module))
+    module(*inputs())
+
+    assert "no call yet" in before
+    assert "RoutedMLP" in str(fusible.explain(module))
 
 
 def test_the_experts_are_one_fused_step():

@@ -132,14 +132,14 @@ def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: An
 def active_flags() -> tuple[tuple[str, Any], ...]:
     """Those in force, by name; a record as its type and its fields, from which :func:`steps.switches_of` builds it."""
     config = thread_config.config
-    return tuple([(name, _in_parts(getattr(config, name))) for name in field_names(Config)])
+    flags = [(name, constant_value(getattr(config, name))) for name in field_names(Config) if name != "recipe"]
+    return (*flags, ("recipe", _in_parts(config.recipe)))
 
 
 def _in_parts(value: Any) -> Any:
-    kind = type(value)
-    if not is_record(kind):
+    if value is None or not is_record(type(value)):
         return constant_value(value)
-    return (kind, *[_in_parts(getattr(value, name)) for name in field_names(kind)])
+    return (type(value), *[_in_parts(getattr(value, name)) for name in field_names(type(value))])
 
 
 def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], arguments: list[Any]) -> Any:

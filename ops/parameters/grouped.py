@@ -17,6 +17,7 @@ from ...fuser.runtime.residuals import Apart
 from ...fuser.tracing import WITHOUT_DATA
 from ..checks import check_parameter
 from ..kernels.problem import Matrices, first
+from ..quantized.copies import SCALES
 from .group import ExpertGroup, as_one
 from .stored import drop_note
 
@@ -150,6 +151,8 @@ class ExpertParameters(Op):
                 held += (parameters[name],)  # type: ignore[arg-type]
             else:
                 held += (self.one_parameter(name),)
+        if self.is_quantized:
+            held += (self._buffers[SCALES],)  # type: ignore[arg-type]
         others = self._modules or self._forward_pre_hooks or len(parameters) > self._count  # as _has_others
         return held + [p for _, p in self._others()] if others else held
 
@@ -159,7 +162,7 @@ class ExpertParameters(Op):
         for name, split in self.per_group.items():
             values = self._group(name).values() if split else self.one_parameter(name)
             tensors += (values,) if isinstance(values, Tensor) else values
-        return tensors
+        return tensors + [self.get_buffer(SCALES)] if self.is_quantized else tensors
 
     def _has_stand_ins(self, name: str) -> bool:
         """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""

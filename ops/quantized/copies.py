@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 BLOCK = 128
+SCALES = "weight_scale_inv"
+"""The buffer of the decode scales of a weight that stays quantised; checkpoints call it so."""
 
 
 class QuantizedRows(NamedTuple):
