@@ -152,18 +152,17 @@ def launch(
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
     Args:
-        sizes: [E], of groups that follow one another.
         accumulate: add ``beta`` times what stands in ``out``.
         alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
-        fresh: nobody has seen ``out`` before, so its version stays; its tail, if it is rows, becomes zero,
-            unless it is ``tail_unspecified``.
+        fresh: nobody has seen ``out``, so its version stays; a tail becomes zero, unless it is ``tail_unspecified``.
         second: operands whose product is added to that of ``a`` and ``b``.
     """
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
+    zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
     anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
     workspace = a.new_empty(workspace_bytes(sizes.shape[0]), dtype=torch.uint8) if dynamic or anywhere else None
     _launch(
@@ -183,9 +182,7 @@ def launch(
         alpha=alpha,
         beta=beta,
         accumulate=accumulate,
-        variant=variant,
-        zero_tail=fresh and not tail_unspecified and layout is not Layout.TN,
-        second=second,
+        others={"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)},
     )
     if not fresh:
         capture.written(out)
@@ -209,9 +206,7 @@ def _launch(
     alpha: float,
     beta: float,
     accumulate: bool,
-    variant: int,
-    zero_tail: bool,
-    second: OperandPair | None,
+    others: dict[str, int],
 ) -> None:
     (tokens, features), device, is_wgrad = a.shape, a.get_device(), layout is Layout.TN
     compiled().grouped_gemm(
@@ -249,9 +244,7 @@ def _launch(
         betas=0 if betas is None else betas.data_ptr(),
         beta=beta,
         workspace=0 if workspace is None else workspace.data_ptr(),
-        variant=variant,
-        zero_tail=zero_tail,
-        **epilogue.second_fields(second),
+        **others,
     )
 
 
