@@ -18,12 +18,22 @@ from fusible.ops import kernels
 
 
 class NothingLaunched:
-    """Takes every launch, and does nothing. It stands for its captures as well."""
+    """Takes every launch, and does nothing. It stands for what is captured as well."""
+
+    def Capture(self, spans: list[tuple[int, int]], rows: int) -> NothingCaptured:
+        return NothingCaptured(spans)
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments, **fields: 16
+
+
+class NothingCaptured:
+    """Captures no launch. It knows memory by its first address."""
 
     refusal = None
 
-    def Capture(self, spans: list[tuple[int, int]], rows: int) -> NothingLaunched:
-        return self
+    def __init__(self, spans: list[tuple[int, int]]) -> None:
+        self._firsts = [first for first, _ in spans]
 
     def __enter__(self) -> None:
         pass
@@ -32,13 +42,15 @@ class NothingLaunched:
         pass
 
     def allocated(self, address: int, nbytes: int, per_row: bool) -> bool:
+        self._firsts.append(address)
         return False
 
-    def launches(self, other: NothingLaunched, positions: list[int]) -> NothingLaunched:
-        return self
+    def find(self, address: int) -> tuple[int, int]:
+        latest = {first: number for number, first in enumerate(self._firsts)}
+        return latest.get(address, -1), 0
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *arguments, **fields: 16
+    def launches(self, other: NothingCaptured, apart: list[int]) -> NothingLaunched:
+        return NothingLaunched()
 
 
 @contextmanager

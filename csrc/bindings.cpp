@@ -95,8 +95,17 @@ void def_capture(py::module_& module) {
       .def_property_readonly("refusal", &Capture::refusal)
       .def("allocated", &Capture::allocated, "address"_a, "bytes"_a, "per_row"_a,
            "Tells of memory; returns whether it is a workspace whose size the extension was asked for just before.")
-      .def("launches", &Launches::of, "other"_a, "positions"_a,
-           "What is captured here, for its number of rows; with another capture, for any number.");
+      .def(
+          "find",
+          [](Capture& capture, Address address) {
+            const fusible::Source source = capture.find(address);
+            return std::pair{source.tensor, source.offset};
+          },
+          "address"_a,
+          "The number of the tensor or, behind those, of the allocation with this address, and the offset; -1 if none.")
+      .def("launches", &Launches::of, "other"_a, "apart"_a,
+           "What is captured here, for its number of rows; with another capture, for any number. A run is given the "
+           "addresses of the tensors and of the allocations that lie `apart`, then that of scratch memory.");
 }
 
 }  // namespace

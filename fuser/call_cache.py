@@ -19,8 +19,8 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay.calls import CallKey, call_key, refusal, replay_call, start_capture
-from .replay.guards import CAPTURED, GuardedCache
+from .replay.calls import CallKey, call_key, refusal, start_capture
+from .replay.guards import GuardedCache, State
 from .runtime.autograd import Runtime
 from .spec import TensorSpec
 
@@ -44,20 +44,21 @@ class CallCache:
         key = call_key(self.layout, call, runtime)
         if isinstance(key, str):
             return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
-        entry, addresses = self.calls.entry(*key), list(map(Tensor.data_ptr, key.pool))
+        form, addresses = self.calls.form(*key), list(map(Tensor.data_ptr, key.pool))
+        entry = form[key.rows]
         reason, captured = refusal(entry, key.pool, addresses), entry.captured
         if reason is not None:
             return self.note(call, runtime, reason)(call.values, runtime)
         if captured is not None:
-            self.last = captured.last or LastCall.of(captured.call.plan, call, runtime, CAPTURED.value)
-            return replay_call(captured, key.pool, addresses, key.rows)
+            self.last = captured.last or LastCall.of(captured.plan, call, runtime, entry.state.value)
+            return captured.run(key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
-        last = self.last = LastCall.of(plan, call, runtime, CAPTURED.value)
-        session = start_capture(entry, plan, key, len(call.values))
+        last = self.last = LastCall.of(plan, call, runtime, State.CAPTURED.value)
+        session = start_capture(form, plan, key, len(call.values))
         result = plan(call.values, runtime, session)
         if session is not None:
             session.finish(last)
-        self.last = last._replace(replay=str(entry))
+        self.last = last._replace(replay=str(form[key.rows]))
         return result
 
     def note(self, call: BoundArguments, runtime: Runtime, replay: str) -> Plan:
@@ -79,7 +80,7 @@ class CallCache:
         key = call_key(self.layout, call, runtime)
         reason = key if isinstance(key, str) else plan.replay_refusal
         if isinstance(key, CallKey) and reason is None:
-            return str(self.calls.entry(*key))
+            return str(self.calls.form(*key)[key.rows])
         return f"not replayed: {reason}" if reason else ""
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
-from fusible.fuser.replay import capture, program
+from fusible.fuser.replay import capture
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -197,6 +197,16 @@ def test_a_launch_on_other_memory_refuses(emulation: harness.Emulation) -> None:
     assert refusals == [None, "a launch reads or writes memory that was neither given nor allocated"]
 
 
+def test_a_launch_on_memory_of_two_tensors_refuses(emulation: harness.Emulation) -> None:
+    rows, sizes, refusals = torch.ones(8, 4), torch.tensor([2, 3]), []
+    for part in (rows[4:], rows[:4]):
+        with capture.Capture([rows, sizes, part], 8) as watching:
+            zero_tail_of(emulation, rows, sizes)
+        refusals.append(watching.refusal)
+
+    assert refusals == [None, "inputs overlap, so that an address does not say whose it is"]
+
+
 FORMS = [
     {},
     {"bias": True},
@@ -221,7 +231,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
 
 
 def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "LARGE", 512)
+    monkeypatch.setattr(capture, "LARGE", 512)
     experts = Experts()
     first = experts.step()
     experts.step()
@@ -270,7 +280,7 @@ LENGTHS = [T, T + 3, T + 200, T + 1, 5 * T, T + 600, T]
 def test_rows_may_differ_in_every_step(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], large: int
 ) -> None:
-    monkeypatch.setattr(program, "LARGE", large)
+    monkeypatch.setattr(capture, "LARGE", large)
     experts, counts = Experts(**how), []
     for rows in LENGTHS:
         experts.give(rows)
@@ -381,7 +391,7 @@ def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emu
             assert not each.allocated(2**20, size + rows, False)
             size = asked(slots=2 * rows, groups=4)
             assert each.allocated(2**30, size, False)
-    launches = captures[0].launches(captures[1], [-1, -1])
+    launches = captures[0].launches(captures[1], [])
     sizes = [(asked(slots=2 * rows, groups=4) + 255) // 256 * 256 for rows in range(1, 4000)]
 
     assert launches is None  # the first is no workspace that anybody was asked for
@@ -390,7 +400,7 @@ def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emu
     for each, rows in zip(captures, (600, 1300), strict=True):
         with each:
             assert each.allocated(2**30, asked(slots=2 * rows, groups=4), False)
-    launches = captures[0].launches(captures[1], [-1])
+    launches = captures[0].launches(captures[1], [])
     assert [launches.scratch_bytes(rows) for rows in range(1, 4000)] == sizes
 
 

@@ -48,11 +48,11 @@ void visit_activation(Visitor& visitor, Activation& a) {
   visitor.field("kernel", a.kernels[0]), visitor.field("other_kernel", a.kernels[1]);
 }
 
-// Where an address points: so many bytes behind the start of a tensor that was given or, from -1 down, of an
-// allocation.
+// Where an address points: so many bytes behind the start of a tensor. Those that were given are numbered first, then
+// come the allocations.
 struct Source {
-  static constexpr int64_t kNull = INT64_MIN;
-  int64_t tensor, offset;
+  static constexpr int64_t kNull = -1;
+  int64_t tensor = kNull, offset = 0;
   bool operator==(const Source&) const = default;
 };
 
@@ -129,16 +129,20 @@ class Capture {
   template <class Workspace>
   void asked(const Workspace& workspace);
 
-  // Every address must be in a tensor that is given, or in the latest allocation that had it.
+  // Every address must be in the latest allocation that had it, or in one tensor that is given.
   Source find(Address address) {
-    if (!address) return {Source::kNull, 0};
+    Source found;
+    if (!address) return found;
     for (int64_t i = std::ssize(allocations_) - 1; i >= 0; --i)
       if (address - allocations_[i].first < static_cast<Address>(allocations_[i].bytes))
-        return {~i, static_cast<int64_t>(address - allocations_[i].first)};
-    for (int64_t i = 0; i < std::ssize(spans_); ++i)
-      if (address - spans_[i][0] < spans_[i][1]) return {i, static_cast<int64_t>(address - spans_[i][0])};
-    refuse("a launch reads or writes memory that was neither given nor allocated");
-    return {Source::kNull, 0};
+        return {std::ssize(spans_) + i, static_cast<int64_t>(address - allocations_[i].first)};
+    for (int64_t i = 0; i < std::ssize(spans_); ++i) {
+      if (address - spans_[i][0] >= spans_[i][1]) continue;
+      if (found != Source{}) refuse("inputs overlap, so that an address does not say whose it is");
+      found = {i, static_cast<int64_t>(address - spans_[i][0])};
+    }
+    if (found == Source{}) refuse("a launch reads or writes memory that was neither given nor allocated");
+    return found;
   }
 
  private:
@@ -238,17 +242,14 @@ void launch_now(Launch& launch) {
 // differ in the number of rows alone, for any number.
 class Launches {
  public:
-  // `positions` says of each allocation which address a run is given for it; -1: it is a piece of scratch memory, whose
-  // address is behind all others. Null if the captures do not fit together.
-  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second,
-                                      const std::vector<int64_t>& positions) {
+  // `apart` are the allocations whose addresses a run is given behind those of the tensors. The others are pieces of
+  // one scratch memory, whose address is the last. Null if the captures do not fit together.
+  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second, const std::vector<int64_t>& apart) {
     auto launches = std::make_shared<Launches>();
-    const int64_t apart = std::ranges::count_if(positions, [](int64_t position) { return position >= 0; });
-    launches->scratch_ = std::ssize(first.spans_) + apart;
+    launches->scratch_ = std::ssize(first.spans_) + std::ssize(apart);
     const bool fits = first.spans_.size() == second.spans_.size() &&
                       first.allocations_.size() == second.allocations_.size() &&
-                      first.allocations_.size() == positions.size() && launches->add_pieces(first, second, positions) &&
-                      launches->add_launches(first, second, positions);
+                      launches->add_memory(first, second, apart) && launches->add_launches(first, second);
     return fits ? launches : nullptr;
   }
 
@@ -264,8 +265,8 @@ class Launches {
     FUSIBLE_CHECK(std::ssize(addresses) >= least, "launches of ", least, " tensors got ", addresses.size());
     Address scratch = pieces_.empty() ? 0 : addresses[scratch_];
     for (Piece& piece : pieces_) piece.first = scratch, scratch += piece.bytes(rows);
-    for (const auto& [target, piece, source, offset] : addresses_) {
-      const Address address = (piece < 0 ? addresses[source] : pieces_[piece].first) + offset;
+    for (const auto& [target, memory, offset] : addresses_) {
+      const Address address = (memory.piece < 0 ? addresses[memory.address] : pieces_[memory.piece].first) + offset;
       std::memcpy(target, &address, sizeof address);
     }
     for (const auto& [target, count] : rows_) *target = count.at(rows);
@@ -285,9 +286,14 @@ class Launches {
     int64_t* target;
     Count count;
   };
+  // Which of the addresses that a run is given, or which piece of scratch memory.
+  struct Memory {
+    int64_t address = -1, piece = -1;
+  };
   struct AddressTarget {
     void* target;
-    int64_t piece, source, offset;  // of the source, if it is no piece
+    Memory memory;
+    int64_t offset;
   };
   struct Piece {
     Count count;
@@ -318,27 +324,38 @@ class Launches {
     return true;
   }
 
-  bool add_pieces(const Capture& first, const Capture& second, const std::vector<int64_t>& positions) {
-    for (size_t i = 0; i < positions.size(); ++i) {
+  bool add_memory(const Capture& first, const Capture& second, const std::vector<int64_t>& apart) {
+    for (int64_t i = 0; i < std::ssize(first.spans_); ++i) memory_.push_back({.address = i});
+    for (int64_t i = 0; i < std::ssize(first.allocations_); ++i) {
       const CapturedAllocation &a = first.allocations_[i], &b = second.allocations_[i];
       if (a.per_row != b.per_row || !a.workspace != !b.workspace) return false;
-      piece_of_.push_back(positions[i] < 0 ? std::ssize(pieces_) : -1);
-      if (positions[i] >= 0) continue;
-      Piece piece{{a.bytes, 0}, a.workspace, {}};
-      if (a.workspace) {
-        const CapturedFields &of_a = a.workspace->fields, &of_b = b.workspace->fields;
-        if (!of_a.matches(of_b) || !add_rows(piece.rows, of_a, of_b, first, second)) return false;
-      } else if (a.bytes != b.bytes) {
-        const auto count = a.per_row ? common(a.bytes, b.bytes, first, second) : std::nullopt;
-        if (!count) return false;
-        piece.count = *count;
+      const auto found = std::ranges::find(apart, i);
+      if (found != apart.end()) {
+        memory_.push_back({.address = std::ssize(first.spans_) + (found - apart.begin())});
+      } else {
+        memory_.push_back({.piece = std::ssize(pieces_)});
+        if (!add_piece(a, b, first, second)) return false;
       }
-      pieces_.push_back(std::move(piece));
     }
     return true;
   }
 
-  bool add_launches(const Capture& first, const Capture& second, const std::vector<int64_t>& positions) {
+  bool add_piece(const CapturedAllocation& a, const CapturedAllocation& b, const Capture& first,
+                 const Capture& second) {
+    Piece piece{{a.bytes, 0}, a.workspace, {}};
+    if (a.workspace) {
+      const CapturedFields &of_a = a.workspace->fields, &of_b = b.workspace->fields;
+      if (!of_a.matches(of_b) || !add_rows(piece.rows, of_a, of_b, first, second)) return false;
+    } else if (a.bytes != b.bytes) {
+      const auto count = a.per_row ? common(a.bytes, b.bytes, first, second) : std::nullopt;
+      if (!count) return false;
+      piece.count = *count;
+    }
+    pieces_.push_back(std::move(piece));
+    return true;
+  }
+
+  bool add_launches(const Capture& first, const Capture& second) {
     launches_ = first.launches_;
     if (first.launches_.size() != second.launches_.size()) return false;
     for (size_t i = 0; i < launches_.size(); ++i) {
@@ -346,10 +363,7 @@ class Launches {
       if (!a.matches(b) || !add_rows(rows_, a, b, first, second)) return false;
       for (size_t j = 0; j < a.sources.size(); ++j) {
         const auto [tensor, offset] = a.sources[j];
-        if (tensor == Source::kNull) continue;
-        const bool is_span = tensor >= 0;
-        addresses_.push_back(
-            {a.addresses[j], is_span ? -1 : piece_of_[~tensor], is_span ? tensor : positions[~tensor], offset});
+        if (tensor != Source::kNull) addresses_.push_back({a.addresses[j], memory_[tensor], offset});
       }
     }
     return true;
@@ -357,7 +371,7 @@ class Launches {
 
   std::vector<std::shared_ptr<CapturedLaunch>> launches_;
   std::vector<Piece> pieces_;
-  std::vector<int64_t> piece_of_;  // of each allocation; -1: it has an address of its own
+  std::vector<Memory> memory_;  // of the tensors and the allocations
   std::vector<AddressTarget> addresses_;
   std::vector<RowTarget> rows_;
   int64_t scratch_ = 0;

@@ -25,10 +25,10 @@ from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
-from .capture import TENSOR_TYPES, Capture, Recording
-from .guards import DynamicRows, GuardedEntry
-from .program import Captured
-from .step import CapturedContext, CapturedStep
+from .capture import TENSOR_TYPES, Capture
+from .guards import Entry, Form
+from .program import Replay
+from .step import CapturedContext, CapturedStep, attribute_version
 
 _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("a profiler is active", profiler_enabled),
@@ -65,8 +65,6 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
             return reason
     if forward_ad_state._current_level >= 0:
         return "forward-mode gradients are active"
-    key: list[Any] = [call.reads, runtime, active_config().token]
-    key += [op.attribute_version for op in layout.ops]
     pool = [*call.values]
     for op in layout.holders:
         if op._modules and computes_parameters(op):
@@ -76,27 +74,41 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
         if type(value) not in TENSOR_TYPES or value.layout is not torch.strided or value.is_nested:
             return "an argument is not a dense tensor of torch's own type"
     x = pool[0]
-    return CallKey((*key, len(pool)), pool, x.shape[0] if x.ndim else 0)
+    key = call.reads, runtime, active_config().token, *map(attribute_version, layout.ops), len(pool)
+    return CallKey(key, pool, x.shape[0] if x.ndim else 0)
 
 
-def refusal(entry: GuardedEntry | DynamicRows, pool: Sequence[Tensor], addresses: list[int]) -> str | None:
+def refusal(entry: Entry, pool: Sequence[Tensor], addresses: list[int]) -> str | None:
     """Why a call on these tensors is neither captured nor replayed; None: it may be."""
     if entry.refusal is not None:
         return str(entry)
     if reduce(or_, addresses) & 15:  # some kernels choose their way by the last bits of an address
         return "not replayed: an address is not aligned to 16 bytes"
     call = entry.captured
-    if call is not None and call.call.plan.buffers and call.call.overlaps(pool, addresses):
+    if call is not None and call.plan.buffers and call.overlaps(pool, addresses):
         return "not replayed: a buffer may share memory with another tensor"
     return None
 
 
 class CapturedCall(NamedTuple):
-    """A call that is replayed, for whatever number of rows."""
+    """A call that is replayed.
+
+    Attributes:
+        results: their positions in the pool.
+        last: what ``explain()`` needs of the call; None where that depends on the rows.
+    """
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
     results: tuple[int, ...]
+    last: Any
+
+    def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
+        """Replays the call on a pool, to which the steps add their outputs."""
+        stream = stream_of(pool[0])
+        for step in self.steps:
+            step.run(pool, addresses, rows, stream)
+        return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
 
     def overlaps(self, pool: Sequence[Tensor], addresses: Sequence[int]) -> bool:
         """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
@@ -107,60 +119,56 @@ class CapturedCall(NamedTuple):
                 return True
         return False
 
+    def joined(self, other: CapturedCall) -> CapturedCall | None:
+        """For any number of rows, with a call for another one; None if they do not fit."""
+        if self.plan is not other.plan:
+            return None
+        steps = [a.joined(b) for a, b in zip(self.steps, other.steps, strict=True)]
+        fitting = tuple([step for step in steps if step is not None])
+        return None if len(fitting) < len(steps) else self._replace(steps=fitting, last=None)
 
-def replay_call(captured: Captured, pool: list[Any], addresses: list[int], rows: int) -> Any:
-    """Replays a call on a pool, to which the steps add their outputs."""
-    stream, call = stream_of(pool[0]), captured.call
-    for step, replay in zip(call.steps, captured.replays):  # noqa: B905
-        step.run(replay, pool, addresses, rows, stream)
-    return pool[call.results[0]] if len(call.results) == 1 else tuple([pool[i] for i in call.results])
 
-
-def start_capture(entry: GuardedEntry | DynamicRows, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
+def start_capture(form: Form, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
     """Captures a call, but not the first of its form if no other number of rows has been seen either."""
-    assert isinstance(entry, GuardedEntry)  # the others have a capture
-    if plan.replay_refusal is not None:
-        entry.refuse(plan.replay_refusal)
-    elif entry.see():
-        return CaptureSession(entry, plan, key, values)
-    return None
+    reason = plan.replay_refusal
+    if reason is None and Capture.find_library() is None:
+        reason = "no library is built whose launches can be captured"
+    if reason is not None:
+        form.refuse(key.rows, reason)
+        return None
+    return CaptureSession(form, plan, key, values) if form.see(key.rows) else None
 
 
 class CaptureSession:
-    """Captures the steps of a call while they run, and files the captured call under its entry."""
+    """Captures the steps of a call while they run, and files the captured call."""
 
-    def __init__(self, entry: GuardedEntry, plan: Plan, key: CallKey, values: int) -> None:
-        self._entry, self._plan, self._rows = entry, plan, key.rows
+    def __init__(self, form: Form, plan: Plan, key: CallKey, values: int) -> None:
+        self._form, self._plan, self._rows = form, plan, key.rows
         self._values, self._held = values, len(key.pool) - values
+        self._pool = [*key.pool]  # so that no other tensor can have their ids
         self._position_of = {id(t): position for position, t in enumerate(key.pool)}
-        self._pool: list[Any] = list(key.pool)  # so that no other tensor can have their ids
-        self._recordings, self._steps = list[Recording](), list[CapturedStep]()
-        self._refusal = "two tensors of the call are one" if len(self._position_of) < len(self._pool) else None
+        self._steps = list[CapturedStep]()
+        self._refusal = "" if len(self._position_of) == len(self._pool) else "two tensors of the call are one"
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
         tensors = step.inputs(inputs[0])
         with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
-        recording = capture.recording(result.outputs, (*result.kept, *result.lent) if wanted else ())
-        if recording is None:
-            self._refuse(f"{type(step.op).__name__}: {capture.refusal}")
-        elif any(id(t) not in self._position_of for t in (*inputs, *tensors)):
-            self._refuse(f"{type(step.op).__name__} reads a tensor that is neither an argument nor held by an op")
-        else:
-            context = self._context(CapturedContext.of(result.context, step.op))
-            differentiated, reads = (
-                tuple([self._position_of[id(t)] for t in each]) for each in (inputs if wanted else (), tensors)
-            )
-            whole = reads == tuple(range(len(self._pool)))
-            last_uses = tuple(map(self._position, self._plan.steps[len(self._steps)].last_uses))
-            outputs, saved = len(result.outputs), len(result.outputs) + len(result.kept)
-            self._recordings.append(recording)
-            self._steps.append(
-                CapturedStep(context, differentiated, None if whole else reads, last_uses, outputs, saved)
-            )
-            return result._replace(context=context)
-        return result
+        reason = capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ())
+        reads, of_autograd = (tuple([self._position_of.get(id(t), -1) for t in each]) for each in (tensors, inputs))
+        if reason is None and -1 in (*reads, *of_autograd):
+            reason = "reads a tensor that is neither an argument nor held by an op"
+        replay = Replay.of(capture) if reason is None else None
+        if replay is None:
+            self._refusal = self._refusal or f"{type(step.op).__name__}: {reason}"
+            return result
+        number, outputs = len(self._steps), len(result.outputs)
+        context = self._context(CapturedContext.of(result.context, step.op))
+        last_uses = tuple(map(self._position, self._plan.steps[number].last_uses))
+        positions = of_autograd if wanted else (), reads, last_uses
+        self._steps.append(CapturedStep(replay, context, *positions, outputs, outputs + len(result.kept)))
+        return result._replace(context=context)
 
     def add_outputs(self, outputs: Sequence[Tensor]) -> None:
         """Adds the outputs of the step that has run."""
@@ -171,22 +179,17 @@ class CaptureSession:
     def finish(self, last: Any) -> None:
         """Files the captured call, or why one of its steps cannot be replayed."""
         if len(self._steps) < len(self._plan.steps):
-            self._refuse("a step is no launch: it passes x on")
-        if self._refusal is not None:
-            self._entry.refuse(self._refusal)
+            self._refusal = self._refusal or "a step is no launch: it passes x on"
+        if self._refusal:
+            self._form.refuse(self._rows, self._refusal)
         else:
-            call = CapturedCall(self._plan, tuple(self._steps), tuple(map(self._position, self._plan.results)))
-            self._entry.file(Captured.of(self._recordings, call, last))
+            results = tuple(map(self._position, self._plan.results))
+            self._form.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, last))
 
     def _context(self, context: CapturedContext) -> CapturedContext:
         """That of the same step with another number of rows if they are equal: their backwards are one family."""
-        first, number = self._entry.dynamic_rows.first, len(self._steps)
-        if first is not None and number < len(first.call.steps) and first.call.steps[number].context == context:
-            return first.call.steps[number].context  # type: ignore[no-any-return]
-        return context
-
-    def _refuse(self, reason: str) -> None:
-        self._refusal = self._refusal or reason
+        steps = () if self._form.first is None else self._form.first.steps[len(self._steps) :]
+        return steps[0].context if steps and steps[0].context == context else context
 
     def _position(self, slot: int) -> int:
         """In the pool, where the tensors that ops hold stand between the values of the call and the outputs."""

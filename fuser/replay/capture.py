@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from itertools import pairwise
+from math import prod
 from threading import local
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,88 +21,35 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-
-
-class Launches(Protocol):
-    """Captured launches, of the library that made them."""
-
-    def scratch_bytes(self, rows: int, /) -> int:
-        """What a run needs behind the addresses of tensors."""
-
-    def run(self, addresses: list[int], rows: int, stream: int, /) -> None:
-        """Makes all launches, in order."""
-
-
-class LaunchRecorder(AbstractContextManager[Any], Protocol):
-    """The library's own capture: of a run on tensors with given first addresses and sizes in bytes.
-
-    It notes the launches of its thread while it is entered.
-
-    Attributes:
-        refusal: why they cannot be made again, or None.
-    """
-
-    refusal: str | None
-
-    def allocated(self, address: int, nbytes: int, per_row: bool, /) -> bool:
-        """Tells of memory; returns whether it is a workspace whose size the library was asked for just before."""
-
-    def launches(self, other: Any, positions: list[int], /) -> Launches | None:
-        """What is captured here, for its number of rows; with another capture, for any. None if they do not fit.
-
-        ``positions`` says of each allocation which address a run is given for it; -1: it is a piece of scratch memory.
-        """
+LARGE = 2**20  # bytes of allocations that stay apart: an allocator finds those of the calls before
 
 
 class Memory(NamedTuple):
-    """Memory that a run allocates."""
+    """Memory that a run allocates; ``is_apart``: a replay makes a tensor of it, not a piece of scratch memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    is_workspace: bool
-    nbytes: int
+    is_apart: bool
 
 
-class Result(NamedTuple):
-    """What a result of a run is.
-
-    Attributes:
-        source: which tensor it is; allocations are numbered behind the inputs.
-        view: of an input, which view: strides, and how many elements it starts behind; None if it is the tensor itself.
-        is_detached: whether that view is the input as it is, without its gradient.
-    """
+class View(NamedTuple):
+    """An input in another shape; ``start`` counts elements from its first. Without strides it is only detached."""
 
     source: int
     shape: tuple[int, ...]
-    view: tuple[tuple[int, ...], int] | None = None
-    is_detached: bool = False
-
-
-class Recording(NamedTuple):
-    """What a run did. Holds no tensors."""
-
-    rows: int
-    recorder: LaunchRecorder
-    inputs: int
-    memory: tuple[Memory, ...]
-    results: tuple[Result | None, ...]
-    written: tuple[int, ...]
-
-    def form(self) -> tuple[Any, ...]:
-        """What does not depend on the number of rows, besides launches."""
-        results = [result and result._replace(shape=()) for result in self.results]
-        return self.inputs, results, self.written, [a._replace(shape=(), nbytes=0) for a in self.memory]
+    strides: tuple[int, ...] | None
+    start: int
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
 
-    Args:
-        inputs: the tensors that the run reads and writes.
-        rows: the number of rows of the call.
-
     Attributes:
+        inputs: how many tensors the run reads and writes; ``rows``: what it counts as rows.
+        recorder: the library's own capture, of the launches.
+        results: each a number: inputs first, then allocations, and ``~i`` for view ``i`` of an input.
+        written: the inputs that are written.
         find_library: finds the compiled library whose launches can be captured, or returns None.
     """
 
@@ -111,32 +57,23 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._refusal: str | None = None
-        self._inputs, self._rows, self._written = inputs, rows, list[int]()
-        self._memory, self._number_at = list[Memory](), dict[int, int]()
+        self.inputs, self.rows, self._tensors, self._refusal = len(inputs), rows, inputs, ""
+        self.memory, self.views = list[Memory](), list[View]()
+        self.results, self.written = list[int | None](), list[int]()
         ends = [extent(t) if t.numel() else (0, -1) for t in inputs]
-        self._spans = [(first, last + 1 - first) for first, last in ends]
-        library = self.find_library()
-        self._recorder = None if library is None else library.Capture(self._spans, rows)
-        if library is None:
-            self.refuse("no library is built whose launches can be captured")
-        spans = sorted([span for span in self._spans if span[1]])
-        if any(first + size > following for (first, size), (following, _) in pairwise(spans)):
-            self.refuse("inputs overlap, so that an address does not say whose it is")
+        self.recorder = self.find_library().Capture([(first, last + 1 - first) for first, last in ends], rows)
         if any(type(t) not in TENSOR_TYPES for t in inputs):
             self.refuse("a tensor is of a type of its own")
 
     def __enter__(self) -> Capture:
         _active.capture = self
-        if self._recorder is not None:
-            self._recorder.__enter__()
+        self.recorder.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         _active.capture = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if self._recorder is not None:
-            self._recorder.__exit__(*error)
+        self.recorder.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -149,66 +86,74 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def refusal(self) -> str | None:
         """Why the run cannot be replayed, as far as is known."""
-        return self._refusal or (None if self._recorder is None else self._recorder.refusal)
+        return self._refusal or self.recorder.refusal
 
     def refuse(self, reason: str) -> None:
         """Says that what happens now would not happen in a replay."""
         self._refusal = self._refusal or reason
 
-    def written(self, tensor: Tensor) -> None:
+    def note_written(self, tensor: Tensor) -> None:
         """Notes an input that a launch writes, so that its version must change."""
-        numbers = [i for i, each in enumerate(self._inputs) if each.data_ptr() == tensor.data_ptr()]
-        if len(numbers) != 1:
+        number, offset = self.recorder.find(tensor.data_ptr())
+        if offset or not 0 <= number < self.inputs:
             self.refuse("a tensor is written that is not one of the inputs")
-        self._written += numbers
+        self.written.append(number)
 
-    def recording(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> Recording | None:
-        """What the run did; None where that cannot be replayed.
+    def finish(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> str | None:
+        """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
 
         Args:
             outputs: each allocated in the run, an input detached, or None.
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
-        results = [None if tensor is None else self._result(tensor) for tensor in (*outputs, *kept)]
-        allocated = [each.source for each in results if each is not None and each.source >= len(self._inputs)]
+        results = [None if tensor is None else self._number(tensor) for tensor in outputs]
+        if any(n is not None and n < self.inputs and (n >= 0 or self.views[~n].strides is not None) for n in results):
+            self.refuse("a result is an input")
+        self.results = results + [self._number(tensor) for tensor in kept]
+        allocated = [n for n in self.results if n is not None and n >= self.inputs]
         if len(set(allocated)) < len(allocated):
             self.refuse("two results are one allocation")
-        if any(r and r.source < len(self._inputs) and not r.is_detached for r in results[: len(outputs)]):
-            self.refuse("a result is an input")
-        if self._recorder is None or self.refusal is not None:
-            return None
-        memory, written = tuple(self._memory), tuple(self._written)
-        return Recording(self._rows, self._recorder, len(self._inputs), memory, tuple(results), written)
+        self._tensors = ()
+        return self.refusal
+
+    def form(self) -> tuple[Any, ...]:
+        """What does not depend on the number of rows, besides launches."""
+        memory = [each._replace(shape=(), is_apart=False) for each in self.memory]
+        return self.inputs, memory, [view._replace(shape=()) for view in self.views], self.results, self.written
 
     def _allocated(self, tensor: Tensor) -> None:
-        is_bytes, workspace = tensor.dtype is torch.uint8, False  # bytes are workspaces, whose sizes may be rounded
-        if self._recorder is not None:
-            workspace = self._recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes)
-        self._number_at[tensor.data_ptr()] = len(self._memory)  # the latest, if memory was freed meanwhile
-        form = tuple(tensor.shape), tensor.dtype, tensor.device
-        self._memory.append(Memory(*form, is_bytes or workspace, tensor.nbytes))
+        is_bytes = tensor.dtype is torch.uint8  # bytes are workspaces, whose sizes may be rounded
+        is_workspace = self.recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes) or is_bytes
+        is_apart = tensor.nbytes >= LARGE and not is_workspace
+        self.memory.append(Memory(tuple(tensor.shape), tensor.dtype, tensor.device, is_apart))
         if not tensor.is_contiguous():
             self.refuse("strided memory is allocated")
 
-    def _result(self, result: Tensor) -> Result:
-        shape, strides, address = tuple(result.shape), result.stride(), result.data_ptr()
-        for i, (tensor, (first, size)) in enumerate(zip(self._inputs, self._spans, strict=True)):
+    def _number(self, result: Tensor) -> int:
+        """That of a result."""
+        number: int
+        for number, tensor in enumerate(self._tensors):
             if result is tensor:
-                return Result(i, shape)
-            if first <= address < first + size:
-                if result.dtype != tensor.dtype:
-                    self.refuse("a result is an input in another dtype")
-                start = (address - first) // result.element_size()
-                same = not start and tensor.shape == shape and tensor.stride() == strides and not result._is_view()
-                return Result(i, shape, (strides, start), same)
-        number = self._number_at.get(address)
-        if number is None or not result.numel() or type(result) is not Tensor:
+                return number
+        number, offset = self.recorder.find(result.data_ptr())
+        if 0 <= number < self.inputs:
+            return self._view_of(number, offset, result)
+        memory = self.memory[number - self.inputs] if number >= 0 else None
+        if memory is None or not result.numel() or type(result) is not Tensor:
             self.refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation")
-            return Result(0, shape)
-        memory = self._memory[number]
-        if result.nbytes != memory.nbytes or result.dtype != memory.dtype or not result.is_contiguous():
+            return 0
+        if offset or (result.dtype, result.numel()) != (memory.dtype, prod(memory.shape)) or not result.is_contiguous():
             self.refuse("a result is a part of an allocation")
-        return Result(len(self._inputs) + number, shape)
+        self.memory[number - self.inputs] = memory._replace(shape=tuple(result.shape), is_apart=True)
+        return number
+
+    def _view_of(self, number: int, offset: int, result: Tensor) -> int:
+        tensor, strides, start = self._tensors[number], result.stride(), offset // result.element_size()
+        if result.dtype != tensor.dtype:
+            self.refuse("a result is an input in another dtype")
+        same = not start and result.shape == tensor.shape and strides == tensor.stride() and not result._is_view()
+        self.views.append(View(number, tuple(result.shape), None if same else strides, start))
+        return ~(len(self.views) - 1)
 
 
 class _Active(local):
@@ -228,7 +173,7 @@ def written(tensors: Tensor | Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
     if _active.capture is not None:
         for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            _active.capture.written(tensor)
+            _active.capture.note_written(tensor)
 
 
 def refuse(reason: str) -> None:

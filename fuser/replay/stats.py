@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 _MANY_REASONS = 256
 
 
-class Stats(NamedTuple):
-    """What this process has captured and replayed.
+@dataclass
+class Stats:
+    """What this process has captured and replayed. Threads may lose some counts to each other.
 
     Attributes:
         captured: forms of calls, and of backwards, whose launches were captured.
@@ -18,17 +18,9 @@ class Stats(NamedTuple):
         unsupported: forms of calls and of backwards that cannot be replayed, by the reason.
     """
 
-    captured: int
-    replayed: int
-    unsupported: Mapping[str, int]
-
-
-class Counts:
-    """The numbers so far. Threads may lose some to each other."""
-
-    def __init__(self) -> None:
-        self.captured = self.replayed = 0
-        self.unsupported = Counter[str]()
+    captured: int = 0
+    replayed: int = 0
+    unsupported: Counter[str] = field(default_factory=Counter)
 
     def refused(self, reason: str) -> None:
         """Counts a form that cannot be replayed."""
@@ -36,9 +28,9 @@ class Counts:
             self.unsupported[reason] += 1
 
 
-counts = Counts()
+counts = Stats()
 
 
 def stats() -> Stats:
     """What has been captured and replayed so far, in all containers."""
-    return Stats(counts.captured, counts.replayed, dict(counts.unsupported))
+    return replace(counts, unsupported=counts.unsupported.copy())

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..op import Op, SideEffects
+from ..op import Delivery, Op
 from ..runtime.autograd import apply
-from ..runtime.call import BackwardContext, ForwardResult, refuse_overlaps
+from ..runtime.call import BackwardContext, ForwardResult
 from ..runtime.devices import stream_of
 from .capture import Capture
-from .guards import UNSUPPORTED, GuardedCache, GuardedEntry
-from .program import Captured, Replay
+from .guards import GuardedCache
+from .program import Replay
+
+attribute_version = attrgetter("attribute_version")
 
 
 @dataclass(slots=True)
@@ -36,22 +39,18 @@ class CapturedContext(BackwardContext):
         ops = tuple([module for module in op.modules() if isinstance(module, Op)])
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
-    def gradients(
-        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
+    def run(
+        self,
+        tensors: list[Tensor],
+        lent: Sequence[Tensor],
+        joined: Sequence[Any],
+        douts: tuple[Tensor, ...],
+        wanted: frozenset[str],
+        node: Any,
+        requested: Sequence[Delivery],
     ) -> list[Tensor | None]:
         """As of the base class, by a replay where one has been captured for such tensors."""
-        joined: list[Tensor | Sequence[Tensor]] = []
-        if self.sources:
-            joined = self.joined(tensors)
-            del tensors[self.number :]
-        effects: tuple[SideEffects, ...] = ()
-        wanted = self.wanted
-        deliveries = self.op.deliveries(wanted)
-        if deliveries:
-            requested, wanted = self.requested(deliveries, node)
-            effects = tuple([each.side_effects() for each in requested])
-            refuse_overlaps(self.op, requested, effects, lent)
-        inputs = [*tensors, *lent, *douts]
+        inputs, effects = [*tensors, *lent, *douts], [each.side_effects() for each in requested] if requested else ()
         if effects:
             written = [tensor for each in effects for tensor in each.tensors]
             inputs += dict(zip(map(id, written), written, strict=True)).values()  # each once
@@ -59,23 +58,21 @@ class CapturedContext(BackwardContext):
             inputs += (value,) if type(value) is Tensor else value
         addresses = list(map(Tensor.data_ptr, inputs))
         facts = tuple([each.facts for each in effects]) if effects else ()
-        key = len(inputs), facts, *[op.attribute_version for op in self.ops]
         rows = douts[0].shape[0] if douts[0].ndim else 0
-        entry = self.cache.entry(key, inputs, rows)
-        if entry.state is UNSUPPORTED or reduce(or_, addresses) & 15:
-            del inputs  # so that the backward alone has the tensors, and lets go of each
-            return self.run(tensors, lent, joined, douts, wanted, node)
-        if entry.captured is None:
-            assert isinstance(entry, GuardedEntry)  # the others have a capture
-            with Capture(inputs, rows) as capture:
-                grads = self.run(tensors, lent, joined, douts, wanted, node)
-            recording = capture.recording(grads)
-            if recording is None:
-                entry.refuse(f"{type(self.op).__name__}.bwd: {capture.refusal}")
-            else:
-                entry.file(Captured.of([recording]))
+        form = self.cache.form((len(inputs), facts, *map(attribute_version, self.ops)), inputs, rows)
+        entry, misaligned = form[rows], reduce(or_, addresses) & 15
+        if entry.captured is None or misaligned:
+            capture = None if misaligned or entry.refusal is not None else Capture(inputs, rows)
+            del inputs  # so that without a capture the backward alone has the tensors, and lets go of each
+            with capture or nullcontext():
+                grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, node, requested)
+            if capture is not None and (reason := capture.finish(grads)) is not None:
+                form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
+            elif capture is not None:
+                form.file(rows, Replay.of(capture))
             return grads
-        grads = entry.captured.replays[0].run(inputs, addresses, rows, stream_of(inputs[0]))
+        replay: Replay = entry.captured
+        grads = replay.run(inputs, addresses, rows, stream_of(inputs[0]))
         for each in effects:
             if each.done is not None:
                 each.done()
@@ -89,30 +86,35 @@ class CapturedStep(NamedTuple):
 
     Attributes:
         inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
-        reads: of what is launched on; None where that is the whole pool.
+        reads: of what is launched on.
         last_uses: of what nothing reads any more.
         outputs: how many of the results are outputs.
         saved: how many come before those that are buffers of the caller, which autograd does not save.
     """
 
+    replay: Replay
     context: CapturedContext
     inputs: tuple[int, ...]
-    reads: tuple[int, ...] | None
+    reads: tuple[int, ...]
     last_uses: tuple[int, ...]
     outputs: int
     saved: int
 
-    def run(self, replay: Replay, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
+    def joined(self, other: CapturedStep) -> CapturedStep | None:
+        """For any number of rows, with a step for another one; None if they do not fit."""
+        replay = self.replay.joined(other.replay)
+        return None if replay is None or self[1:] != other[1:] else self._replace(replay=replay)
+
+    def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
-        reads = self.reads
+        replay = self.replay
         outputs: Sequence[Tensor]
-        if reads is None:
-            tensors, starts = pool[:], addresses[:]
-        else:
-            tensors, starts = [pool[i] for i in reads], [addresses[i] for i in reads]
+        tensors, starts = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)]
         if self.inputs:
-            inputs = [pool[i] for i in self.inputs]
-            outputs = apply(lambda flags: self._result(replay.run(tensors, starts, rows, stream)), *inputs)
+            outputs = apply(
+                lambda flags: self._result(replay.run(tensors, starts, rows, stream)),
+                *map(pool.__getitem__, self.inputs),
+            )
         else:
             outputs = replay.run(tensors, starts, rows, stream)
         pool += outputs

@@ -15,6 +15,8 @@ from ..torch_private import engine_will_run
 from .buffers import overlap
 from .residuals import Source, pack, unpack
 
+_NONE: Sequence[Delivery] = ()
+
 
 @dataclass(slots=True)
 class BackwardContext:
@@ -51,13 +53,13 @@ class BackwardContext:
         if self.sources:
             joined = self.joined(tensors)
             del tensors[self.number :]
-        wanted = self.wanted
+        wanted, requested = self.wanted, _NONE
         deliveries = self.op.deliveries(wanted)
         if deliveries:
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
-        return self.run(tensors, lent, joined, douts, wanted, node)
+        return self.run(tensors, lent, joined, douts, wanted, node, requested)
 
     def run(
         self,
@@ -67,6 +69,7 @@ class BackwardContext:
         douts: tuple[Tensor, ...],
         wanted: frozenset[str],
         node: Any,
+        requested: Sequence[Delivery],
     ) -> list[Tensor | None]:
         """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran."""
         if node is not None:  # there is none outside of autograd

@@ -107,8 +107,8 @@ class _Capture:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._capture, name)
 
-    def launches(self, other: _Capture, positions: list[int]) -> Any:
-        launches = self._capture.launches(other._capture, positions)
+    def launches(self, other: _Capture, apart: list[int]) -> Any:
+        launches = self._capture.launches(other._capture, apart)
         if launches is None:
             return None
         run, streams = self._emulation._call(launches.run), self._emulation.streams
