@@ -205,6 +205,8 @@ def linear_activation(
     bias_scale: int = ...,
     scales: int = ...,
     scales_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
     workspace: int = ...,
     variant: int = ...,
 ) -> None: ...
@@ -235,6 +237,10 @@ def linear_activation_backward(
     postact: int = ...,
     dbias: int = ...,
     dbias_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
+    dvectors: int = ...,
+    dvectors_type: int = ...,
     workspace: int = ...,
     variant: int = ...,
 ) -> None: ...
@@ -257,6 +263,7 @@ def backward_workspace_bytes(
     columns: int,
     dscales: bool,
     bias_columns: int,
+    dvectors: int,
 ) -> int: ...
 def zero_tail(
     *,

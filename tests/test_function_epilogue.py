@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checks import fused
-from checks.functions import PUBLISHED, op_of, random_function
+from checks.functions import OF_COLUMNS, PUBLISHED, learned_slope, op_of, op_of_columns, random_function
 from emulation import build
 from test_pointwise import FUNCTIONS
 from test_replay import Runs, runs, same
@@ -59,6 +59,37 @@ def test_types_and_weights_stored_transposed() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_functions(seed: int) -> None:
     check(*random_function(seed), columns=72)
+
+
+@pytest.mark.parametrize("name", OF_COLUMNS)
+def test_numbers_of_columns(name: str) -> None:
+    op, function = op_of_columns(name), OF_COLUMNS[name][0]
+    case = fused.case_of(op, function, sizes=(70, 0, 1, 33), features=40, columns=136)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant))
+        fused.check_forward("cpu", replace(case, variant=variant, bias=torch.bfloat16, scales=None))
+    fused.check_backward("cpu", case)
+    fused.check_backward("cpu", case, want_vectors=False, bias_dtype=None)
+    fused.check_backward("cpu", replace(case, sizes=(0, 0)))
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
+    op = op_of_columns("slope", interleaved(block))
+    case = fused.case_of(op, learned_slope, sizes=SIZES, features=40, columns=136, vectors=torch.bfloat16)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant, transposed=True))
+    fused.check_backward("cpu", replace(case, dtype=torch.float16, vectors=torch.float16))
+
+
+def test_two_vectors_at_a_time_with_numbers_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where registers suffice for them: the first source, not the last."""
+    load = epilogue.load
+    monkeypatch.setattr(epilogue, "load", lambda texts: load(texts[:1]))
+    epilogue.handles.cache_clear()
+    case = fused.case_of(op_of_columns("slope"), learned_slope, sizes=(70, 0, 1, 33), features=40, columns=136)
+    fused.check_backward("cpu", case)
+    epilogue.handles.cache_clear()
 
 
 E, K, H, T, SLOTS = 3, 16, 24, 9, 2
