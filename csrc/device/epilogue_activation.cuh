@@ -22,7 +22,7 @@ struct ActivationEpilogue {
     each_smem_out<K>(s, p, consumer,
                      [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
                        const RowScales scales(p.scales, rows.token, rows.rows, lane);
-                       Numbers numbers;
+                       [[maybe_unused]] Numbers numbers;
                        if constexpr (Functions::kColumns > 0)
                          numbers.fetch(p, tile.group, first_column<K>(p, K::smem_out_column(tile, consumer), lane));
                        wait();

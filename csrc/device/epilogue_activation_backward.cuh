@@ -19,7 +19,7 @@ template <class Functions = BuiltInFunctions>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
   // Numbers of columns and their sums need registers, which the consumers can spare.
-  static constexpr int kStoreWarps = 3, kRegisters = Functions::kColumns > 0 ? 112 : 104;
+  static constexpr int kStoreWarps = 3, kRegisters = Functions::kColumns > 0 ? 120 : 104;
   struct Staged {
     uint4 gate[2][32], up[2][32];
   };
@@ -83,7 +83,7 @@ struct ActivationBackwardEpilogue {
     };
     load(0);
     float4 sums{};
-    ColumnNumbers<typename Functions::Column, Functions::kColumns> numbers;
+    [[maybe_unused]] ColumnNumbers<typename Functions::Column, Functions::kColumns> numbers;
     if constexpr (Functions::kColumns > 0) numbers.fetch(p, group, column);
     wait();
     const Floats floats(numbers);

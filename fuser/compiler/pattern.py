@@ -173,7 +173,7 @@ class Pattern:
         kept: nx.DiGraph[str] = nx.DiGraph()
         kept.add_nodes_from(graph.nodes.items())
         for source, reader, edge in graph.edges(data=True):
-            ports = {port: output for port, output in edge["ports"].items() if not self._may(graph, source, reader, port)}
+            ports = {p: output for p, output in edge["ports"].items() if not self._may(graph, source, reader, p)}
             if ports:
                 kept.add_edge(source, reader, ports=ports)
         return kept
