@@ -150,7 +150,31 @@ class Routed(Experts):
         return y
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+class OfColumns(Experts):
+    """A function that reads a number of each group's columns."""
+
+    def build(self) -> Sequential:
+        start = {"beta": torch.rand(E, H, dtype=torch.bfloat16) + 0.5}
+        return Sequential(self.fc1, Pointwise(learned_slope, halves="concat", columns=start), self.fc2)
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes)
+        return y
+
+
+class RoutedOfColumns(Routed):
+    """From tokens to tokens, with a function that reads columns and the routing weights."""
+
+    def build(self) -> Sequential:
+        start = {"beta": torch.rand(E, H) + 0.5}
+        act = Pointwise(lambda g, u, scales, beta: torch.tanh(g * beta) * u * scales, halves="concat", columns=start)
+        return Sequential(Dispatch(E), self.fc1, act, self.fc2, Combine())
+
+
+KINDS = [Experts, Routed, OfColumns, RoutedOfColumns]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     first = layer.step()
@@ -163,7 +187,7 @@ def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, kind: type[Experts]) ->
     assert same(again, first)
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     for rows in (T, T + 3, 6, 40, T + 3, T, 40, 6) * 2:
@@ -175,7 +199,7 @@ def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> Non
     assert count == (0, 2)
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     expected, outputs = layer.forward(layer.model).detach(), list[Tensor]()
@@ -184,6 +208,28 @@ def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(run
 
     assert counts[-1] == (0, 1)
     assert same(outputs, [expected] * 3)
+
+
+def test_changed_numbers_of_columns_are_read_by_a_replay(runs: Runs) -> None:
+    layer = OfColumns()
+    for _ in range(3):
+        layer.step()
+    with torch.no_grad():
+        layer.model[1].beta.mul_(2)
+    expected, again = layer.step(deepcopy(layer.model)), list[Tensor]()
+
+    assert runs.of(lambda: again.extend(layer.step())) == (0, 2)
+    assert same(again, expected)
+
+
+def test_frozen_numbers_of_columns(runs: Runs) -> None:
+    layer = OfColumns()
+    expected = layer.step()
+    layer.model[1].beta.requires_grad_(False)
+    got = layer.step()
+
+    assert len(got) == len(expected) - 1
+    assert same(got, [tensor for tensor in expected if tensor.shape != (E, H)])
 
 
 OTHERS = {

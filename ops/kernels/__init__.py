@@ -209,9 +209,7 @@ def grouped_linear_activation_backward(
     return out
 
 
-@kernel(
-    outputs.new_postact, obeys_switches=False, added=("vectors", "split_sizes"), schema_names={"preact": "pre"}
-)
+@kernel(outputs.new_postact, obeys_switches=False, added=("vectors", "split_sizes"), schema_names={"preact": "pre"})
 def activate(
     preact: Tensor,
     activation: ActivationSpec,

@@ -44,9 +44,7 @@ def compile_ahead(
     return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, vectors))
 
 
-def _forms(
-    program: Program, block: int | None, dtype: torch.dtype, vectors: torch.dtype | None
-) -> list[EpilogueForm]:
+def _forms(program: Program, block: int | None, dtype: torch.dtype, vectors: torch.dtype | None) -> list[EpilogueForm]:
     forms = [(False, bias) for bias in (False, True)] + [(True, False)]  # whether backward, whether with a bias
     layouts = (Layout.NT, Layout.NN)
     return [
