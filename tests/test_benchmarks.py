@@ -21,6 +21,7 @@ from torch import Tensor
 from fusible.benchmarks import (
     arguments,
     compare,
+    functions,
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
@@ -499,6 +500,15 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("| 4 rows of 2 x 8")
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
+
+
+def test_bench_of_functions_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    functions.main(["--experts", "2", "--features", "8", "--hidden", "8", "--rows", "4", "--rounds", "1"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("| 2 experts of 8 x 8, 4 rows")
+    names = ["SwiGLU", "function", "column bf16", "column fp32", "column frozen", "column unfused"]
+    assert [line.split("|")[1].strip() for line in printed[2:]] == names
 
 
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:

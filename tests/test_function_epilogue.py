@@ -270,6 +270,18 @@ def test_another_constant_is_another_result(runs: Runs) -> None:
     assert same(layer.step(), layer.step(other))
 
 
+def test_a_call_looks_for_its_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, form_of = list[epilogue.EpilogueForm](), epilogue.form_of
+    monkeypatch.setattr(epilogue, "form_of", lambda *asked: forms.append(form_of(*asked)) or forms[-1])
+    layer = Experts()
+    layer.sizes = layer.sizes.tolist()  # type: ignore[assignment]  # which no replay takes
+    layer.step()
+    forms.clear()
+    layer.step()
+
+    assert [form.backward for form in forms] == [False, True]
+
+
 def test_a_function_that_does_not_compile_follows_the_product_as_a_kernel_of_its_own(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

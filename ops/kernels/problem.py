@@ -53,12 +53,14 @@ class Activate:
     Attributes:
         preact: [T, C], where the product itself goes; None: nowhere.
         vectors: [K, E, F]: the numbers of each group's columns that the activation reads; None: none.
+        kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor | None
     vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 @final
@@ -68,7 +70,7 @@ class ActivateBackward:
 
     Attributes:
         grads: what is wanted of the gradients, and the activation computed again.
-        vectors: as of :class:`Activate`.
+        vectors, kernels: as of :class:`Activate`.
     """
 
     spec: ActivationSpec
@@ -76,6 +78,7 @@ class ActivateBackward:
     preact: Tensor
     grads: ActivationGrads
     vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 Epilogue = Activate | ActivateBackward | None

@@ -73,10 +73,20 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
 
 
 def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> str | None:
-    """Why the function of a user has no kernels. They are compiled here, unless the GPU is only assumed."""
-    if spec.program is None or assumed() is not None:
+    """Why the function of a user has no kernels. They are compiled here, unless the GPU is only assumed.
+
+    The problem keeps them for its launch.
+    """
+    if spec.program is None or assumed() is not None or problem.epilogue is None:
         return None
-    return functions.refusal(_form(problem, spec.program, spec.block, columns))
+    form = _form(problem, spec.program, spec.block, columns)
+    problem.epilogue.kernels = _handles(form)
+    return functions.refusal(form) if problem.epilogue.kernels is None else None
+
+
+def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
+    handles = functions.handles(form)
+    return handles if isinstance(handles, tuple) else None
 
 
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
@@ -91,8 +101,9 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
     """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
     if spec.program is None:
         return activation(spec, columns)
-    handles = functions.handles(_form(problem, spec.program, spec.block, columns))
-    assert isinstance(handles, tuple)
+    kept = None if problem.epilogue is None else problem.epilogue.kernels
+    handles = kept or _handles(_form(problem, spec.program, spec.block, columns))
+    assert handles is not None
     kernel, *others = handles
     return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
 
