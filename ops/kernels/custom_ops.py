@@ -58,10 +58,7 @@ def kernel(
         first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
         crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
         of_parameters = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
-        codecs = {p: codec for p, codec in of_parameters.items() if p not in added}
-        if obeys_switches:
-            codecs["switches"] = codec_of(str).named("switches")
-        codecs |= {p: of_parameters[p].with_default() for p in added}
+        codecs = _in_order(of_parameters, obeys_switches, added)
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
         allocates = _define(op, function, allocate, *new)
         if "out" in codecs:
@@ -87,6 +84,12 @@ def kernel(
         return cast(F, door)
 
     return declared
+
+
+def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
+    """Those of a schema: the switches after what it has always had, then what was added."""
+    switched = {"switches": codec_of(str).named("switches")} if obeys_switches else {}
+    return {**_without(codecs, *added), **switched, **{p: codecs[p].with_default() for p in added}}
 
 
 def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:

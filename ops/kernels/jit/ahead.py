@@ -45,12 +45,10 @@ def compile_ahead(
 
 
 def _forms(program: Program, block: int | None, dtype: torch.dtype, vectors: torch.dtype | None) -> list[EpilogueForm]:
-    forms = [(False, bias) for bias in (False, True)] + [(True, False)]  # whether backward, whether with a bias
+    forms = [(False, bias, False) for bias in (False, True)]  # whether backward, with a bias, with sums of vectors
+    forms += [(True, False, sums) for sums in ((False,) if vectors is None else (False, True))]
     layouts = (Layout.NT, Layout.NN)
     return [
-        form_of(
-            *(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias),
-            *(vectors, backward and vectors is not None),
-        )
-        for (backward, bias), layout in product(forms, layouts)
+        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, vectors, sums)
+        for (backward, bias, sums), layout in product(forms, layouts)
     ]
