@@ -7,6 +7,7 @@ FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
+TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""

@@ -91,7 +91,8 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
 def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
-    return f"""#include "device/epilogue_activation{direction}.cuh"
+    return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
+#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
 {function_type(form.program, vectors=vectors)}
