@@ -145,6 +145,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
+  module.attr("TENSOR_MAP_ALIGNMENT") = alignof(CUtensorMap);
   def<fusible::PointwiseLaunch>(module,
                                 "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");

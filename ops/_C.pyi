@@ -7,6 +7,7 @@ FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
 BACKWARD_VARIANTS: list[int]
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
+TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
@@ -206,6 +207,8 @@ def linear_activation(
     bias_scale: int = ...,
     scales: int = ...,
     scales_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
     workspace: int = ...,
     variant: int = ...,
 ) -> None: ...
@@ -236,6 +239,10 @@ def linear_activation_backward(
     postact: int = ...,
     dbias: int = ...,
     dbias_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
+    dvectors: int = ...,
+    dvectors_type: int = ...,
     workspace: int = ...,
     variant: int = ...,
 ) -> None: ...
@@ -258,6 +265,7 @@ def backward_workspace_bytes(
     columns: int,
     dscales: bool,
     bias_columns: int,
+    dvectors: int,
 ) -> int: ...
 def zero_tail(
     *,

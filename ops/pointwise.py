@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -140,10 +140,43 @@ class Pointwise(Op):
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The function as an activation, with the scale of a row for its number; None where kernels have none such."""
-        if self.program is None or len(self.program.rows) > 1 or self.program.columns:
+        """The function as an activation, with the scale of a row for its number; None where kernels have none such.
+
+        Its numbers of columns are those of groups: :attr:`vectors`.
+        """
+        if self.program is None or len(self.program.rows) > 1 or (self._column_inputs and self._groups is None):
             return None
         return spec_of_program(with_constants(self.program, self._constants), _block(self.halves))
+
+    @property
+    def vectors(self) -> Tensor | None:
+        """[K, groups, C]: the numbers of columns, of a group or of all rows; None if the function reads none."""
+        return self._vectors(dict(self.inputs()))
+
+    @property
+    def has_columns_of_groups(self) -> bool:
+        """Whether each group of rows has numbers of columns of its own."""
+        return self._groups is not None
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the function reads numbers of columns."""
+        return bool(self._column_inputs)
+
+    @property
+    def reads_a_row(self) -> bool:
+        """Whether the function reads numbers of a row."""
+        return bool(self._row_inputs)
+
+    def column_grads(self, by_column: Tensor | None, wanted: Collection[str]) -> dict[str, Gradient]:
+        """The wanted gradients of the columns by name, from those of :attr:`vectors`."""
+        if by_column is None:
+            return {}
+        return {
+            name: by_column[i].view(parameter.shape).to(parameter.dtype)
+            for i, (name, parameter) in enumerate(self.inputs())
+            if name in wanted
+        }
 
     def compile_kernels(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
@@ -157,7 +190,8 @@ class Pointwise(Op):
         """
         if self.program is None:
             raise ValueError(f"Pointwise: {self.refusal}")
-        return kernels.compile_ahead(self.program, self.spec, dtype)
+        vectors = self.vectors
+        return kernels.compile_ahead(self.program, self.spec, dtype, None if vectors is None else vectors.dtype)
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:
@@ -229,10 +263,7 @@ class Pointwise(Op):
         for i, name in enumerate(self._row_inputs):
             if name in needs_grad and by_row is not None:
                 grads[name] = by_row[i].view(dy.shape[:-1]).to(saved.row_dtypes[name])
-        for i, (name, parameter) in enumerate(self.inputs()):
-            if name in needs_grad and by_column is not None:
-                grads[name] = by_column[i].view(parameter.shape).to(parameter.dtype)
-        return grads
+        return grads | self.column_grads(by_column, needs_grad)
 
     def _numbers(self, columns: Tensor, rows: Mapping[str, Tensor]) -> Tensor | None:
         """[R, rows]: the numbers of the rows. None if none is read; zeros for one that is not read beside others."""

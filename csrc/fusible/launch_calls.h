@@ -28,6 +28,11 @@ void visit_sizes(Visitor& v, SplitSizes& sizes) {
 }
 
 template <class Visitor>
+void visit_vectors(Visitor& v, ColumnVectors& vectors) {
+  v.field("vectors", vectors.data), v.field("vectors_count", vectors.count);
+}
+
+template <class Visitor>
 void visit_scales(Visitor& v, RowScale& scales) {
   v.field("scales", scales.data), v.field("scales_type", scales.type);
 }
@@ -99,13 +104,14 @@ struct LinearActivationLaunch : GemmLaunch {
   RowScale scales{};
   const void* preact = nullptr;
   void* postact = nullptr;
+  ColumnVectors vectors{};
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), visit_schedule(v);
+    visit_bias(v), visit_scales(v, scales), visit_vectors(v, vectors), visit_schedule(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
@@ -113,7 +119,7 @@ struct LinearActivationLaunch : GemmLaunch {
     GemmLaunch::complete();
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
-  void run() const { linear_activation({gemm, activation, scales, postact}, device, stream); }
+  void run() const { linear_activation({gemm, activation, scales, postact, vectors}, device, stream); }
 };
 
 struct LinearActivationBackwardLaunch : GemmLaunch {
@@ -123,6 +129,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   const void* preact = nullptr;
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
+  ColumnVectors vectors{};
+  void* dvectors = nullptr;
+  DType dvectors_type = DType::kFloat32;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -132,6 +141,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     visit_scales(v, scales);
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
+    visit_vectors(v, vectors), v.field("dvectors", dvectors), v.field("dvectors_type", dvectors_type);
     visit_schedule(v);
   }
   void complete() {
@@ -140,8 +150,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type}, device,
-                               stream);
+    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, vectors,
+                                dvectors, dvectors_type},
+                               device, stream);
   }
 };
 
@@ -149,14 +160,14 @@ struct BackwardWorkspace {
   static constexpr const char* kName = "backward_workspace_bytes";
   int64_t groups = 0, tokens = 0, columns = 0;
   bool dscales = false;
-  int64_t bias_columns = 0;
+  int64_t bias_columns = 0, dvectors = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("groups", groups), v.rows("tokens", tokens), v.field("columns", columns);
-    v.field("dscales", dscales), v.field("bias_columns", bias_columns);
+    v.field("dscales", dscales), v.field("bias_columns", bias_columns), v.field("dvectors", dvectors);
   }
-  int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns); }
+  int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns, dvectors); }
 };
 
 struct RaggedGemmLaunch : OnStream {

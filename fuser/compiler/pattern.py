@@ -75,6 +75,7 @@ class Pattern:
 
     roles: dict[str, OpTypes]
     edges: tuple[tuple[str, str, str], ...] = ()
+    optional_edges: tuple[tuple[str, str, str], ...] = ()
     optional_roles: frozenset[str] = frozenset()
     chain: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
@@ -101,6 +102,12 @@ class Pattern:
         """Requires that ``reader`` reads an output of ``source`` at ``port``; both are roles of a :meth:`path`."""
         self._check(source, reader)
         return replace(self, edges=(*self.edges, (source, reader, port)))
+
+    def may_read(self, source: str, reader: str, *ports: str) -> Pattern:
+        """Allows that ``reader`` reads outputs of ``source`` at these ports; both are roles of a :meth:`path`."""
+        self._check(source, reader)
+        edges = [(source, reader, port) for port in ports]
+        return replace(self, optional_edges=(*self.optional_edges, *edges))
 
     def shares(self, port: str, *roles: str) -> Pattern:
         """Requires that the roles read one and the same tensor at ``port``."""
@@ -153,10 +160,32 @@ class Pattern:
                 raise ValueError(f"no role {role!r} in this pattern; it has {', '.join(self.roles)}")
 
     def _matches_of(self, shape: nx.DiGraph[str], graph: OpGraph) -> Iterator[Match]:
-        matcher = DiGraphMatcher(graph.ops_only(), shape, node_match=_fits, edge_match=_same_ports)
+        ops = self._without_optional_edges(graph.ops_only())
+        matcher = DiGraphMatcher(ops, shape, node_match=_fits, edge_match=_same_ports)
         for mapping in matcher.subgraph_isomorphisms_iter():
             name_of = {role: name for name, role in mapping.items()}
             yield Match(graph, {role: name_of[role] for role in self.roles if role in name_of}, tuple(self.roles))
+
+    def _without_optional_edges(self, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+        """The graph without what ops of such types may read of one another: it does not decide whether a shape fits."""
+        if not self.optional_edges:
+            return graph
+        kept: nx.DiGraph[str] = nx.DiGraph()
+        kept.add_nodes_from(graph.nodes.items())
+        for source, reader, edge in graph.edges(data=True):
+            ports = {p: output for p, output in edge["ports"].items() if not self._may(graph, source, reader, p)}
+            if ports:
+                kept.add_edge(source, reader, ports=ports)
+        return kept
+
+    def _may(self, graph: nx.DiGraph[str], source: str, reader: str, port: str) -> bool:
+        return any(
+            port == optional and self._has_role(graph, source, giver) and self._has_role(graph, reader, taker)
+            for giver, taker, optional in self.optional_edges
+        )
+
+    def _has_role(self, graph: nx.DiGraph[str], node: str, role: str) -> bool:
+        return _fits(graph.nodes[node], {"types": self.roles[role]})
 
     def _shapes(self) -> Iterator[nx.DiGraph[str]]:
         """The shape with every choice of optional roles."""

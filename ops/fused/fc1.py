@@ -48,6 +48,7 @@ def forward(
     keep_preact: bool,
     tail_unspecified: bool,
     x_is_inner: bool,
+    vectors: Tensor | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front."""
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
@@ -60,6 +61,7 @@ def forward(
         activation,
         keep_preact=keep_preact,
         tail_unspecified=tail_unspecified,
+        vectors=vectors,
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(

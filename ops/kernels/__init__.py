@@ -38,6 +38,7 @@ from .problem import (
     ActivateBackward,
     ActivationGrads,
     GroupedGemm,
+    GroupVectors,
     Layout,
     Matrices,
     PointwiseGrads,
@@ -146,7 +147,11 @@ def ragged_gemm(
         backend.run(problem)
 
 
-@kernel(outputs.new_preact_and_postact, schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"})
+@kernel(
+    outputs.new_preact_and_postact,
+    added=("vectors",),
+    schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"},
+)
 def grouped_linear_activation(
     x: Tensor,
     weight: Matrices,
@@ -158,15 +163,19 @@ def grouped_linear_activation(
     scales: Tensor | None = None,
     keep_preact: bool,
     tail_unspecified: bool = False,
+    vectors: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
     Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything.
+
+    Args:
+        vectors: [K, E, F], contiguous: the numbers of each group's columns that the activation reads.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight = _fold_transpose(Layout.NT, weight)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue = Activate(activation, scales, preact)
+    problem.epilogue = Activate(activation, scales, preact, vectors)
     choice = _run(problem)
     if choice is not None and not tail_unspecified:
         for tokens in (preact, postact):
@@ -175,7 +184,7 @@ def grouped_linear_activation(
     return preact, postact
 
 
-@kernel(outputs.new_grads)
+@kernel(outputs.new_grads, added=("vectors", "want_vectors"))
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
@@ -187,35 +196,47 @@ def grouped_linear_activation_backward(
     want_scales: bool,
     want_postact: bool,
     bias_dtype: torch.dtype | None = None,
+    vectors: Tensor | None = None,
+    want_vectors: bool = False,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
 
     The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`.
     """
-    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact, split_sizes, bias_dtype)
+    wants = want_scales, want_postact, split_sizes, bias_dtype, vectors, want_vectors
+    out = outputs.new_grads(preact, activation, scales, *wants)
     layout, weight = _fold_transpose(Layout.NN, weight)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
-    problem.epilogue = ActivateBackward(activation, scales, preact, out)
+    problem.epilogue = ActivateBackward(activation, scales, preact, out, vectors)
     choice = _run(problem)
     if choice is not None:
         if choice.backend is not hopper or choice.epilogue_reason is not None:
             _finish_by_rows(out, split_sizes, choice)
-    elif out.bias is not None and not problem.rows:
-        out.bias.zero_()
+    elif not problem.rows:
+        for sums in (out.bias, out.vectors):
+            if sums is not None:
+                sums.zero_()
     return out
 
 
-@kernel(outputs.new_postact, obeys_switches=False, schema_names={"preact": "pre"})
-def activate(preact: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """``act(preact) * scales[:, None]``, rounded once."""
-    postact = outputs.new_postact(preact, activation)
-    if _activation_runs(activation, preact, scales, postact):
-        activation_kernels(activation, preact, scales, postact).forward(preact, activation, scales, postact)
+@kernel(outputs.new_postact, obeys_switches=False, added=("vectors", "split_sizes"), schema_names={"preact": "pre"})
+def activate(
+    preact: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None = None,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+) -> Tensor:
+    """``act(preact) * scales[:, None]``, rounded once; ``vectors`` [K, E, F]: what it reads of each group's columns."""
+    postact, of_groups = outputs.new_postact(preact, activation), _of_groups(vectors, split_sizes)
+    if _activation_runs(activation, preact, scales, postact, of_groups=of_groups):
+        kernels = activation_kernels(activation, preact, scales, postact, of_groups=of_groups)
+        kernels.forward(preact, activation, scales, postact)
     return postact
 
 
-@kernel(outputs.new_grads, obeys_switches=False)
+@kernel(outputs.new_grads, obeys_switches=False, added=("vectors", "split_sizes", "want_vectors"))
 def activate_backward(
     dpostact: Tensor,
     preact: Tensor,
@@ -224,11 +245,16 @@ def activate_backward(
     *,
     want_scales: bool = False,
     want_postact: bool = False,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+    want_vectors: bool = False,
 ) -> ActivationGrads:
-    """Gradients of ``preact`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact)
-    if _activation_runs(activation, preact, scales, dpostact, *out):
-        kernels = activation_kernels(activation, preact, scales, dpostact, out.preact, out.postact)
+    """Gradients of ``preact`` and, if wanted, of scales and vectors; and, if wanted, what :func:`activate` gave."""
+    wants = want_scales, want_postact, None, None, vectors, want_vectors
+    out, of_groups = outputs.new_grads(preact, activation, scales, *wants), _of_groups(vectors, split_sizes)
+    if _activation_runs(activation, preact, scales, dpostact, *out[:3], of_groups=of_groups):
+        rows = dpostact, out.preact, out.postact
+        kernels = activation_kernels(activation, preact, scales, *rows, of_groups=of_groups)
         kernels.backward(dpostact, preact, activation, scales, out)
     return out
 
@@ -333,10 +359,20 @@ def _fold_transpose(layout: Layout, b: Matrices) -> tuple[Layout, Matrices]:
     return _TRANSPOSED[layout], b.mT if isinstance(b, Tensor) else tuple(part.mT for part in b)
 
 
-def _activation_runs(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
+def _of_groups(vectors: Tensor | None, split_sizes: Tensor | None) -> GroupVectors | None:
+    return None if vectors is None or split_sizes is None else GroupVectors(vectors, split_sizes)
+
+
+def _activation_runs(
+    spec: ActivationSpec,
+    preact: Tensor,
+    scales: Tensor | None,
+    *rows: Tensor | None,
+    of_groups: GroupVectors | None = None,
+) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        recording.activation(spec, preact, scales, *rows)
+        recording.activation(spec, preact, scales, *rows, of_groups=of_groups)
         return False
     return not preact.is_meta
 

@@ -40,6 +40,15 @@ class Codec(NamedTuple):
         """That of a parameter of this name."""
         return self._replace(schemas=tuple(schema.format(name) for schema in self.schemas))
 
+    def with_default(self) -> Codec:
+        """That of a parameter that callers may leave out: it is None, or False for a truth value.
+
+        An op is called without values at the end that are the defaults.
+        """
+        (schema,) = self.schemas
+        default = False if schema.startswith("bool ") else None
+        return Codec((f"{schema}={default}",), self.flatten, lambda value=default: value)
+
 
 def _listed(matrices: Matrices | None) -> tuple[list[Tensor] | None]:
     """A stacked tensor travels as a list of one. So a list of one matrix travels as a stack of one."""

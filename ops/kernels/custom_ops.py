@@ -34,6 +34,7 @@ def kernel(
     eager_only: Collection[str] = (),
     only_with_out: Collection[str] = (),
     only_without_out: Collection[str] = (),
+    added: Collection[str] = (),
     schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
     """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
@@ -48,6 +49,7 @@ def kernel(
             defaults. A function whose ``out`` is one of them has one op.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
+        added: parameters that older exported programs do not name: they come last, with a default of None or False.
         schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
@@ -55,9 +57,8 @@ def kernel(
         op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
         first_tensor = [hints[parameter] for parameter in signature.parameters].index(Tensor)
         crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
-        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
-        if obeys_switches:
-            codecs["switches"] = codec_of(str).named("switches")
+        of_parameters = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
+        codecs = _in_order(of_parameters, obeys_switches, added)
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
         allocates = _define(op, function, allocate, *new)
         if "out" in codecs:
@@ -83,6 +84,12 @@ def kernel(
         return cast(F, door)
 
     return declared
+
+
+def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
+    """Those of a schema: the switches after what it has always had, then what was added."""
+    switched = {"switches": codec_of(str).named("switches")} if obeys_switches else {}
+    return {**_without(codecs, *added), **switched, **{p: codecs[p].with_default() for p in added}}
 
 
 def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:

@@ -40,12 +40,15 @@ def new_grads(
     want_postact: bool,
     split_sizes: Tensor | None = None,
     bias_dtype: torch.dtype | None = None,
+    vectors: Tensor | None = None,
+    want_vectors: bool = False,
 ) -> ActivationGrads:
     """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
-    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias)
+    dvectors = torch.empty_like(vectors) if want_vectors and vectors is not None else None
+    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias, dvectors)
 
 
 def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:

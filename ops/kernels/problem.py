@@ -30,13 +30,15 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] is for what knows groups: the sums of ``preact`` over the rows of each, the gradient of its bias.
+    ``bias`` [E, C] and ``vectors`` [K, E, F] are for what knows groups: the sums of ``preact`` over the rows of each,
+    which are the gradient of its bias; and the gradients of the numbers of its columns.
     """
 
     preact: Tensor
     scales: Tensor | None
     postact: Tensor | None
     bias: Tensor | None = None
+    vectors: Tensor | None = None
 
     def rows(self, rows: slice) -> ActivationGrads:
         """Views of some rows."""
@@ -50,11 +52,15 @@ class Activate:
 
     Attributes:
         preact: [T, C], where the product itself goes; None: nowhere.
+        vectors: [K, E, F]: the numbers of each group's columns that the activation reads; None: none.
+        kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor | None
+    vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 @final
@@ -64,12 +70,15 @@ class ActivateBackward:
 
     Attributes:
         grads: what is wanted of the gradients, and the activation computed again.
+        vectors, kernels: as of :class:`Activate`.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor
     grads: ActivationGrads
+    vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 Epilogue = Activate | ActivateBackward | None
@@ -144,6 +153,12 @@ class GroupedGemm:
         )
 
     @property
+    def of_groups(self) -> GroupVectors | None:
+        """What the epilogue reads of the columns of each group."""
+        vectors = None if self.epilogue is None else self.epilogue.vectors
+        return None if vectors is None else GroupVectors(vectors, self.split_sizes)
+
+    @property
     def is_product_alone(self) -> bool:
         """Whether ``out`` is the product alone, in the dtype of its operands."""
         extras = (self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
@@ -168,9 +183,9 @@ class GroupedGemm:
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
         epilogue = self.epilogue
         if isinstance(epilogue, Activate):
-            return moved + nbytes(epilogue.scales, epilogue.preact)
+            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors)
         if isinstance(epilogue, ActivateBackward):
-            return moved + nbytes(epilogue.preact, *epilogue.grads[1:])
+            return moved + nbytes(epilogue.preact, epilogue.vectors, *epilogue.grads[1:])
         return moved
 
 
@@ -213,6 +228,13 @@ def nbytes(*tensors: Matrices | None) -> int:
     """Bytes of all their elements; None has none."""
     present = [t for t in tensors if t is not None]
     return sum(m.numel() * m.element_size() for t in present for m in ([t] if isinstance(t, Tensor) else t))
+
+
+class GroupVectors(NamedTuple):
+    """The numbers of each group's columns [K, groups, F], contiguous, and how many rows each group has [groups]."""
+
+    vectors: Tensor
+    split_sizes: Tensor
 
 
 class PointwiseRows(NamedTuple):

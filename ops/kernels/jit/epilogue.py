@@ -32,6 +32,8 @@ class EpilogueForm(NamedTuple):
         concat: gate and up stand half a row apart, so that a tile of the forward has columns of both.
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
+        vectors: the type of the numbers of columns, if the program reads some.
+        sums_vectors: their gradients are wanted.
     """
 
     program: Program
@@ -41,15 +43,25 @@ class EpilogueForm(NamedTuple):
     concat: bool
     narrow: bool
     scale_bias: bool
+    vectors: torch.dtype | None = None
+    sums_vectors: bool = False
 
 
 def form_of(
-    program: Program, backward: bool, layout: Layout, dtype: torch.dtype, block: int | None, columns: int, bias: bool
+    program: Program,
+    backward: bool,
+    layout: Layout,
+    dtype: torch.dtype,
+    block: int | None,
+    columns: int,
+    bias: bool,
+    vectors: torch.dtype | None = None,
+    sums_vectors: bool = False,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias)
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, vectors, sums_vectors)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -79,7 +91,8 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
 def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
-    return f"""#include "device/epilogue_activation{direction}.cuh"
+    return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
+#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
 {function_type(form.program, vectors=vectors)}
@@ -129,7 +142,8 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 
 def _epilogue(form: EpilogueForm) -> str:
-    functions = f"OneFunction<Function, {boolean(form.narrow)}>"
+    vectors = () if form.vectors is None else (ELEMENTS[form.vectors], boolean(form.sums_vectors))
+    functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"

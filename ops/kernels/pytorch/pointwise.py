@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -28,15 +30,21 @@ def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGr
     of_x = () if out.x is None else tuple([f"d{name}" for name in program.arguments])
     of_numbers = () if out.numbers is None else tuple([f"d{name}" for name in program.rows])
     of_vectors = () if out.vectors is None else tuple([f"d{name}" for name in program.columns])
-    computed = _part(program, of_x + of_numbers + of_vectors, rows).run(inputs)
-    shape = inputs["dy"].shape
+    computed = _part(program, of_x + _computable(program, of_numbers + of_vectors, inputs), rows).run(inputs)
+    shape, zero = inputs["dy"].shape, inputs["dy"].new_zeros(())
     if out.x is not None:
         join(tuple([computed[name].expand(shape) for name in of_x]), out.x)
     if out.numbers is not None:
-        out.numbers.copy_(torch.stack([computed[name].expand(shape).sum((-2, -1)) for name in of_numbers]))
+        out.numbers.copy_(torch.stack([computed.get(name, zero).expand(shape).sum((-2, -1)) for name in of_numbers]))
     if out.vectors is not None:
-        by_row = torch.stack([computed[name].expand(shape).reshape(dy.shape) for name in of_vectors])
+        by_row = torch.stack([computed.get(name, zero).expand(shape).reshape(dy.shape) for name in of_vectors])
         out.vectors.copy_(sums(by_row, rows.split_sizes))
+
+
+def _computable(program: Program, outputs: tuple[str, ...], inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The gradients whose inputs are there. Others are not wanted, but stand beside some that are."""
+    there = inputs.keys() | set(program.constants)
+    return tuple([name for name in outputs if part_of(program, (name,)).reads <= there])
 
 
 def _part(program: Program, outputs: tuple[str, ...], rows: PointwiseRows) -> Program:
