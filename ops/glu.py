@@ -10,6 +10,8 @@ from ..fuser import Grads, Op, TensorSpec
 from . import kernels
 from .activation_spec import ActivationSpec, Interleaved, gated
 from .checks import check_floats, check_halves
+from .link import Link
+from .programs.compose import unscaled
 
 
 class Activated(Op):
@@ -22,6 +24,11 @@ class Activated(Op):
 
     class Saved(NamedTuple):
         preact: Tensor | None
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(unscaled(self.spec.function), gated=self.spec.gated, block=self.spec.block)
 
     def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)

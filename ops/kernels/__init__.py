@@ -241,6 +241,20 @@ def pointwise(
     return y
 
 
+def pointwise_refusal(
+    x: Tensor,
+    program: Program,
+    block: int | None = None,
+    numbers: Tensor | None = None,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+    constants: tuple[float, ...] = (),
+) -> str | None:
+    """Why no kernel of ours computes a program over such rows, so that PyTorch does, line by line; None: one does."""
+    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
+    return pointwise_choice(program, x, rows)[1] or None
+
+
 @kernel(outputs.new_pointwise_grads, obeys_switches=False)
 def pointwise_backward(
     dy: Tensor,

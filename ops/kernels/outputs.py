@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,11 @@ def new_pointwise_grads(
     dtype = compute_dtype(dy, None) if vectors is None else vectors.dtype
     dvectors = dy.new_empty(shape, dtype=dtype) if want_vectors else None
     return PointwiseGrads(dx, dnumbers, dvectors)
+
+
+def widest(*operands: Tensor) -> torch.dtype:
+    """float32, or wider where an operand is."""
+    return reduce(torch.promote_types, [operand.dtype for operand in operands], torch.float32)
 
 
 def compute_dtype(columns: Tensor, numbers: Tensor | None) -> torch.dtype:

@@ -45,7 +45,8 @@ def _part(program: Program, outputs: tuple[str, ...], rows: PointwiseRows) -> Pr
 
 def _inputs(program: Program, rows: PointwiseRows, columns: Tensor) -> dict[str, Tensor]:
     """What the program reads, in the dtype that it computes in: [rows, blocks, block]; numbers [rows, 1, 1]."""
-    inputs: dict[str, Tensor] = {}
+    # what was not kept is read by gradients alone that nobody wants
+    inputs = dict.fromkeys(program.inputs, columns.new_zeros((), dtype=compute_dtype(columns, rows.numbers)))
     if rows.x is not None:
         x = rows.x.to(compute_dtype(columns, rows.numbers))
         inputs.update(zip(program.arguments, split(x, len(program.arguments), rows.block), strict=True))

@@ -1,0 +1,153 @@
+"""Runs the program of a link over rows, and through it back: tensors by name in, gradients by name out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..fuser import Gradient, Grads
+from . import kernels
+from .link import Column, Link
+from .programs.halves import join, split
+from .programs.program import part_of
+
+
+class Operands(NamedTuple):
+    """What a link reads beside x: numbers of rows and of columns by name, and the split sizes of columns of groups.
+
+    Some may be missing, which nothing then reads.
+    """
+
+    link: Link
+    rows: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
+    split_sizes: Tensor | None
+
+    def numbers(self, columns: Tensor) -> Tensor | None:
+        """[R, rows]: the numbers of the rows. None if none is read; zeros for one that is not read beside others."""
+        if not self.rows:
+            return None
+        if len(self.link.rows) == 1:
+            return next(iter(self.rows.values())).reshape(1, -1).contiguous()
+        dtype = kernels.outputs.widest(columns, *self.rows.values())
+        zeros = columns.new_zeros(columns.shape[:-1], dtype=dtype)
+        return torch.stack([self.rows.get(name, zeros).to(dtype).reshape(-1) for name in self.link.rows])
+
+    def vectors(self) -> Tensor | None:
+        """[K, groups, C]: the numbers of the columns. None if none is read; zeros for one that is not read."""
+        read = [self._vector(column) for column in self.link.columns]
+        present = [vector for vector in read if vector is not None]
+        if not present:
+            return None
+        if len(read) == 1:
+            return present[0].unsqueeze(0)
+        dtype, zeros = kernels.outputs.widest(*present), torch.zeros_like(present[0])
+        return torch.stack([(zeros if vector is None else vector).to(dtype) for vector in read])
+
+    def _vector(self, column: Column) -> Tensor | None:
+        """[groups, C], dense."""
+        if column.name not in self.columns:
+            return None
+        parameter = self.columns[column.name]
+        whole = parameter.reshape(self.link.groups or 1, parameter.shape[-1])
+        if column.argument is not None:
+            gate, up = split(whole, 2, self.link.block)
+            whole = (gate if column.argument == "x" else up).reshape(whole.shape[0], -1)
+        return whole.contiguous()
+
+
+class Saved(NamedTuple):
+    """What the backward needs: of x, numbers of rows and columns those that the wanted gradients are computed from."""
+
+    x: Tensor | None
+    rows: dict[str, Tensor]
+    row_dtypes: dict[str, torch.dtype]
+    columns: dict[str, Tensor]
+    split_sizes: Tensor | None
+
+
+def refusal(operands: Operands, x: Tensor) -> str | None:
+    """Why our own kernels do not compute the link; None: they do."""
+    link = operands.link
+    read = operands.numbers(x), operands.vectors(), operands.split_sizes
+    return kernels.pointwise_refusal(flat(x), link.program, link.block, *read, link.constants)
+
+
+def forward(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
+    """The value of the program, rounded once."""
+    link = operands.link
+    read = operands.numbers(x), operands.vectors(), operands.split_sizes
+    y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants)
+    return y.reshape(*x.shape[:-1], y.shape[-1]), _saved(operands, x, needs_grad)
+
+
+def backward(
+    link: Link, saved: Saved, dy: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
+) -> Grads:
+    """The wanted gradients; ``parameters`` are read for their forms."""
+    operands = Operands(link, saved.rows, saved.columns, saved.split_sizes)
+    dx, by_row, by_column = kernels.pointwise_backward(
+        flat(dy),
+        None if saved.x is None else flat(saved.x),
+        link.program,
+        link.block,
+        operands.numbers(dy),
+        operands.vectors(),
+        saved.split_sizes,
+        want_x="x" in needs_grad,
+        want_numbers=not needs_grad.isdisjoint(link.rows),
+        want_vectors=not needs_grad.isdisjoint([column.name for column in link.columns]),
+        constants=link.constants,
+    )
+    grads: dict[str, Gradient] = {} if dx is None else {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])}
+    for i, name in enumerate(link.rows):
+        if name in needs_grad and by_row is not None:
+            grads[name] = by_row[i].view(dy.shape[:-1]).to(saved.row_dtypes[name])
+    if by_column is not None:
+        grads |= _column_grads(link, by_column, parameters, needs_grad)
+    return grads
+
+
+def flat(x: Tensor) -> Tensor:
+    """[rows, columns], dense."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+
+
+def _column_grads(
+    link: Link, by_column: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
+) -> dict[str, Gradient]:
+    grads = dict[str, Gradient]()
+    for i, (name, argument) in enumerate(link.columns):
+        if name in needs_grad and argument != "u":
+            parameter = parameters[name]
+            whole = by_column[i] if argument is None else _joined(by_column[i], by_column[i + 1], link.block)
+            grads[name] = whole.view(parameter.shape).to(parameter.dtype)
+    return grads
+
+
+def _joined(gate: Tensor, up: Tensor, block: int | None) -> Tensor:
+    arguments = tuple([split(each, 1, block)[0] for each in (gate, up)])
+    return join(arguments, gate.new_empty((*gate.shape[:-1], 2 * gate.shape[-1])))
+
+
+def _saved(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> Saved:
+    link, rows, columns, split_sizes = operands
+    outputs, dtypes = _outputs(link, needs_grad), {name: numbers.dtype for name, numbers in rows.items()}
+    if not outputs:
+        return Saved(None, {}, dtypes, {}, None)
+    reads = part_of(link.program, outputs).reads
+    kept = {name: rows[name] for name, read in zip(link.rows, link.program.rows, strict=True) if read in reads}
+    of_columns = zip([column.name for column in link.columns], link.program.columns, strict=True)
+    kept_columns = {name: columns[name] for name, read in of_columns if read in reads}
+    return Saved(None if reads.isdisjoint(link.program.arguments) else x, kept, dtypes, kept_columns, split_sizes)
+
+
+def _outputs(link: Link, needs_grad: frozenset[str]) -> tuple[str, ...]:
+    """The program's names for the gradients that are wanted."""
+    of_rows = zip(link.rows, link.program.rows, strict=True)
+    of_columns = zip([column.name for column in link.columns], link.program.columns, strict=True)
+    numbers = [f"d{value}" for name, value in (*of_rows, *of_columns) if name in needs_grad]
+    return (*[f"d{name}" for name in link.program.arguments if "x" in needs_grad], *numbers)
