@@ -302,6 +302,7 @@ def test_the_state_dict_is_that_of_the_ops(as_program):
 def test_compiled_code(names, whole, monkeypatch):
     if whole:
         monkeypatch.setattr(kernels, "pointwise_refusal", lambda *arguments: None)
+    torch._dynamo.reset()
     chain = Chain(names, torch.float32)
     expected = chain.run()
     compiled = torch.compile(chain.model, backend="aot_eager", fullgraph=True)
@@ -310,6 +311,7 @@ def test_compiled_code(names, whole, monkeypatch):
     got = dict(zip(chain.tensors, torch.autograd.grad(y, wanted, chain.dy), strict=True))
     for name, tensor in {"y": y.detach(), **got}.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
+    torch._dynamo.reset()
 
 
 def test_the_fusion_keeps_its_promises(as_program):

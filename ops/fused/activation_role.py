@@ -1,13 +1,27 @@
-"""The role ``act`` of a pattern: a built-in activation, or a function that a user has written."""
+"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain with one."""
 
 from __future__ import annotations
 
-from ...fuser import Match, Pattern
+from collections.abc import Sequence
+
+from ...fuser import Match, Op, Pattern, Run, one_or_run
 from ..activation_spec import ActivationSpec
 from ..glu import Activated
 from ..pointwise import Pointwise
+from ..scale import ConstantScale, Scale
+from .pointwise_chain import PointwiseChain, has_function, number_of_gates
 
 ACTIVATION = (Activated, Pointwise)
+
+
+def _is_chain(ops: Sequence[Op]) -> bool:
+    return has_function(ops) and number_of_gates(ops) < 2
+
+
+ACTIVATION_OR_CHAIN = one_or_run(
+    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale), PointwiseChain, _is_chain)
+)
+"""In an epilogue. Of ops that read numbers of columns none is, so a :class:`Bias` ends the chain."""
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -25,7 +39,7 @@ def with_activation(pattern: Pattern) -> Pattern:
     )
 
 
-def spec_of(act: Activated | Pointwise) -> ActivationSpec:
+def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
     """What the activation of a match is."""
     spec = act.spec
     assert spec is not None
@@ -33,20 +47,20 @@ def spec_of(act: Activated | Pointwise) -> ActivationSpec:
 
 
 def keyword_of(role: str) -> str | None:
-    """What a fused op calls the number of the row that its activation reads; None for other roles."""
-    return "scales" if role == "act" else None
+    """What a fused op calls the number of the row that its activation, or a part of it, reads; None for other roles."""
+    return "scales" if role.partition(".")[0] == "act" else None
 
 
 def _is_known(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.program is not None
+    return isinstance(match.act, Activated) or match.act.program is not None
 
 
 def _reads_no_column(match: Match) -> bool:
-    return not (isinstance(match.act, Pointwise) and match.act.program is not None and match.act.program.columns)
+    return isinstance(match.act, Activated) or not (match.act.program and match.act.program.columns)
 
 
 def _reads_one_number(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.spec is not None
+    return match.act.spec is not None
 
 
 def _scales_once(match: Match) -> bool:

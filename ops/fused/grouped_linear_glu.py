@@ -14,12 +14,15 @@ from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
-from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
+from .activation_role import ACTIVATION_OR_CHAIN, keyword_of, spec_of, with_activation
 from .fc1 import FC1, flat, names_of
+from .pointwise_chain import PointwiseChain
 
 
 @register_fusion(
-    with_activation(Pattern.path(fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale))).absent("output", "fc1"),
+    with_activation(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
+        "output", "fc1"
+    ),
     priority=20,
 )
 class GroupedLinearGLU(FusedOp):
@@ -27,7 +30,7 @@ class GroupedLinearGLU(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
 
     class Saved(NamedTuple):

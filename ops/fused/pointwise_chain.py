@@ -106,8 +106,19 @@ def _columns(prefix: str, link: Link, before_gate: bool) -> Iterable[Column]:
 
 def is_run(ops: Sequence[Op]) -> bool:
     """Whether a chain is worth it: with a function in it, and not the two ops that are a fusion of their own."""
-    functions = [isinstance(op, FUNCTIONS) for op in ops]
-    return any(functions) and not (len(ops) == 2 and functions[0] and isinstance(ops[1], Scale))
+    is_pair = len(ops) == 2 and isinstance(ops[0], FUNCTIONS) and isinstance(ops[1], Scale)
+    return has_function(ops) and not is_pair
+
+
+def has_function(ops: Sequence[Op]) -> bool:
+    """Whether one of the ops does more than add and multiply."""
+    return any(isinstance(op, FUNCTIONS) for op in ops)
+
+
+def number_of_gates(ops: Sequence[Op]) -> int:
+    """How many of the ops have gate and up."""
+    gates = [op.spec.gated if isinstance(op, Activated) else getattr(op, "halves", None) is not None for op in ops]
+    return sum(gates)
 
 
 RUN = Run(LINKS, PointwiseChain, is_run)
@@ -126,7 +137,7 @@ def _links(match: Match) -> list[Link]:
 
 
 def _one_gate(match: Match) -> bool:
-    return sum(link.gated for link in _links(match)) < 2
+    return number_of_gates(_ops(match)) < 2
 
 
 def _same_groups(match: Match) -> bool:
