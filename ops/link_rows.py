@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,29 +26,15 @@ class Operands(NamedTuple):
     columns: Mapping[str, Tensor]
     split_sizes: Tensor | None
 
-    def numbers(self, columns: Tensor) -> Tensor | None:
-        """[R, rows]: the numbers of the rows. None if none is read; zeros for one that is not read beside others."""
-        if not self.rows:
-            return None
-        if len(self.link.rows) == 1:
-            return next(iter(self.rows.values())).reshape(1, -1).contiguous()
-        dtype = kernels.outputs.widest(columns, *self.rows.values())
-        zeros = columns.new_zeros(columns.shape[:-1], dtype=dtype)
-        return torch.stack([self.rows.get(name, zeros).to(dtype).reshape(-1) for name in self.link.rows])
+    def numbers(self) -> tuple[Tensor | None, ...]:
+        """The numbers of the rows, [rows] each, dense."""
+        return tuple([_dense(self.rows.get(name)) for name in self.link.rows])
 
-    def vectors(self) -> Tensor | None:
-        """[K, groups, C]: the numbers of the columns. None if none is read; zeros for one that is not read."""
-        read = [self._vector(column) for column in self.link.columns]
-        present = [vector for vector in read if vector is not None]
-        if not present:
-            return None
-        if len(read) == 1:
-            return present[0].unsqueeze(0)
-        dtype, zeros = kernels.outputs.widest(*present), torch.zeros_like(present[0])
-        return torch.stack([(zeros if vector is None else vector).to(dtype) for vector in read])
+    def vectors(self) -> tuple[Tensor | None, ...]:
+        """The numbers of the columns, [groups, C] each, dense."""
+        return tuple([self._vector(column) for column in self.link.columns])
 
     def _vector(self, column: Column) -> Tensor | None:
-        """[groups, C], dense."""
         if column.name not in self.columns:
             return None
         parameter = self.columns[column.name]
@@ -72,14 +58,14 @@ class Saved(NamedTuple):
 def refusal(operands: Operands, x: Tensor) -> str | None:
     """Why our own kernels do not compute the link; None: they do."""
     link = operands.link
-    read = operands.numbers(x), operands.vectors(), operands.split_sizes
+    read = operands.numbers(), operands.vectors(), operands.split_sizes
     return kernels.pointwise_refusal(flat(x), link.program, link.block, *read, link.constants)
 
 
 def forward(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
     """The value of the program, rounded once."""
     link = operands.link
-    read = operands.numbers(x), operands.vectors(), operands.split_sizes
+    read = operands.numbers(), operands.vectors(), operands.split_sizes
     y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants)
     return y.reshape(*x.shape[:-1], y.shape[-1]), _saved(operands, x, needs_grad)
 
@@ -89,25 +75,30 @@ def backward(
 ) -> Grads:
     """The wanted gradients; ``parameters`` are read for their forms."""
     operands = Operands(link, saved.rows, saved.columns, saved.split_sizes)
+    number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
+    columns = [column.name for column in link.columns]
+    vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in columns])
     dx, by_row, by_column = kernels.pointwise_backward(
         flat(dy),
         None if saved.x is None else flat(saved.x),
         link.program,
         link.block,
-        operands.numbers(dy),
+        operands.numbers(),
         operands.vectors(),
         saved.split_sizes,
         want_x="x" in needs_grad,
-        want_numbers=not needs_grad.isdisjoint(link.rows),
-        want_vectors=not needs_grad.isdisjoint([column.name for column in link.columns]),
+        want_numbers=any(number_dtypes),
+        want_vectors=any(vector_dtypes),
         constants=link.constants,
+        number_dtypes=number_dtypes,
+        vector_dtypes=vector_dtypes,
     )
     grads: dict[str, Gradient] = {} if dx is None else {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])}
-    for i, name in enumerate(link.rows):
-        if name in needs_grad and by_row is not None:
-            grads[name] = by_row[i].view(dy.shape[:-1]).to(saved.row_dtypes[name])
+    for name, number in zip(link.rows, by_row if by_row is not None else (), strict=False):
+        if name in needs_grad and number is not None:
+            grads[name] = number.view(dy.shape[:-1]).to(saved.row_dtypes[name])
     if by_column is not None:
-        grads |= _column_grads(link, by_column, parameters, needs_grad)
+        grads |= _column_grads(link, list(by_column), parameters, needs_grad)
     return grads
 
 
@@ -116,15 +107,27 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
+def _dense(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.reshape(-1).contiguous()
+
+
+def _number_dtype(saved: Saved, name: str, dy: Tensor) -> torch.dtype:
+    """In which the gradient of a number of a row is computed: its own, unless nothing else is as wide."""
+    dtype = saved.row_dtypes[name]
+    return dtype if dtype.itemsize <= 4 or name in saved.rows else torch.promote_types(dy.dtype, torch.float32)
+
+
 def _column_grads(
-    link: Link, by_column: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
+    link: Link, by_column: Sequence[Tensor | None], parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
 ) -> dict[str, Gradient]:
     grads = dict[str, Gradient]()
     for i, (name, argument) in enumerate(link.columns):
-        if name in needs_grad and argument != "u":
-            parameter = parameters[name]
-            whole = by_column[i] if argument is None else _joined(by_column[i], by_column[i + 1], link.block)
-            grads[name] = whole.view(parameter.shape).to(parameter.dtype)
+        whole, parameter = by_column[i], parameters[name]
+        if name not in needs_grad or whole is None or argument == "u":
+            continue
+        up = by_column[i + 1] if argument == "x" else None
+        whole = whole if up is None else _joined(whole, up, link.block)
+        grads[name] = whole.view(parameter.shape).to(parameter.dtype)
     return grads
 
 

@@ -249,7 +249,7 @@ class Pointwise(Op):
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> list[Tensor]:
         """What the function takes, in float32 at least: [rows, blocks, block], or [rows, 1, 1] for numbers of a row."""
-        dtype = kernels.outputs.widest(x, *rows.values())
+        dtype = kernels.outputs.compute_dtype(x, list(rows.values()))
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
         by_row = [rows[name].to(dtype).reshape(-1, 1, 1) for name in self._row_inputs]
         vectors = [columns[name].to(dtype).reshape(1, self._groups or 1, -1) for name in self._column_inputs]

@@ -40,6 +40,7 @@ from .problem import (
     GroupedGemm,
     Layout,
     Matrices,
+    Operands,
     PointwiseGrads,
     PointwiseRows,
     first,
@@ -227,8 +228,8 @@ def pointwise(
     x: Tensor,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     constants: tuple[float, ...] = (),
 ) -> Tensor:
@@ -245,8 +246,8 @@ def pointwise_refusal(
     x: Tensor,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     constants: tuple[float, ...] = (),
 ) -> str | None:
@@ -255,23 +256,30 @@ def pointwise_refusal(
     return pointwise_choice(program, x, rows)[1] or None
 
 
-@kernel(outputs.new_pointwise_grads, obeys_switches=False)
+@kernel(outputs.new_pointwise_grads, obeys_switches=False, eager_only=("number_dtypes", "vector_dtypes"))
 def pointwise_backward(
     dy: Tensor,
     x: Tensor | None,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     *,
     want_x: bool,
     want_numbers: bool,
     want_vectors: bool,
     constants: tuple[float, ...] = (),
+    number_dtypes: outputs.Dtypes = (),
+    vector_dtypes: outputs.Dtypes = (),
 ) -> PointwiseGrads:
-    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C]."""
-    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, want_x, want_numbers, want_vectors)
+    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C].
+
+    Args:
+        number_dtypes, vector_dtypes: of the gradients, None for those that nobody wants. Without them all are stacked.
+    """
+    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes
+    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
         recording.pointwise(program, dy, rows, x, *out)

@@ -167,7 +167,7 @@ def activation_choice(
 ) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     if spec.program is not None:
-        numbers = scales if scales is None else scales.reshape(1, -1)
+        numbers = None if scales is None else (scales,)
         kernels, why = pointwise_choice(spec.program, preact, PointwiseRows(preact, spec.block, numbers))
         return FunctionKernels(kernels, spec.program), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)

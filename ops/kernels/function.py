@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,8 +32,9 @@ class FunctionKernels(NamedTuple):
     ) -> None:
         """From ``dpostact`` [..., F] what ``out`` has tensors for."""
         rows = _rows(preact, spec, scales)
-        dscales = None if out.scales is None else torch.empty_like(rows.numbers)  # type: ignore[arg-type]
-        grads = PointwiseGrads(_flat(out.preact), dscales, None)
+        numbers = cast(tuple[Tensor], rows.numbers)
+        dscales = None if out.scales is None else torch.empty_like(numbers[0])
+        grads = PointwiseGrads(_flat(out.preact), None if dscales is None else (dscales,), None)
         self.kernels.backward(self.program, rows, _flat(dpostact).contiguous(), grads)
         if out.scales is not None and dscales is not None:
             out.scales.copy_(dscales.view(out.scales.shape))
@@ -45,7 +46,7 @@ def _rows(preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> Pointw
     flat = _flat(preact).contiguous()
     if scales is None:
         scales = preact.new_ones(flat.shape[0], dtype=torch.promote_types(preact.dtype, torch.float32))
-    return PointwiseRows(flat, spec.block, scales.reshape(1, -1).contiguous())
+    return PointwiseRows(flat, spec.block, (scales.reshape(-1).contiguous(),))
 
 
 def _flat(rows: Tensor) -> Tensor:

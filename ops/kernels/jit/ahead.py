@@ -28,9 +28,8 @@ def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dt
     Raises:
         CompileError: there is no compiler, or it refuses.
     """
-    rows = [
-        KernelForm(direction, program, dtype, torch.float32, torch.float32) for direction in ("forward", "backward")
-    ]
+    types = [(torch.float32,) * len(inputs) for inputs in (program.rows, program.columns)]
+    rows = [KernelForm(direction, program, dtype, *types) for direction in ("forward", "backward")]
     for form in rows:
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
