@@ -273,6 +273,35 @@ def test_several_numbers_are_read_where_they_lie_and_replayed(kind):
         assert "hopper (pointwise)" in explained
 
 
+def biased(dtype: torch.dtype) -> Sequential:
+    """The first bias has the gradient of x, the second one of its own, the last that of y."""
+    ops = [fusible.Bias(16, dtype=dtype) for _ in range(3)]
+    for op in ops:
+        torch.nn.init.normal_(op.bias)
+    return Sequential(ops[0], fusible.Activation("silu"), ops[1], fusible.ConstantScale(0.5), ops[2])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_biases_of_a_chain_are_replayed(dtype):
+    model, counted = biased(dtype), []
+    with replay.simulated("cpu"):
+        for rows in (6, 6, 6, 6, 300, 300, 5):
+            x, dy = torch.randn(rows, 16).to(BF16).requires_grad_(), torch.randn(rows, 16).to(BF16)
+            before, results = replay.stats().replayed, []
+            for each in (model, copy.deepcopy(model)):
+                y = each(x)
+                results.append([y.detach(), *torch.autograd.grad(y, [x, *each.parameters()], dy)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            counted.append(replay.stats().replayed - before)
+            with fusible.config(backend="loop"):
+                y = model(x)
+                theirs = [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+            for computed, expected in zip(results[0], theirs, strict=True):
+                size = max(1.0, float(expected.abs().max()))
+                torch.testing.assert_close(computed, expected, rtol=2.0**-6, atol=2.0**-6 * size)
+    assert counted[-1] == 2, counted
+
+
 @pytest.mark.parametrize("kind", ["op", "chain"])
 def test_several_numbers_are_those_of_pytorch(kind):
     torch.manual_seed(2)

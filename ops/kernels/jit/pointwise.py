@@ -96,7 +96,7 @@ def _term(program: Program, column: str, dy: Tensor, dx: Tensor | None) -> Tenso
 
 def _sum_by_group(by_row: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
     """``out`` [groups, C] = the sums of [rows, C] over the rows of each group."""
-    if split_sizes is None or hopper_rows.groups_refusal(by_row, split_sizes, out) is not None:
+    if hopper_rows.groups_refusal(by_row, split_sizes, out) is not None:
         out.copy_(sums(by_row.unsqueeze(0).to(torch.promote_types(by_row.dtype, torch.float32)), split_sizes)[0])
     else:
         hopper_rows.column_sums(by_row, split_sizes, out, None)
