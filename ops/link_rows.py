@@ -57,9 +57,8 @@ class Saved(NamedTuple):
 
 def refusal(operands: Operands, x: Tensor) -> str | None:
     """Why our own kernels do not compute the link; None: they do."""
-    link = operands.link
-    read = operands.numbers(), operands.vectors(), operands.split_sizes
-    return kernels.pointwise_refusal(flat(x), link.program, link.block, *read, link.constants)
+    numbers, vectors = tuple(operands.rows.values()), tuple(operands.columns.values())
+    return kernels.pointwise_refusal(x, operands.link.program, numbers, vectors)
 
 
 def forward(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:

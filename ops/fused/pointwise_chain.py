@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
+from ...fuser.tracing import note
 from .. import kernels, link_rows
 from ..activation_spec import ActivationSpec, spec_of_program
 from ..bias import Bias
@@ -89,8 +90,10 @@ class PointwiseChain(FusedOp):
             rows, sizes = {name: keywords[name] for name in link.rows}, keywords.get("split_sizes")
             sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
             operands = link_rows.Operands(link, rows, dict(self.inputs()), sizes)
-            if link_rows.refusal(operands, x) is None:
+            refusal = link_rows.refusal(operands, x)
+            if refusal is None:
                 return link_rows.forward(operands, x, needs_grad)
+            note(f"the ops run one by one: {refusal}")
         return super().fwd(x, needs_grad=needs_grad, autocast_dtype=autocast_dtype, **keywords)
 
     def bwd(self, saved: Any, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

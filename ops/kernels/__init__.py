@@ -242,18 +242,9 @@ def pointwise(
     return y
 
 
-def pointwise_refusal(
-    x: Tensor,
-    program: Program,
-    block: int | None = None,
-    numbers: Operands = None,
-    vectors: Operands = None,
-    split_sizes: Tensor | None = None,
-    constants: tuple[float, ...] = (),
-) -> str | None:
-    """Why no kernel of ours computes a program over such rows, so that PyTorch does, line by line; None: one does."""
-    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
-    return pointwise_choice(program, x, rows)[1] or None
+def pointwise_refusal(x: Tensor, program: Program, numbers: Operands, vectors: Operands) -> str | None:
+    """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
+    return pointwise_choice(program, x, PointwiseRows(x, None, numbers, vectors=vectors))[1] or None
 
 
 @kernel(outputs.new_pointwise_grads, obeys_switches=False, eager_only=("number_dtypes", "vector_dtypes"))
