@@ -15,6 +15,7 @@ from checks.functions import learned_slope, phish, telu
 from emulation import build
 
 from fusible import Pointwise
+from fusible.ops.fused.activation_role import vectors_of
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
 from fusible.ops.kernels.jit.cache import kernel_cache
@@ -53,7 +54,7 @@ def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) 
     """Of hidden rows of 512 columns, as a fused layer asks for it."""
     assert op.spec is not None
     assert op.spec.program is not None
-    layout, vectors = Layout.NN if backward else Layout.NT, op.vectors
+    layout, vectors = Layout.NN if backward else Layout.NT, vectors_of(op)
     of_columns = None if vectors is None else vectors.dtype, vectors is not None and backward
     return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, False, *of_columns)
 

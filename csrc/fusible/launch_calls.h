@@ -246,17 +246,27 @@ struct ActivateBackwardLaunch : OnStream {
 struct PointwiseLaunch : OnStream {
   static constexpr const char* kName = "pointwise";
   Pointwise call{};
+  Addresses numbers, dnumbers, vectors, dcolumns;
 
   template <class Visitor>
   void fields(Visitor& v) {
     PointwiseParams& p = call.params;
     v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
     v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
-    v.field("numbers", p.numbers), v.field("dnumbers", p.dnumbers), v.field("vectors", p.vectors);
-    v.field("dcolumns", p.dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
+    v.field("numbers", numbers), v.field("dnumbers", dnumbers), v.field("vectors", vectors);
+    v.field("dcolumns", dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
     v.field("constants", call.constants);
   }
-  void complete() {}
+  void complete() {
+    put(numbers, call.params.numbers), put(dnumbers, call.params.dnumbers);
+    put(vectors, call.params.vectors), put(dcolumns, call.params.dcolumns);
+  }
+  template <class T>
+  static void put(const Addresses& from, T* (&to)[kPointwiseOperands]) {
+    FUSIBLE_CHECK(from.size() <= std::size(to), "takes at most ", std::size(to),
+                  " numbers of a row, and of a column, got ", from.size());
+    for (size_t i = 0; i < from.size(); ++i) to[i] = reinterpret_cast<T*>(from[i]);
+  }
   void run() const { pointwise(call, device, stream); }
 };
 

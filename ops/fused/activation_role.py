@@ -1,16 +1,32 @@
-"""The role ``act`` of a pattern: a built-in activation, or a function that a user has written."""
+"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain with one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from ...fuser import Gradient, Match, Pattern
+from ...fuser import Gradient, Match, Op, Pattern, Run, one_or_run
+from .. import link_rows
 from ..activation_spec import ActivationSpec
 from ..glu import Activated
+from ..link import Link
 from ..pointwise import Pointwise
+from ..scale import ConstantScale, Scale
+from .pointwise_chain import PointwiseChain, has_function, number_of_gates
 
 ACTIVATION = (Activated, Pointwise)
 _PREFIX, _SIZES = "act.", "split_sizes"
+
+
+def _is_chain(ops: Sequence[Op]) -> bool:
+    return has_function(ops) and number_of_gates(ops) < 2
+
+
+ACTIVATION_OR_CHAIN = one_or_run(
+    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale), PointwiseChain, _is_chain)
+)
+"""In an epilogue. Numbers of columns are those of groups there, so a :class:`Bias` ends the chain."""
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -21,7 +37,7 @@ def with_activation(pattern: Pattern) -> Pattern:
     """
     return _with_rows(
         pattern.where("act has operations that kernels do not know", _is_known).where(
-            "act reads a number for each column", lambda match: not _has_columns(match)
+            "act reads a number for each column", lambda match: not _reading_columns(match)
         )
     )
 
@@ -31,6 +47,7 @@ def with_activation_of_groups(pattern: Pattern) -> Pattern:
     return _with_rows(
         pattern.where("act has operations that kernels do not know", _is_known)
         .where("act reads a number for each column, the same for all groups", _reads_columns_of_groups)
+        .where("act reads a number for each column before gate and up meet", _reads_columns_after_gate)
         .where("act and fc1 read different split_sizes", _shares_groups)
     )
 
@@ -43,21 +60,21 @@ def _with_rows(pattern: Pattern) -> Pattern:
     )
 
 
-def spec_of(act: Activated | Pointwise) -> ActivationSpec:
+def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
     """What the activation of a match is."""
     spec = act.spec
     assert spec is not None
     return spec
 
 
-def vectors_of(act: Activated | Pointwise) -> Tensor | None:
+def vectors_of(act: Activated | Pointwise | PointwiseChain) -> Tensor | None:
     """[K, E, F]: the numbers of each group's columns that the activation of a match reads; None: it reads none."""
-    return act.vectors if isinstance(act, Pointwise) and act.has_columns else None
+    return None if isinstance(act, Activated) else link_rows.stacked_vectors(_link_of(act), dict(act.inputs()))
 
 
-def reads_a_row(act: Activated | Pointwise) -> bool:
+def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
     """Whether the activation of a match reads a number of the row."""
-    return isinstance(act, Pointwise) and act.reads_a_row
+    return not isinstance(act, Activated) and bool(_link_of(act).rows)
 
 
 def wants_vectors(needs_grad: frozenset[str]) -> bool:
@@ -66,38 +83,52 @@ def wants_vectors(needs_grad: frozenset[str]) -> bool:
 
 
 def vector_grads(
-    act: Activated | Pointwise, dvectors: Tensor | None, needs_grad: frozenset[str]
+    act: Activated | Pointwise | PointwiseChain, dvectors: Tensor | None, needs_grad: frozenset[str]
 ) -> dict[str, Gradient]:
     """The wanted gradients of the activation's numbers of columns, by the names of a fused op."""
-    if dvectors is None or not isinstance(act, Pointwise):
+    if dvectors is None or isinstance(act, Activated):
         return {}
     wanted = [name.removeprefix(_PREFIX) for name in needs_grad if name.startswith(_PREFIX)]
-    return {f"{_PREFIX}{name}": gradient for name, gradient in act.column_grads(dvectors, wanted).items()}
+    grads = link_rows.column_grads(_link_of(act), list(dvectors), dict(act.inputs()), wanted)
+    return {f"{_PREFIX}{name}": gradient for name, gradient in grads.items()}
 
 
 def keyword_of(role: str, keyword: str) -> str | None:
-    """What a fused op calls the number of the row that its activation reads; None for what is no such number."""
-    return "scales" if role == "act" and keyword != _SIZES else None
+    """What a fused op calls the number of the row that its activation, or a part of it, reads; else None."""
+    return "scales" if role.partition(".")[0] == "act" and keyword != _SIZES else None
+
+
+def _link_of(act: Pointwise | PointwiseChain) -> Link:
+    link = act.link
+    assert link is not None
+    return link
 
 
 def _is_known(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.program is not None
+    return isinstance(match.act, Activated) or match.act.program is not None
 
 
-def _has_columns(match: Match) -> bool:
-    return isinstance(match.act, Pointwise) and match.act.has_columns
+def _reading_columns(match: Match) -> dict[str, Link]:
+    """The functions of the activation that read numbers of columns, by their names in the match."""
+    names = [name for name in match.nodes if name.partition(".")[0] == "act"]
+    functions = {name: part for name in names if isinstance(part := match.part(name), Pointwise)}
+    return {name: link for name, part in functions.items() if (link := _link_of(part)).columns}
 
 
 def _reads_columns_of_groups(match: Match) -> bool:
-    return not _has_columns(match) or match.act.has_columns_of_groups
+    return all(link.groups is not None for link in _reading_columns(match).values())
+
+
+def _reads_columns_after_gate(match: Match) -> bool:
+    return not _reading_columns(match) or all(column.argument is None for column in _link_of(match.act).columns)
 
 
 def _shares_groups(match: Match) -> bool:
-    return not _has_columns(match) or match.source("act", _SIZES) == match.source("fc1", _SIZES)
+    return {match.source(name, _SIZES) for name in _reading_columns(match)} <= {match.source("fc1", _SIZES)}
 
 
 def _reads_one_number(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.spec is not None
+    return match.act.spec is not None
 
 
 def _scales_once(match: Match) -> bool:

@@ -15,7 +15,7 @@ from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
 from .activation_role import (
-    ACTIVATION,
+    ACTIVATION_OR_CHAIN,
     keyword_of,
     spec_of,
     vector_grads,
@@ -24,10 +24,11 @@ from .activation_role import (
     with_activation_of_groups,
 )
 from .fc1 import FC1, flat, names_of
+from .pointwise_chain import PointwiseChain
 
 
 @register_fusion(
-    with_activation_of_groups(Pattern.path(fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale))).absent(
+    with_activation_of_groups(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
         "output", "fc1"
     ),
     priority=20,
@@ -37,7 +38,7 @@ class GroupedLinearGLU(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
 
     class Saved(NamedTuple):

@@ -23,7 +23,7 @@ from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
 from .activation_role import (
-    ACTIVATION,
+    ACTIVATION_OR_CHAIN,
     keyword_of,
     spec_of,
     vector_grads,
@@ -32,6 +32,7 @@ from .activation_role import (
     with_activation_of_groups,
 )
 from .fc1 import FC1, Part, filed, flat, names_of
+from .pointwise_chain import PointwiseChain
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
@@ -42,7 +43,7 @@ def _buffer_holds_y(match: Match) -> bool:
 
 
 _PATH = Pattern.path(
-    fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
+    fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
 )
 
 
@@ -60,7 +61,7 @@ class GroupedMLP(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None

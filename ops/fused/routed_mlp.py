@@ -27,8 +27,16 @@ from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
-from .activation_role import ACTIVATION, reads_a_row, spec_of, vector_grads, vectors_of, with_activation_of_groups
+from .activation_role import (
+    ACTIVATION_OR_CHAIN,
+    reads_a_row,
+    spec_of,
+    vector_grads,
+    vectors_of,
+    with_activation_of_groups,
+)
 from .grouped_mlp import GroupedMLP
+from .pointwise_chain import PointwiseChain
 from .routed_forward import forward, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
@@ -41,7 +49,7 @@ def _pattern() -> Pattern:
     path = Pattern.path(
         dispatch=Dispatch,
         fc1=GroupedLinear,
-        act=ACTIVATION,
+        act=ACTIVATION_OR_CHAIN,
         scale=optional(Scale),
         fc2=GroupedLinear,
         out_scale=optional(Scale),
@@ -65,7 +73,7 @@ class RoutedMLP(FusedOp):
 
     dispatch: Dispatch
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None

@@ -41,6 +41,7 @@ from .problem import (
     GroupVectors,
     Layout,
     Matrices,
+    Operands,
     PointwiseGrads,
     PointwiseRows,
     first,
@@ -264,8 +265,8 @@ def pointwise(
     x: Tensor,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     constants: tuple[float, ...] = (),
 ) -> Tensor:
@@ -278,23 +279,35 @@ def pointwise(
     return y
 
 
-@kernel(outputs.new_pointwise_grads, obeys_switches=False)
+def pointwise_refusal(x: Tensor, program: Program, numbers: Operands, vectors: Operands) -> str | None:
+    """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
+    return pointwise_choice(program, x, PointwiseRows(x, None, numbers, vectors=vectors))[1] or None
+
+
+@kernel(outputs.new_pointwise_grads, obeys_switches=False, eager_only=("number_dtypes", "vector_dtypes"))
 def pointwise_backward(
     dy: Tensor,
     x: Tensor | None,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     *,
     want_x: bool,
     want_numbers: bool,
     want_vectors: bool,
     constants: tuple[float, ...] = (),
+    number_dtypes: outputs.Dtypes = (),
+    vector_dtypes: outputs.Dtypes = (),
 ) -> PointwiseGrads:
-    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C]."""
-    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, want_x, want_numbers, want_vectors)
+    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C].
+
+    Args:
+        number_dtypes, vector_dtypes: of the gradients, None for those that nobody wants. Without them all are stacked.
+    """
+    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes
+    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
         recording.pointwise(program, dy, rows, x, *out)

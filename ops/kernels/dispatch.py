@@ -175,10 +175,8 @@ def activation_choice(
 ) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     if spec.program is not None:
-        numbers, vectors = scales if scales is None else scales.reshape(1, -1), None
-        if of_groups is not None:
-            vectors = of_groups.vectors
-        read = PointwiseRows(preact, spec.block, numbers, vectors=vectors)
+        vectors = None if of_groups is None else of_groups.vectors
+        read = PointwiseRows(preact, spec.block, None if scales is None else (scales,), vectors=vectors)
         kernels, why = pointwise_choice(spec.program, preact, read)
         return FunctionKernels(kernels, spec.program, of_groups), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)

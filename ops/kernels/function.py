@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ class FunctionKernels(NamedTuple):
     ) -> None:
         """From ``dpostact`` [..., F] what ``out`` has tensors for."""
         rows = self._rows(preact, spec, scales)
-        dscales = None if out.scales is None else torch.empty_like(rows.numbers)  # type: ignore[arg-type]
-        grads = PointwiseGrads(_flat(out.preact), dscales, out.vectors)
+        (number,) = cast(tuple[Tensor], rows.numbers)
+        dscales = None if out.scales is None else torch.empty_like(number)
+        grads = PointwiseGrads(_flat(out.preact), None if dscales is None else (dscales,), out.vectors)
         self.kernels.backward(self.program, rows, _flat(dpostact).contiguous(), grads)
         if out.scales is not None and dscales is not None:
             out.scales.copy_(dscales.view(out.scales.shape))
@@ -49,7 +50,7 @@ class FunctionKernels(NamedTuple):
         flat = _flat(preact).contiguous()
         if scales is None:
             scales = preact.new_ones(flat.shape[0], dtype=torch.promote_types(preact.dtype, torch.float32))
-        rows = PointwiseRows(flat, spec.block, scales.reshape(1, -1).contiguous())
+        rows = PointwiseRows(flat, spec.block, (scales.reshape(-1).contiguous(),))
         return rows if self.of_groups is None else rows._replace(**self.of_groups._asdict())
 
 

@@ -17,6 +17,10 @@ Matrices = Tensor | Sequence[Tensor]
 """One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
 
 
+Operands = Tensor | Sequence[Tensor | None] | None
+"""Several operands of one shape: one by one, None for one that is not there, or all stacked; None for none."""
+
+
 class Layout(Enum):
     """How the operands of each group are multiplied. T rows are sorted by group; a group's rows are its own."""
 
@@ -224,10 +228,10 @@ def stacked(matrices: Matrices) -> Tensor:
     return matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
 
 
-def nbytes(*tensors: Matrices | None) -> int:
+def nbytes(*tensors: Matrices | Operands) -> int:
     """Bytes of all their elements; None has none."""
-    present = [t for t in tensors if t is not None]
-    return sum(m.numel() * m.element_size() for t in present for m in ([t] if isinstance(t, Tensor) else t))
+    present = [t for each in tensors if each is not None for t in ([each] if isinstance(each, Tensor) else each)]
+    return sum(m.numel() * m.element_size() for m in present if m is not None)
 
 
 class GroupVectors(NamedTuple):
@@ -243,18 +247,18 @@ class PointwiseRows(NamedTuple):
     Attributes:
         x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
         block: columns of gate before as many of up; None: one block of each.
-        numbers: [R, rows], contiguous: the numbers of each row.
+        numbers: the numbers of each row, [rows] each, dense; None for one that nothing reads.
         constants: one number for all elements, for each constant of the program.
-        vectors: [K, groups, C], contiguous: the numbers of each column, of a group or of all rows.
+        vectors: the numbers of each column, of a group or of all rows, [groups, C] each, dense; None as for numbers.
         split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
             last group reads zeros.
     """
 
     x: Tensor | None
     block: int | None
-    numbers: Tensor | None
+    numbers: Operands
     constants: tuple[float, ...] = ()
-    vectors: Tensor | None = None
+    vectors: Operands = None
     split_sizes: Tensor | None = None
 
 
@@ -265,5 +269,5 @@ class PointwiseGrads(NamedTuple):
     """
 
     x: Tensor | None
-    numbers: Tensor | None
-    vectors: Tensor | None
+    numbers: Operands
+    vectors: Operands

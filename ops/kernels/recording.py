@@ -13,7 +13,7 @@ from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .interface import RowKernels
-from .problem import ActivateBackward, GroupedGemm, GroupVectors, Matrices, PointwiseRows, first, nbytes
+from .problem import ActivateBackward, GroupedGemm, GroupVectors, Matrices, Operands, PointwiseRows, first, nbytes
 from .pytorch import pointwise as pytorch_pointwise
 
 
@@ -56,7 +56,7 @@ def activation(
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 
-def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Tensor | None) -> None:
+def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Operands) -> None:
     """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
     kernels, reason = pointwise_choice(program, columns, rows)
     kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"

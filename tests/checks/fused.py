@@ -17,6 +17,7 @@ from torch import Tensor
 from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.fused.activation_role import reads_a_row
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.interface import ActivationKernels
@@ -75,7 +76,7 @@ def case_of(op: Pointwise, function: Callable[..., Tensor], **asked: Any) -> Cas
     def scaled(*inputs: Tensor) -> Tensor:
         return function(*inputs[:count], *inputs[count + 1 :]) * inputs[count]
 
-    return Case(op.spec, function=function if op.reads_a_row else scaled, **asked)
+    return Case(op.spec, function=function if reads_a_row(op) else scaled, **asked)
 
 
 class ByAutograd(NamedTuple):

@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from ...activation_spec import ActivationSpec
+from ...programs.columns import stacked_dtype
 from ...programs.program import Program
 from ..hopper.extension import is_built
 from ..problem import Layout
@@ -20,7 +21,7 @@ _WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where t
 
 
 def compile_ahead(
-    program: Program, spec: ActivationSpec | None, dtype: torch.dtype, vectors: torch.dtype | None = None
+    program: Program, spec: ActivationSpec | None, dtype: torch.dtype, columns: tuple[torch.dtype, ...] = ()
 ) -> int:
     """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
 
@@ -28,19 +29,18 @@ def compile_ahead(
     weights of either orientation, with a bias and without.
 
     Args:
-        vectors: the type of the numbers of columns, if the function reads some.
+        columns: the types of the numbers of columns that the function reads.
 
     Raises:
         CompileError: there is no compiler, or it refuses.
     """
-    rows = [
-        KernelForm(direction, program, dtype, torch.float32, vectors or torch.float32)
-        for direction in ("forward", "backward")
-    ]
+    types = (torch.float32,) * len(program.rows), columns
+    rows = [KernelForm(direction, program, dtype, *types) for direction in ("forward", "backward")]
     for form in rows:
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
         return len(rows)
+    vectors = stacked_dtype(columns) if columns else None
     return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, vectors))
 
 
