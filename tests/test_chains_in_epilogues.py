@@ -28,7 +28,7 @@ from fusible import (
 E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
 D, BF16 = torch.float64, torch.bfloat16
 FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
-IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows")]
+IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "rows")]
 
 
 class Experts:
@@ -38,12 +38,14 @@ class Experts:
         torch.manual_seed(len(names))
         gates = sum(LINKS[name][1] == 2 for name in names)
         self.by_module, fc1 = by_module, GroupedLinear(E, K, H * 2**gates, dtype=D)
-        ops = [fc1, *[LINKS[name][0](H) for name in names], *([GroupedLinear(E, H, K, dtype=D)] if ends else [])]
+        widths = [H * 2 ** sum(LINKS[name][1] == 2 for name in names[i:]) for i in range(len(names))]
+        functions = [LINKS[name][0](width) for name, width in zip(names, widths, strict=True)]
+        ops = [fc1, *functions, *([GroupedLinear(E, H, K, dtype=D)] if ends else [])]
         self.model, sizes = Sequential(*ops).to(dtype), torch.tensor(SIZES)
         self.tensors, self.keywords = {"x": torch.randn(T, K, dtype=D).to(dtype)}, {}
         for i, op in enumerate(ops):
-            self.keywords[i] = {"split_sizes": sizes} if isinstance(op, GroupedLinear) else {}
-            for keyword in op.keywords if 0 < i <= len(names) else ():
+            self.keywords[i] = {"split_sizes": sizes} if "split_sizes" in op.keywords else {}
+            for keyword in op.keywords.keys() - {"split_sizes"} if 0 < i <= len(names) else ():
                 self.keywords[i][keyword] = self.tensors[f"{i}.{keyword}"] = (torch.rand(T, dtype=D) + 0.5).to(dtype)
         self.tensors |= dict(self.model.named_parameters())
         for i, tensor in enumerate(self.tensors.values()):
@@ -109,6 +111,10 @@ def test_random_chains(dtype):
         (["scale", "silu"], ["GroupedMLP"]),
         (["row", "scale"], ["GroupedLinearGLU", "Scale", "GroupedLinear"]),
         (["swiglu", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
+        (["groups", "silu"], ["GroupedMLP"]),
+        (["swiglu", "groups", "tanh", "groups", "row"], ["GroupedMLP"]),
+        (["groups", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
+        (["column", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
         (["bias", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
         (["silu", "tanh", "bias"], ["GroupedLinearGLU", "Bias", "GroupedLinear"]),
         (["constant", "scale"], ["GroupedLinear", "ConstantScale", "Scale", "GroupedLinear"]),
@@ -121,18 +127,41 @@ def test_what_becomes_one_op(names, expected):
     assert steps(experts.model) == expected
 
 
-def test_why_a_chain_is_refused():
-    experts = Experts(["row", "tanh", "scale", "row"])
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["row", "tanh", "scale", "row"], "act reads more than one number of a row"),
+        (["silu", "column"], "act reads a number for each column, the same for all groups"),
+        (["groups", "swiglu"], "act reads a number for each column before gate and up meet"),
+    ],
+    ids=str,
+)
+def test_why_a_chain_is_refused(names, reason):
+    experts = Experts(names)
     experts.run()
     refused = [f.reason for f in experts.model.explain().fusions if f.name == "GroupedMLP"]
-    assert refused == ["act reads more than one number of a row"]
+    assert refused == [reason]
 
 
-def test_routed_experts():
+def test_a_chain_that_reads_other_split_sizes_is_refused():
+    experts = Experts(["silu", "groups"])
+    experts.keywords[2]["split_sizes"] = torch.tensor(SIZES)
+    experts.run()
+    refused = [f.reason for f in experts.model.explain().fusions if f.name == "GroupedMLP"]
+    assert refused == ["act and fc1 read different split_sizes"]
+
+
+@pytest.mark.parametrize("by_function", [False, True], ids=["scale", "function"])
+def test_routed_experts(by_function):
     torch.manual_seed(0)
-    ops = [SwiGLU(), Pointwise(lambda x: 3 * torch.tanh(x / 3)), ConstantScale(0.5)]
+    columns = {"b": torch.rand(E, H, dtype=D)}
+    if by_function:  # which reads the routing weights and numbers of each expert's columns
+        ops = [SwiGLU(), Pointwise(lambda x, scales, b: torch.tanh(x * b) * scales, columns=columns)]
+    else:
+        ops = [SwiGLU(), Pointwise(lambda x: 3 * torch.tanh(x / 3)), ConstantScale(0.5)]
     linears = GroupedLinear(E, K, 2 * H, dtype=D), GroupedLinear(E, H, K, dtype=D)
-    model = Sequential(Dispatch(E), linears[0], *ops, linears[1], Scale(), Combine())
+    last = [] if by_function else [Scale()]
+    model = Sequential(Dispatch(E), linears[0], *ops, linears[1], *last, Combine())
     x, weights = torch.randn(T, K, dtype=D, requires_grad=True), torch.rand(T, 2, dtype=D, requires_grad=True)
     index, results = torch.randint(E, (T, 2)), []
     for disabled in (set(), FUSIONS):
