@@ -151,6 +151,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
   module.attr("PAIR_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::WithSecondPair<fusible::ActivationParams>);
   module.attr("PAIR_VARIANTS") = std::vector<int>(std::begin(fusible::kPairVariants), std::end(fusible::kPairVariants));
+  module.attr("TENSOR_MAP_ALIGNMENT") = alignof(CUtensorMap);
   def<fusible::PointwiseLaunch>(module,
                                 "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");

@@ -1,7 +1,7 @@
 """The graph compiler: ops, patterns, fusions, plans. Knows no concrete op and no kernel."""
 
 from .compiler.graph import OpGraph
-from .compiler.pattern import Match, Pattern, optional
+from .compiler.pattern import Match, Pattern, Run, one_or_run, optional
 from .compiler.plan import Plan
 from .compiler.registry import Fusion, register_fusion, registry, unregister
 from .composite import Composite, FusedOp
@@ -33,10 +33,12 @@ __all__ = [
     "Pattern",
     "Plan",
     "RefusedError",
+    "Run",
     "Sequential",
     "TensorSpec",
     "config",
     "explain",
+    "one_or_run",
     "optional",
     "register_fusion",
     "registry",

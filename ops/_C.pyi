@@ -9,6 +9,7 @@ BACKWARD_VARIANTS: list[int]
 PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 PAIR_ACTIVATION_PARAMS_BYTES: int  # with a second pair of operands
+TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
@@ -236,10 +237,10 @@ def pointwise(
     dy: int,
     y: int,
     dx: int,
-    numbers: int,
-    dnumbers: int,
-    vectors: int,
-    dcolumns: int,
+    numbers: list[int],
+    dnumbers: list[int],
+    vectors: list[int],
+    dcolumns: list[int],
     groups: int,
     sizes: int,
     int64_sizes: bool,
@@ -273,6 +274,8 @@ def linear_activation(
     bias_scale: int = ...,
     scales: int = ...,
     scales_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
     workspace: int = ...,
     variant: int = ...,
     second_k: int = ...,
@@ -309,6 +312,10 @@ def linear_activation_backward(
     postact: int = ...,
     dbias: int = ...,
     dbias_type: int = ...,
+    vectors: int = ...,
+    vectors_count: int = ...,
+    dvectors: int = ...,
+    dvectors_type: int = ...,
     workspace: int = ...,
     variant: int = ...,
     second_k: int = ...,
@@ -338,6 +345,7 @@ def backward_workspace_bytes(
     columns: int,
     dscales: bool,
     bias_columns: int,
+    dvectors: int,
 ) -> int: ...
 def zero_tail(
     *,

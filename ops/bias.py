@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..fuser import Grads, Op, TensorSpec
 from .checks import check_features, check_floats, check_parameter, check_sizes
+from .link import Column, Link, linear_program
 
 
 class Bias(Op):
@@ -17,6 +18,10 @@ class Bias(Op):
     Raises:
         ArgumentError: ``features`` is not a positive int, or the dtype is not floating-point with at least 16 bits.
     """
+
+    checks_values = False
+    values_checked_on_host = frozenset()
+    replayable = True
 
     def __init__(
         self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -30,6 +35,11 @@ class Bias(Op):
     def reset_parameters(self) -> None:
         """Sets the bias to zero."""
         nn.init.zeros_(self.bias)
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(linear_program(torch.add, "b0"), columns=(Column("bias"),))
 
     def check_without_x(self) -> None:
         check_parameter("bias", self.bias, (self.features,), None)

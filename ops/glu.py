@@ -10,6 +10,8 @@ from ..fuser import Grads, Op, TensorSpec
 from . import kernels
 from .activation_spec import ActivationSpec, Interleaved, gated
 from .checks import check_floats, check_halves
+from .link import Link
+from .programs.compose import unscaled
 
 
 class Activated(Op):
@@ -25,6 +27,11 @@ class Activated(Op):
     def __init__(self, spec: ActivationSpec) -> None:
         super().__init__()
         self.spec = spec
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(unscaled(self.spec.function), gated=self.spec.gated, block=self.spec.block)
 
     def check(self, x: TensorSpec) -> TensorSpec:
         check_floats(x)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..fuser import Gradient, Grads, Keyword, Op, TensorSpec
+from ..fuser import Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
-from . import kernels
-from .activation_spec import ActivationSpec, Interleaved, spec_of_program
+from . import kernels, link_rows
+from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
+from .link import Column, Link
+from .link_rows import flat
 from .programs.columns import of_rows, sums
 from .programs.halves import join, split
 from .programs.parameters import Function, InOrder, Parameters
-from .programs.program import Program, part_of, with_constants
+from .programs.program import Program
 from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
 
 _RESERVED = RESERVED | {"x", "y", "split_sizes"}
@@ -73,12 +74,7 @@ class Pointwise(Op):
     replayable = True
     values_checked_on_host = frozenset()
 
-    class Saved(NamedTuple):
-        x: Tensor | None
-        rows: dict[str, Tensor]
-        row_dtypes: dict[str, torch.dtype]
-        columns: dict[str, Tensor]
-        split_sizes: Tensor | None
+    Saved = link_rows.Saved
 
     def __init__(
         self,
@@ -139,11 +135,18 @@ class Pointwise(Op):
         self._constants = tuple([float(constants[name]) for name in self._constant_names])
 
     @property
-    def spec(self) -> ActivationSpec | None:
-        """The function as an activation, with the scale of a row for its number; None where kernels have none such."""
-        if self.program is None or len(self.program.rows) > 1 or self.program.columns:
+    def link(self) -> Link | None:
+        """The op as a link of a chain; None for a function that kernels do not know."""
+        if self.program is None:
             return None
-        return spec_of_program(with_constants(self.program, self._constants), _block(self.halves))
+        columns = tuple(map(Column, self._column_inputs))
+        layout = self.halves is not None, _block(self.halves), self._groups
+        return Link(self.program, tuple(self._row_inputs), columns, self._constants, *layout)
+
+    @property
+    def spec(self) -> ActivationSpec | None:
+        """The function as an activation; None where kernels have none such."""
+        return None if self.link is None else self.link.spec
 
     def compile_kernels(self, dtype: torch.dtype = torch.bfloat16) -> int:
         """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
@@ -157,7 +160,8 @@ class Pointwise(Op):
         """
         if self.program is None:
             raise ValueError(f"Pointwise: {self.refusal}")
-        return kernels.compile_ahead(self.program, self.spec, dtype)
+        columns = tuple([parameter.dtype for _, parameter in self.inputs()])
+        return kernels.compile_ahead(self.program, self.spec, dtype, columns)
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:
@@ -184,76 +188,26 @@ class Pointwise(Op):
         split_sizes: Tensor | Sequence[int] | None = None,
         needs_grad: frozenset[str],
         **rows: Tensor,
-    ) -> tuple[Tensor, Saved]:
-        flat, columns = _flat(x), dict(self.inputs())
+    ) -> tuple[Tensor, link_rows.Saved]:
+        link, columns = self.link, dict(self.inputs())
         sizes = None if split_sizes is None else kernels.as_split_sizes(split_sizes, x.device)
-        if self.program is None:
-            y = self._value(flat, rows, columns, sizes)
-        else:
-            y = kernels.pointwise(
-                flat,
-                self.program,
-                _block(self.halves),
-                self._numbers(x, rows),
-                self._vectors(columns),
-                sizes,
-                self._constants,
-            )
-        saved = self._residuals(x, rows, columns, needs_grad)._replace(split_sizes=sizes)
+        if link is not None:
+            return link_rows.forward(link_rows.Operands(link, rows, columns, sizes), x, needs_grad)
+        dtypes = {name: numbers.dtype for name, numbers in rows.items()}
+        saved = self.Saved(x, rows, dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
+        y = self._value(flat(x), rows, columns, sizes)
         return y.reshape(*x.shape[:-1], y.shape[-1]), saved
 
-    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        x, flat = None if saved.x is None else _flat(saved.x), _flat(dy)
-        want_numbers, want_vectors = (
-            not needs_grad.isdisjoint(each) for each in (self._row_inputs, self._column_inputs)
-        )
-        if self.program is None:
-            assert x is not None
-            computed = self._gradients(x, saved, flat)
-        else:
-            computed = kernels.pointwise_backward(
-                flat,
-                x,
-                self.program,
-                _block(self.halves),
-                self._numbers(dy, saved.rows),
-                self._vectors(saved.columns),
-                saved.split_sizes,
-                want_x="x" in needs_grad,
-                want_numbers=want_numbers,
-                want_vectors=want_vectors,
-                constants=self._constants,
-            )
-        dx, by_row, by_column = computed
-        grads: dict[str, Gradient] = {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])} if dx is not None else {}
-        for i, name in enumerate(self._row_inputs):
-            if name in needs_grad and by_row is not None:
-                grads[name] = by_row[i].view(dy.shape[:-1]).to(saved.row_dtypes[name])
-        for i, (name, parameter) in enumerate(self.inputs()):
-            if name in needs_grad and by_column is not None:
-                grads[name] = by_column[i].view(parameter.shape).to(parameter.dtype)
-        return grads
-
-    def _numbers(self, columns: Tensor, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """[R, rows]: the numbers of the rows. None if none is read; zeros for one that is not read beside others."""
-        if not rows:
-            return None
-        if len(self._row_inputs) == 1:
-            return next(iter(rows.values())).reshape(1, -1).contiguous()
-        dtype = _compute_dtype(columns, *rows.values())
-        zeros = columns.new_zeros(columns.shape[:-1], dtype=dtype)
-        return torch.stack([rows.get(name, zeros).to(dtype).reshape(-1) for name in self._row_inputs])
-
-    def _vectors(self, columns: Mapping[str, Tensor]) -> Tensor | None:
-        """[K, groups, C]: the numbers of the columns. None if none is read; zeros for one that is not read."""
-        if not columns:
-            return None
-        like = next(iter(columns.values()))
-        shape = (1, self._groups or 1, like.shape[-1])
-        if len(self._column_inputs) == 1:
-            return like.reshape(shape).contiguous()
-        dtype, zeros = _compute_dtype(*columns.values()), torch.zeros_like(like)
-        return torch.cat([columns.get(name, zeros).to(dtype).reshape(shape) for name in self._column_inputs])
+    def bwd(self, saved: link_rows.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        link, columns = self.link, dict(self.inputs())
+        if link is not None:
+            return link_rows.backward(link, saved, dy, columns, needs_grad)
+        grads = self._gradients(saved, flat(dy))
+        shapes = {"x": (*dy.shape[:-1], grads["x"].shape[-1]), **dict.fromkeys(self._row_inputs, dy.shape[:-1])}
+        dtypes = {"x": dy.dtype, **saved.row_dtypes}
+        for name, parameter in columns.items():
+            shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
+        return {name: grad.reshape(shapes[name]).to(dtypes[name]) for name, grad in grads.items() if name in needs_grad}
 
     def trace_refusal(self) -> str | None:
         return None if self._function is None else f"{self.name} is differentiated by autograd in the backward"
@@ -264,25 +218,6 @@ class Pointwise(Op):
         columns = [f"{name}={list(parameter.shape)}" for name, parameter in self.inputs()]
         return ", ".join([self.name, *self.keywords, *columns, *constants, *halves])
 
-    def _outputs(self, needs_grad: frozenset[str]) -> tuple[str, ...]:
-        """The program's names for the gradients that are wanted."""
-        inputs = self._row_inputs | self._column_inputs
-        numbers = [f"d{value}" for name, value in inputs.items() if name in needs_grad]
-        return (*[f"d{name}" for name in self._x_inputs if "x" in needs_grad], *numbers)
-
-    def _residuals(
-        self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], needs_grad: frozenset[str]
-    ) -> Saved:
-        """Of x, the rows and the columns, what the wanted gradients are computed from."""
-        outputs, dtypes = self._outputs(needs_grad), {name: numbers.dtype for name, numbers in rows.items()}
-        if not outputs:
-            return self.Saved(None, {}, dtypes, {}, None)
-        reads = frozenset(self._program_inputs) if self.program is None else part_of(self.program, outputs).reads
-        kept = {name: numbers for name, numbers in rows.items() if self._row_inputs[name] in reads}
-        kept_columns = {name: numbers for name, numbers in columns.items() if self._column_inputs[name] in reads}
-        kept_x = None if reads.isdisjoint(self._x_inputs) else x
-        return self.Saved(kept_x, kept, dtypes, kept_columns, None)
-
     def _value(
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> Tensor:
@@ -292,33 +227,33 @@ class Pointwise(Op):
             y = self._function(*[t.clone() for t in self._arguments(x, rows, columns, split_sizes)], *self._constants)
         return join((y,), x.new_empty((x.shape[0], x.shape[1] // len(self._x_inputs))))
 
-    def _gradients(self, x: Tensor, saved: Saved, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of x, [R, rows] of the numbers and [K, groups, C] of the columns, by autograd."""
+    def _gradients(self, saved: link_rows.Saved, dy: Tensor) -> dict[str, Tensor]:
+        """Of x, of the numbers of rows [rows] and of those of columns [groups, C], by autograd."""
         assert self._function is not None
-        arguments = self._arguments(x, saved.rows, saved.columns, saved.split_sizes)
-        leaves = [t.clone().requires_grad_() for t in arguments]
+        assert saved.x is not None
+        x = flat(saved.x)
+        leaves = [t.clone().requires_grad_() for t in self._arguments(x, saved.rows, saved.columns, saved.split_sizes)]
         with torch.enable_grad():
             y = self._function(*[leaf * 1.0 for leaf in leaves], *self._constants)
         above = split(dy.to(y.dtype), 1, _block(self.halves))[0]
         grads = torch.autograd.grad(y, leaves, above, materialize_grads=True)
         count, last = len(self._x_inputs), len(self._program_inputs) - len(self._column_inputs)
-        by_row = torch.stack([g.flatten() for g in grads[count:last]]) if saved.rows else None
-        by_column = [g.reshape(dy.shape) for g in grads[last:]]
-        of_groups = sums(torch.stack(by_column), saved.split_sizes) if by_column else None
-        return join(grads[:count], torch.empty_like(x)), by_row, of_groups
+        by_name = {"x": join(grads[:count], torch.empty_like(x))}
+        by_name |= {name: g.flatten() for name, g in zip(self._row_inputs, grads[count:last], strict=True)}
+        for name, grad in zip(self._column_inputs, grads[last:], strict=True):
+            by_name[name] = sums(grad.reshape(1, *dy.shape), saved.split_sizes)[0]
+        return by_name
 
     def _arguments(
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> list[Tensor]:
         """What the function takes, in float32 at least: [rows, blocks, block], or [rows, 1, 1] for numbers of a row."""
-        numbers, vectors = self._numbers(x, rows), self._vectors(columns)
-        dtype = _compute_dtype(x, *rows.values())
+        dtype = kernels.outputs.compute_dtype(x, list(rows.values()))
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
-        by_row = () if numbers is None else numbers.to(dtype)[:, :, None, None]
-        if vectors is None:
-            return [*halves, *by_row]
-        by_column = of_rows(vectors.to(dtype), split_sizes, x.shape[0])
-        return [*halves, *by_row, *split(by_column, 1, _block(self.halves))[0]]
+        by_row = [rows[name].to(dtype).reshape(-1, 1, 1) for name in self._row_inputs]
+        vectors = [columns[name].to(dtype).reshape(1, self._groups or 1, -1) for name in self._column_inputs]
+        by_column = [of_rows(vector, split_sizes, x.shape[0])[0] for vector in vectors]
+        return [*halves, *by_row, *[split(each, 1, _block(self.halves))[0] for each in by_column]]
 
 
 def _checked(halves: Any) -> str | Interleaved | None:
@@ -329,13 +264,3 @@ def _checked(halves: Any) -> str | Interleaved | None:
 
 def _block(halves: str | Interleaved | None) -> int | None:
     return halves.block if isinstance(halves, Interleaved) else None
-
-
-def _flat(x: Tensor) -> Tensor:
-    """[rows, columns], dense."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
-
-
-def _compute_dtype(*operands: Tensor) -> torch.dtype:
-    """float32, or wider where an operand is."""
-    return reduce(torch.promote_types, [operand.dtype for operand in operands], torch.float32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..fuser import Gradient, Grads, Op, TensorSpec
 from .checks import check_floats, check_rows
+from .link import Link, linear_program
 
 
 class Scale(Op):
@@ -29,6 +30,11 @@ class Scale(Op):
     class Saved(NamedTuple):
         x: Tensor | None
         scales: Tensor
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(linear_program(torch.mul, "r0"), rows=("scales",))
 
     def check_without_x(self, *, scales: Any = None) -> None:
         if scales is not None:
@@ -54,9 +60,18 @@ class Scale(Op):
 class ConstantScale(Op):
     """``y = x * scale`` for a constant number."""
 
+    checks_values = False
+    values_checked_on_host = frozenset()
+    replayable = True
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = float(scale)
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(linear_program(torch.mul, "c0"), constants=(self.scale,))
 
     def check(self, x: TensorSpec) -> TensorSpec:
         whole = not (x.dtype.is_floating_point or x.dtype.is_complex)

@@ -22,6 +22,7 @@ from fusible.benchmarks import (
     arguments,
     compare,
     float32,
+    functions,
     gemm_contestants,
     grouped_gemm,
     grouped_mlp,
@@ -525,6 +526,15 @@ def test_float32_beside_bfloat16(capsys):
     float32.main(["--preset", "small", "--tokens", "16", "--rounds", "1"])
 
     assert "| small " in capsys.readouterr().out
+
+
+def test_bench_of_functions_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    functions.main(["--experts", "2", "--features", "8", "--hidden", "8", "--rows", "4", "--rounds", "1"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("| 2 experts of 8 x 8, 4 rows")
+    names = ["SwiGLU", "function", "column bf16", "column fp32", "column frozen", "column unfused"]
+    assert [line.split("|")[1].strip() for line in printed[2:]] == names
 
 
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checks import fused
-from checks.functions import PUBLISHED, op_of, random_function
+from checks.functions import OF_COLUMNS, PUBLISHED, learned_slope, op_of, op_of_columns, random_function
 from emulation import build
 from test_pointwise import FUNCTIONS
 from test_replay import Runs, runs, same
@@ -59,6 +59,37 @@ def test_types_and_weights_stored_transposed() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_functions(seed: int) -> None:
     check(*random_function(seed), columns=72)
+
+
+@pytest.mark.parametrize("name", OF_COLUMNS)
+def test_numbers_of_columns(name: str) -> None:
+    op, function = op_of_columns(name), OF_COLUMNS[name][0]
+    case = fused.case_of(op, function, sizes=(70, 0, 1, 33), features=40, columns=136)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant))
+        fused.check_forward("cpu", replace(case, variant=variant, bias=torch.bfloat16, scales=None))
+    fused.check_backward("cpu", case)
+    fused.check_backward("cpu", case, want_vectors=False, bias_dtype=None)
+    fused.check_backward("cpu", replace(case, sizes=(0, 0)))
+
+
+@pytest.mark.parametrize("block", [1, 4, 8])
+def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
+    op = op_of_columns("slope", interleaved(block))
+    case = fused.case_of(op, learned_slope, sizes=SIZES, features=40, columns=136, vectors=torch.bfloat16)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant, transposed=True))
+    fused.check_backward("cpu", replace(case, dtype=torch.float16, vectors=torch.float16))
+
+
+def test_two_vectors_at_a_time_with_numbers_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where registers suffice for them: the first source, not the last."""
+    load = epilogue.load
+    monkeypatch.setattr(epilogue, "load", lambda texts: load(texts[:1]))
+    epilogue.handles.cache_clear()
+    case = fused.case_of(op_of_columns("slope"), learned_slope, sizes=(70, 0, 1, 33), features=40, columns=136)
+    fused.check_backward("cpu", case)
+    epilogue.handles.cache_clear()
 
 
 E, K, H, T, SLOTS = 3, 16, 24, 9, 2
@@ -119,7 +150,31 @@ class Routed(Experts):
         return y
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+class OfColumns(Experts):
+    """A function that reads a number of each group's columns."""
+
+    def build(self) -> Sequential:
+        start = {"beta": torch.rand(E, H, dtype=torch.bfloat16) + 0.5}
+        return Sequential(self.fc1, Pointwise(learned_slope, halves="concat", columns=start), self.fc2)
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes)
+        return y
+
+
+class RoutedOfColumns(Routed):
+    """From tokens to tokens, with a function that reads columns and the routing weights."""
+
+    def build(self) -> Sequential:
+        start = {"beta": torch.rand(E, H) + 0.5}
+        act = Pointwise(lambda g, u, scales, beta: torch.tanh(g * beta) * u * scales, halves="concat", columns=start)
+        return Sequential(Dispatch(E), self.fc1, act, self.fc2, Combine())
+
+
+KINDS = [Experts, Routed, OfColumns, RoutedOfColumns]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     first = layer.step()
@@ -132,7 +187,7 @@ def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, kind: type[Experts]) ->
     assert same(again, first)
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     for rows in (T, T + 3, 6, 40, T + 3, T, 40, 6) * 2:
@@ -144,7 +199,7 @@ def test_each_number_of_rows_is_replayed(runs: Runs, kind: type[Experts]) -> Non
     assert count == (0, 2)
 
 
-@pytest.mark.parametrize("kind", [Experts, Routed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(runs: Runs, kind: type[Experts]) -> None:
     layer = kind()
     expected, outputs = layer.forward(layer.model).detach(), list[Tensor]()
@@ -153,6 +208,28 @@ def test_a_call_without_gradients_gives_the_bits_of_training_and_is_replayed(run
 
     assert counts[-1] == (0, 1)
     assert same(outputs, [expected] * 3)
+
+
+def test_changed_numbers_of_columns_are_read_by_a_replay(runs: Runs) -> None:
+    layer = OfColumns()
+    for _ in range(3):
+        layer.step()
+    with torch.no_grad():
+        layer.model[1].beta.mul_(2)
+    expected, again = layer.step(deepcopy(layer.model)), list[Tensor]()
+
+    assert runs.of(lambda: again.extend(layer.step())) == (0, 2)
+    assert same(again, expected)
+
+
+def test_frozen_numbers_of_columns(runs: Runs) -> None:
+    layer = OfColumns()
+    expected = layer.step()
+    layer.model[1].beta.requires_grad_(False)
+    got = layer.step()
+
+    assert len(got) == len(expected) - 1
+    assert same(got, [tensor for tensor in expected if tensor.shape != (E, H)])
 
 
 OTHERS = {
@@ -191,6 +268,18 @@ def test_another_constant_is_another_result(runs: Runs) -> None:
     other[1] = capped(0.5)
 
     assert same(layer.step(), layer.step(other))
+
+
+def test_a_call_looks_for_its_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms, form_of = list[epilogue.EpilogueForm](), epilogue.form_of
+    monkeypatch.setattr(epilogue, "form_of", lambda *asked: forms.append(form_of(*asked)) or forms[-1])
+    layer = Experts()
+    layer.sizes = layer.sizes.tolist()  # type: ignore[assignment]  # which no replay takes
+    layer.step()
+    forms.clear()
+    layer.step()
+
+    assert [form.backward for form in forms] == [False, True]
 
 
 def test_a_function_that_does_not_compile_follows_the_product_as_a_kernel_of_its_own(

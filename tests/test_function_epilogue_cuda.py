@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from checks import fused
 from checks.device import skip_module_without_hopper
-from checks.functions import PUBLISHED, random_function
+from checks.functions import OF_COLUMNS, PUBLISHED, learned_slope, op_of_columns, random_function
 from checks.functions import op_of as op_of_function
 from test_pointwise import FUNCTIONS
 
@@ -78,6 +78,59 @@ def test_groups_of_every_size():
         fused.check_backward("cuda", case)
     fused.check_forward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
     fused.check_backward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
+
+
+@pytest.mark.parametrize("vectors", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OF_COLUMNS)
+def test_numbers_of_columns(name, vectors):
+    case = fused.case_of(op_of_columns(name), OF_COLUMNS[name][0], vectors=vectors)
+    for variant in (-1, *_C.ACTIVATION_VARIANTS):
+        fused.check_forward("cuda", replace(case, variant=variant))
+        fused.check_forward("cuda", replace(case, variant=variant, columns=320, transposed=True, bias=torch.float32))
+    fused.check_backward("cuda", case)
+    fused.check_backward("cuda", replace(case, columns=320, transposed=True, scales=None))
+    fused.check_backward("cuda", case, want_vectors=False)
+    fused.check_backward("cuda", replace(case, sizes=(0, 0, 0)))
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, 32])
+def test_numbers_of_columns_where_gate_and_up_alternate(block):
+    case = fused.case_of(op_of_columns("slope", interleaved(block)), learned_slope, dtype=torch.float16)
+    for variant in _C.ACTIVATION_VARIANTS:
+        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_backward("cuda", replace(case, vectors=torch.float16))
+
+
+def test_the_sums_of_columns_are_the_same_bits_every_time():
+    t = fused.Tensors("cuda", fused.case_of(op_of_columns("slope"), learned_slope, sizes=(1000, 0, 3, 700)))
+    preact = t.rows(t.case.width)
+    first, again = fused.backward(t, preact), fused.backward(t, preact)
+    assert torch.equal(first.vectors, again.vectors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_with_columns_is_one_fusion_and_captures_into_a_graph(dtype):
+    def act():
+        beta = torch.linspace(0.5, 1.5, 4 * 256, device="cuda", dtype=dtype).view(4, 256)
+        return Pointwise(learned_slope, halves="concat", columns={"beta": beta})
+
+    fused_layer, apart = layer(act()), layer(act())
+    got = step(fused_layer)
+    assert "hopper (function" in str(fused_layer.explain())
+    assert len(fused_layer.explain().steps) == 1
+    with fusible.config(disable_fusions={"GroupedMLP", "GroupedLinearGLU"}):
+        expected = step(apart)
+        assert len(apart.explain().steps) == 3
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2.0**-6, atol=2e-2)
+    for again in (step(fused_layer), step(fused_layer), step(fused_layer)):  # the last are replayed
+        assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
+    x, sizes, _ = inputs()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = fused_layer(x, split_sizes=sizes)
+    graph.replay()
+    torch.testing.assert_close(y, got[0].detach())
 
 
 def test_the_same_function_as_a_built_in_one_gives_nearly_its_numbers():

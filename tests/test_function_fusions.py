@@ -360,15 +360,16 @@ def test_constants_are_read_at_every_call():
     assert op.constants == {"cap": 0.5}
 
 
-COLUMNS = torch.ones(H, dtype=D), torch.ones(E, H, dtype=D)
+COLUMNS = torch.ones(H, dtype=D)
+OF_ALL_GROUPS = "act reads a number for each column, the same for all groups"
 DECLINED = {
-    "act reads a number for each column": [
-        Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": c}) for c in COLUMNS
+    OF_ALL_GROUPS: [
+        Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": COLUMNS}),
     ],
     "act reads more than one number of a row": [Pointwise(lambda g, u, a, b: g * a + u * b, halves="concat")],
     "act has operations that kernels do not know": [
         Pointwise(lambda g, u: torch.special.i0(g) * u, halves="concat"),
-        Pointwise(lambda g, u, beta: torch.special.i0(g) * beta, halves="concat", columns={"beta": COLUMNS[0]}),
+        Pointwise(lambda g, u, beta: torch.special.i0(g) * beta, halves="concat", columns={"beta": COLUMNS}),
     ],
 }
 
@@ -390,12 +391,13 @@ def test_what_the_other_fusions_decline(reason):
     rows = {name: torch.rand(T, dtype=D) for name in op.keywords}
     pair = Sequential(op, Scale())
     pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D), **rows)
-    assert declined(pair, "GLUScale") == [reason]
+    without_groups = "act reads a number for each column" if reason == OF_ALL_GROUPS else reason
+    assert declined(pair, "GLUScale") == [without_groups]
     if not rows:
-        for kind, name in ((GroupedLinear, "RoutedMLP"), (GroupedLoRA, "RoutedLoRA")):
+        for kind, name, why in ((GroupedLinear, "RoutedMLP", reason), (GroupedLoRA, "RoutedLoRA", without_groups)):
             layer = routed(op, kind=kind)
             layer(unit(T, K, grad=False), **routing())
-            assert declined(layer, name) == [reason]
+            assert declined(layer, name) == [why]
 
 
 def test_disabled_fusions_are_not_taken():
@@ -506,12 +508,12 @@ def test_frozen_parts_of_routed_layers(kind, frozen):
     compare(model, "RoutedMLP" if kind is GroupedLinear else "RoutedLoRA", tensors, x, **call)
 
 
-def test_a_routed_layer_whose_function_reads_the_routing_weights_keeps_the_fusion_of_its_experts():
+def test_a_routed_layer_whose_function_reads_the_routing_weights():
     op = Pointwise(lambda gate, up, scales: torch.tanh(gate) * up * scales, halves="concat")
     model, x, call = routed(op, ()), unit(T, K), routing()
     tensors = {"x": x, "weights": call["top_k_weights"]}
-    got = compare(model, "GroupedMLP", tensors, x, **call)
-    assert steps(model, x, **call) == ["Dispatch", "GroupedMLP", "Combine"]
+    got = compare(model, "RoutedMLP", tensors, x, **call)
+    assert steps(model, x, **call) == ["RoutedMLP"]
     plain = Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")
     other = Sequential(*[plain if each is op else each for each in model[:3]], Scale(), *model[3:])
     expected = compare(other, "RoutedMLP", tensors, x, **call)
@@ -530,6 +532,157 @@ def test_a_number_of_the_row_in_a_routed_layer_is_declined():
     assert declined(adapted, "RoutedLoRA") == ["act reads a number of the row, and so does the scale after it"]
 
 
+# ------------------------------------------------------------------------------------- numbers of groups' columns
+
+
+def sloped(gate, up, beta):
+    return gate * torch.sigmoid(gate * beta) * up
+
+
+def shifted(x, beta, shift):
+    return torch.tanh(x * beta) + shift
+
+
+def sloped_of_a_row(gate, up, prob, beta):
+    return torch.tanh(gate * beta * prob) * up
+
+
+WITH_COLUMNS = {"sloped": (sloped, 2, ["beta"]), "shifted": (shifted, 1, ["beta", "shift"])}
+OF_A_ROW = {"of a row": (sloped_of_a_row, 2, ["beta"])}
+
+
+def with_columns(name, dtype=D, halves="concat", frozen=()):
+    """A function with numbers of each group's columns."""
+    function, gated, columns = {**WITH_COLUMNS, **OF_A_ROW}[name]
+    start = {column: torch.rand(E, H, dtype=dtype) + 0.5 for column in columns}
+    op = Pointwise(function, halves=halves if gated == 2 else None, columns=start)
+    for column in frozen:
+        getattr(op, column).requires_grad_(False)
+    return op, gated
+
+
+def mlp_with(op, gated, scaled=(), dtype=D, **options):
+    shapes = (K, gated * H), (H, K)
+    fc1, fc2 = (GroupedLinear(E, *shape, dtype=dtype, **options) for shape in shapes)
+    before, after = ([Scale()] if role in scaled else [] for role in ("before", "after"))
+    return Sequential(fc1, op, *before, fc2, *after)
+
+
+@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
+@pytest.mark.parametrize("scaled", [(), *SCALED], ids=str)
+@pytest.mark.parametrize("name", WITH_COLUMNS)
+def test_columns_of_groups_in_experts(name, scaled, dtype):
+    op, gated = with_columns(name, dtype)
+    model, x, scales = (
+        mlp_with(op, gated, scaled, dtype),
+        unit(T, K, dtype=dtype),
+        torch.rand(T, dtype=dtype).requires_grad_(),
+    )
+    tensors, keywords = {"x": x}, {"split_sizes": torch.tensor(SIZES)}
+    if scaled:
+        tensors, keywords = {**tensors, "s": scales}, {**keywords, "scales": scales}
+    got = compare(model, "GroupedMLP", tensors, x, **keywords)
+    assert steps(model, x, **keywords) == ["GroupedMLP"]
+    for parameter in op._parameters:
+        grad = got[f"1.{parameter}"]
+        assert grad.dtype == dtype
+        assert grad[[0, 2]].any(1).all()
+        assert not grad[1].any()  # of a group without rows
+
+
+def test_columns_of_groups_beside_a_number_of_the_row():
+    op, gated = with_columns("of a row")
+    model, x, prob = mlp_with(op, gated), unit(T, K), torch.rand(T, dtype=D).requires_grad_()
+    compare(model, "GroupedMLP", {"x": x, "prob": prob}, x, prob=prob, split_sizes=torch.tensor(SIZES))
+    pair = Sequential(model[0], op)
+    keywords = {"prob": prob, "split_sizes": torch.tensor(SIZES)}
+    compare(pair, "GroupedLinearGLU", {"x": x, "prob": prob}, x, valid=sum(SIZES), **keywords)
+
+
+@pytest.mark.parametrize("frozen", [("1.beta",), ("0.",), ("2.",), ("0.", "2."), ("x",), ("x", "0.", "2.")], ids=str)
+def test_frozen_parts_beside_columns_of_groups(frozen):
+    op, gated = with_columns("sloped")
+    model, x = mlp_with(op, gated), unit(T, K)
+    for name, tensor in (("x", x), *model.named_parameters()):
+        tensor.requires_grad_(not name.startswith(frozen))
+    got = compare(model, "GroupedMLP", {"x": x}, x, split_sizes=torch.tensor(SIZES))
+    assert ("1.beta" in got) is ("1.beta" not in frozen)
+
+
+def test_all_is_frozen_but_the_columns_of_an_expert_that_is_frozen_before_and_behind():
+    op, gated = with_columns("shifted", frozen=["beta"])
+    model, x = mlp_with(op, gated), unit(T, K, grad=False)
+    for linear in (model[0], model[2]):
+        linear.requires_grad_(False)
+    compare(model, "GroupedMLP", {}, x, split_sizes=torch.tensor(SIZES))
+
+
+@pytest.mark.parametrize("halves", ["concat", *map(interleaved, (1, 2, 8, 12))], ids=str)
+def test_columns_of_groups_where_gate_and_up_alternate(halves):
+    op, gated = with_columns("sloped", halves=halves)
+    x = unit(T, K)
+    compare(mlp_with(op, gated), "GroupedMLP", {"x": x}, x, split_sizes=torch.tensor(SIZES))
+
+
+def test_columns_of_groups_without_rows():
+    op, gated = with_columns("sloped")
+    model, x = mlp_with(op, gated), unit(0, K)
+    sizes = torch.tensor([0, 0, 0])
+    for fused in (True, False):
+        with nullcontext() if fused else config(disable_fusions=FUSIONS):
+            y = model(x, split_sizes=sizes)
+            (grad,) = torch.autograd.grad(y.sum(), [op.beta])
+        assert y.shape == (0, K)
+        assert grad.eq(0).all()
+
+
+@pytest.mark.parametrize("name", WITH_COLUMNS)
+def test_columns_of_groups_in_the_first_half_alone(name):
+    op, gated = with_columns(name)
+    model, x, sizes = Sequential(GroupedLinear(E, K, gated * H, dtype=D), op), unit(T, K), torch.tensor(SIZES)
+    compare(model, "GroupedLinearGLU", {"x": x}, x, valid=sum(SIZES), split_sizes=sizes)
+
+
+@pytest.mark.parametrize("scaled", SCALED, ids=str)
+@pytest.mark.parametrize("name", WITH_COLUMNS)
+def test_columns_of_groups_in_a_routed_layer(name, scaled):
+    model, x, call = routed(with_columns(name)[0], scaled), unit(T, K), routing()
+    compare(model, "RoutedMLP", {"x": x, "weights": call["top_k_weights"]}, x, **call)
+    assert steps(model, x, **call) == ["RoutedMLP"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, **call), model(x, **call))
+        expected = model(x, **call)
+    with config(disable_fusions=FUSIONS):
+        torch.testing.assert_close(model(x, **call), expected)
+
+
+def test_a_routed_layer_whose_function_reads_the_routing_weights_and_columns():
+    op = Pointwise(
+        lambda gate, up, scales, beta: torch.tanh(gate * beta) * up * scales,
+        halves="concat",
+        columns={"beta": torch.rand(E, H, dtype=D)},
+    )
+    for scaled in ((), ("after",)):
+        model, x, call = routed(op, scaled), unit(T, K), routing()
+        compare(model, "RoutedMLP", {"x": x, "weights": call["top_k_weights"]}, x, **call)
+
+
+def test_adapters_decline_columns_of_groups():
+    model, x, call = routed(with_columns("sloped")[0], kind=GroupedLoRA), unit(T, K), routing()
+    model(x, **call)
+    assert declined(model, "RoutedLoRA") == ["act reads a number for each column"]
+
+
+def test_columns_of_other_groups_than_those_of_the_linear_are_declined():
+    op, gated = with_columns("sloped")
+    model, x = mlp_with(op, gated), unit(T, K)
+    sizes = [torch.tensor(SIZES), torch.tensor([20, 10, 7])]
+    of_ops = {i: {"split_sizes": sizes[i == 1]} for i in range(3)}
+    compare(model, "GroupedLinear", {"x": x}, x, op_kwargs=of_ops)
+    model(x, op_kwargs=of_ops)
+    assert declined(model, "GroupedMLP") == ["act and fc1 read different split_sizes"]
+
+
 # ---------------------------------------------------------------------------------- what surrounds a call of a model
 
 
@@ -540,6 +693,8 @@ def training():
     prob = experts.tensors["prob"]
     yield experts.model, "GroupedMLP", (x, prob), lambda m, x, prob: m(x, split_sizes=sizes, prob=prob)
     index, weights = call["top_k_index"], call["top_k_weights"]
+    yield model, "RoutedMLP", (x, weights), lambda m, x, w: m(x, top_k_index=index, top_k_weights=w)
+    model = routed(with_columns("sloped")[0])
     yield model, "RoutedMLP", (x, weights), lambda m, x, w: m(x, top_k_index=index, top_k_weights=w)
 
 

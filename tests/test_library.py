@@ -43,6 +43,16 @@ ROW_COPY, BYTES = reference.quantize_rows(HALF, True), reference.quantize_weight
 COLUMNS, WIDE_COLUMNS = (reference.quantize_columns(each, SIZES, True) for each in (HALF, WIDE_HALF))
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
+SHIFTED_BY_SCALE = (
+    "function",
+    False,
+    None,
+    1.0,
+    0.0,
+    None,
+    "in x r0 b0 dy\nt0 = add x b0\nt1 = mul t0 r0\nt2 = mul dy r0\nt3 = mul dy t0\ny = t1\ndx = t2\ndr0 = t3\ndb0 = t2",
+)
+OF_GROUPS = torch.rand(1, 3, 16)
 SHIFTED = "in x b0 dy\nt0 = add x b0\ny = t0\ndx = dy\ndb0 = dy"
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "NT": (OPS.grouped_gemm, ("NT", X, [WEIGHT], SIZES, None, 2.0, None, [BIAS], SCALES, SCALES, "auto")),
@@ -69,6 +79,19 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "activate": (OPS.activate, (WIDE, *SPEC, SCALES)),
     "activate backward": (OPS.activate_backward, (X, WIDE, *SPEC, SCALES, True, True)),
     "activate backward alone": (OPS.activate_backward, (X, WIDE, *SPEC, None, False, False)),
+    "fc1 with columns": (
+        OPS.grouped_linear_activation,
+        (X, [WEIGHT], WHOLE, *SHIFTED_BY_SCALE, None, None, SCALES, True, True, "auto", OF_GROUPS),
+    ),
+    "fc2 backward with columns": (
+        OPS.grouped_linear_activation_backward,
+        (X, [torch.randn(3, 8, 16)], WIDE, WHOLE, *SHIFTED_BY_SCALE, SCALES, True, True, None, "auto", OF_GROUPS, True),
+    ),
+    "activate with columns": (OPS.activate, (WIDE, *SHIFTED_BY_SCALE, SCALES, OF_GROUPS, SIZES)),
+    "activate backward with columns": (
+        OPS.activate_backward,
+        (WIDE, WIDE, *SHIFTED_BY_SCALE, None, False, False, OF_GROUPS, SIZES, True),
+    ),
     "column sums": (OPS.column_sums, (WIDE, SIZES, torch.float32, SCALES)),
     "pointwise": (OPS.pointwise, (WIDE, GATED, 4, SCALES[None], None, None)),
     "pointwise backward": (OPS.pointwise_backward, (X, WIDE, GATED, 4, SCALES[None], None, None, True, True, False)),
@@ -161,8 +184,8 @@ SCHEMAS = {  # exported programs name the arguments
     "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
     "grouped_linear_activation": f"(Tensor x, Tensor[] weight, Tensor split_sizes, {ACTIVATION}, Tensor[]? bias, "
     "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches, "
-    f"{SECOND}) -> (Tensor, Tensor)",
-    "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales) -> Tensor",
+    f"Tensor? vectors=None, {SECOND}) -> (Tensor, Tensor)",
+    "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales, Tensor? vectors=None, Tensor? split_sizes=None) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
     "route": "(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
     "spread_rows": "(Tensor x, Tensor place, Tensor counts) -> Tensor",
@@ -234,8 +257,8 @@ def test_what_is_not_wanted_is_none_whatever_the_number_of_rows() -> None:
     codec, grads = codecs.codec_of_result(kernels.ActivationGrads), kernels.ActivationGrads(WIDE[:0], SCALES[:0], None)
     returned = codec.flatten(grads)
 
-    assert [t.numel() for t in returned] == [0] * 4
-    assert [t is None for t in codec.unflatten(*returned)] == [False, False, True, True]
+    assert [t.numel() for t in returned] == [0] * 5
+    assert [t is None for t in codec.unflatten(*returned)] == [False, False, True, True, True]
 
 
 def test_a_parameter_that_no_schema_declares_is_refused() -> None:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from checks.functions import phish, telu
+from checks.functions import learned_slope, phish, telu
 from emulation import build
 
 from fusible import Pointwise
+from fusible.ops.fused.activation_role import vectors_of
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
 from fusible.ops.kernels.jit.cache import kernel_cache
@@ -53,14 +54,19 @@ def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) 
     """Of hidden rows of 512 columns, as a fused layer asks for it."""
     assert op.spec is not None
     assert op.spec.program is not None
-    layout = Layout.NN if backward else Layout.NT
-    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, bias=False)
+    layout, vectors = Layout.NN if backward else Layout.NT, vectors_of(op)
+    of_columns = None if vectors is None else vectors.dtype, vectors is not None and backward
+    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, False, *of_columns)
 
 
 FUNCTIONS = {
     "clamped silu glu": Pointwise(lambda gate, up: F.silu(gate.clamp(max=7)) * up, halves="concat"),
     "telu": Pointwise(telu),
     "glu of a row": Pointwise(lambda gate, up, s: torch.tanh(gate * s) * up, halves="concat"),
+    "glu of a column": Pointwise(learned_slope, halves="concat", columns={"beta": (1, 1)}),
+    "glu of a column of 16 bits": Pointwise(
+        learned_slope, halves="concat", columns={"beta": torch.zeros(1, 1, dtype=torch.bfloat16)}
+    ),
 }
 
 

@@ -63,7 +63,7 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
-    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'RoutedLoRA', 'RoutedMLP']"
+    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'PointwiseChain', 'RoutedLoRA', 'RoutedMLP']"
     assert twice == "[]"
     assert many == "True"
 

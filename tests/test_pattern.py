@@ -136,6 +136,26 @@ def test_path_does_not_match_where_a_second_port_joins_the_same_ops():
     assert matched(pattern, MakeExtraOutput("r"), AddExtraInput("r")) == []
 
 
+def test_a_port_that_may_be_read_decides_nothing():
+    path = Pattern.path(make=MakeExtraOutput, act=ConstantScale, add=AddExtraInput)
+    read = MakeExtraOutput("r"), ConstantScale(2.0), AddExtraInput("r")
+    given = MakeExtraOutput("q"), ConstantScale(2.0), AddExtraInput("r")
+    all_three = [{"make": "0", "act": "1", "add": "2"}]
+
+    assert matched(path.may_read("make", "add", "r"), *read) == all_three
+    assert matched(path.may_read("make", "add", "r"), *given, r=X) == all_three
+    assert matched(path.may_read("make", "add", "s"), *read) == []
+    assert matched(path.may_read("make", "act", "r"), *read) == []
+
+
+def test_a_port_that_may_be_read_is_beside_one_that_must():
+    path = Pattern.path(make=MakeExtraOutput, add=AddExtraInput).edge("make", "add", "r")
+
+    assert matched(path.may_read("make", "add", "s"), MakeExtraOutput("r"), AddExtraInput("r")) == [
+        {"make": "0", "add": "1"}
+    ]
+
+
 def test_two_ports_between_the_same_ops_are_one_edge():
     pattern = Pattern.path(make=MakeExtraOutput, add=AddExtraInput).edge("make", "add", "r")
 

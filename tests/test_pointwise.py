@@ -566,7 +566,7 @@ def test_columns_in_a_container_and_in_compiled_code():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     hidden = model[0](x, split_sizes=SIZES)
     torch.testing.assert_close(results[0][0], model[2](swish(hidden, by_groups(act.beta, 7)), split_sizes=SIZES))
-    assert "Pointwise" in str(model.explain(x, split_sizes=SIZES))
+    assert "GroupedMLP" in str(model.explain(x, split_sizes=SIZES))
 
 
 def test_wrong_columns_are_named():

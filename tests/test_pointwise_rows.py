@@ -195,12 +195,16 @@ def test_another_constant_compiles_nothing(emulation: harness.Emulation):
 
 def test_the_extension_launches_what_it_is_told(emulation: harness.Emulation):
     x = torch.ones(2, 8, dtype=BF16)
-    absent = "dy", "dx", "numbers", "dnumbers", "vectors", "dcolumns", "sizes", "int64_sizes", "stream", "device"
-    nothing, sizes = dict.fromkeys(absent, 0), {"rows": 2, "columns": 8, "block": 8, "groups": 1}
+    absent, operands = ("dy", "dx", "sizes", "int64_sizes", "stream", "device"), ("numbers", "dnumbers", "vectors")
+    nothing: dict[str, Any] = dict.fromkeys(absent, 0) | {key: [] for key in (*operands, "dcolumns")}
+    sizes = {"rows": 2, "columns": 8, "block": 8, "groups": 1}
     with pytest.raises(RuntimeError, match="there is no compiled kernel"):
         emulation.pointwise(function=0, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nothing)
     with pytest.raises(RuntimeError, match="takes at most 16 constants, got 17"):
         emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=(0.0,) * 17, **sizes, **nothing)
+    nine = nothing | {"vectors": [0] * 9}
+    with pytest.raises(RuntimeError, match="takes at most 8 numbers of a row, and of a column, got 9"):
+        emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nine)
     with pytest.raises(TypeError, match="constants: does not take"):
         emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=[0.0], **sizes, **nothing)
 
@@ -213,3 +217,99 @@ def test_more_constants_than_kernels_take_run_by_pytorch():
     assert "takes at most 16 constants, got 17" in str(Sequential(op).explain(torch.ones(2, 8, dtype=BF16)))
     with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match="16 constants"):
         op(torch.ones(2, 8, dtype=BF16))
+
+
+class Several:
+    """Calls of ops that read several numbers of rows and columns, of several dtypes."""
+
+    def __init__(self, model: Any, columns: int, frozen: tuple[str, ...] = ()) -> None:
+        self.model, self.columns = model, columns
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+
+    def run(self, model: Any, x: Tensor, rows: dict[str, Tensor], dy: Tensor) -> list[Tensor]:
+        wanted = [x, *rows.values(), *[p for p in model.parameters() if p.requires_grad]]
+        y = model(x, split_sizes=torch.tensor([2, 0, 3]), **rows)
+        return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+    def are_right(self, rows: int) -> bool:
+        """Whether a call gives what a copy gives, which knows nothing of earlier calls."""
+        x, dy = torch.randn(rows, 16).to(BF16).requires_grad_(), torch.randn(rows, self.columns).to(BF16)
+        types = {"s": FP32, "t": BF16}
+        numbers = {name: torch.rand(rows).to(dtype).requires_grad_() for name, dtype in types.items()}
+        results = [self.run(model, x, numbers, dy) for model in (self.model, copy.deepcopy(self.model))]
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def several(kind: str) -> Several:
+    """One op, or a chain, that reads two numbers of a row and two of a column, which are of groups."""
+    alpha, beta = torch.rand(3, 8).to(BF16), torch.rand(3, 8)
+    if kind == "op":
+
+        def function(gate: Tensor, up: Tensor, s: Tensor, t: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+            return F.silu(gate * s) * (up + t) * torch.cos(alpha) + beta
+
+        return Several(Pointwise(function, halves="concat", columns={"alpha": alpha, "beta": beta}), 8)
+    first = Pointwise(lambda gate, up, s: F.silu(gate * s) * up, halves="concat")
+    second = Pointwise(lambda x, t, alpha: torch.tanh(x * alpha) + t, columns={"alpha": alpha})
+    third = Pointwise(lambda x, beta: x + beta, columns={"beta": beta})
+    return Several(Sequential(first, fusible.ConstantScale(0.5), second, third), 8)
+
+
+@pytest.mark.parametrize("kind", ["op", "chain"])
+def test_several_numbers_are_read_where_they_lie_and_replayed(kind):
+    calls = several(kind)
+    with replay.simulated("cpu"):
+        for _ in range(3):
+            assert calls.are_right(6)
+        before = replay.stats().replayed
+        assert calls.are_right(6)
+        assert replay.stats().replayed == before + 2
+        for rows in (9, 9, 7, 6):
+            assert calls.are_right(rows)
+    if kind == "chain":
+        explained = str(calls.model.explain())
+        assert "PointwiseChain  0 1 2 3" in explained
+        assert "hopper (pointwise)" in explained
+
+
+def biased(dtype: torch.dtype) -> Sequential:
+    """The first bias has the gradient of x, the second one of its own, the last that of y."""
+    ops = [fusible.Bias(16, dtype=dtype) for _ in range(3)]
+    for op in ops:
+        torch.nn.init.normal_(op.bias)
+    return Sequential(ops[0], fusible.Activation("silu"), ops[1], fusible.ConstantScale(0.5), ops[2])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_biases_of_a_chain_are_replayed(dtype):
+    model, counted = biased(dtype), []
+    with replay.simulated("cpu"):
+        for rows in (6, 6, 6, 6, 300, 300, 5):
+            x, dy = torch.randn(rows, 16).to(BF16).requires_grad_(), torch.randn(rows, 16).to(BF16)
+            before, results = replay.stats().replayed, []
+            for each in (model, copy.deepcopy(model)):
+                y = each(x)
+                results.append([y.detach(), *torch.autograd.grad(y, [x, *each.parameters()], dy)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            counted.append(replay.stats().replayed - before)
+            with fusible.config(backend="loop"):
+                y = model(x)
+                theirs = [y.detach(), *torch.autograd.grad(y, [x, *model.parameters()], dy)]
+            for computed, expected in zip(results[0], theirs, strict=True):
+                size = max(1.0, float(expected.abs().max()))
+                torch.testing.assert_close(computed, expected, rtol=2.0**-6, atol=2.0**-6 * size)
+    assert counted[-1] == 2, counted
+
+
+@pytest.mark.parametrize("kind", ["op", "chain"])
+def test_several_numbers_are_those_of_pytorch(kind):
+    torch.manual_seed(2)
+    calls, x, dy = several(kind), torch.randn(7, 16).to(BF16).requires_grad_(), torch.randn(7, 8).to(BF16)
+    numbers = {"s": torch.rand(7).requires_grad_(), "t": torch.rand(7).to(BF16).requires_grad_()}
+    ours = calls.run(calls.model, x, numbers, dy)
+    with fusible.config(backend="loop"):
+        theirs = calls.run(calls.model, x, numbers, dy)
+    for computed, expected in zip(ours, theirs, strict=True):
+        assert computed.dtype == expected.dtype
+        torch.testing.assert_close(computed, expected, rtol=2.0**-6, atol=2.0**-6)

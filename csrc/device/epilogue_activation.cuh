@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns an output stage into activated rows.
 #pragma once
+#include "device/column_numbers.cuh"
 #include "device/epilogue_functions.cuh"
 #include "device/epilogue_vectors.cuh"
 
@@ -21,12 +22,18 @@ struct ActivationEpilogue {
     each_smem_out<K>(s, consumer,
                      [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
                        const RowScales scales(p.scales, rows.token, rows.rows, lane);
+                       [[maybe_unused]] Numbers numbers;
+                       if constexpr (Functions::kColumns > 0)
+                         numbers.fetch(p, tile.group, first_column<K>(p, K::smem_out_column(tile, consumer), lane));
                        wait();
                        if (p.keep_preact && ptx::elect_one())
                          store_preact<K>(p, policy, tile, K::smem_out_column(tile, consumer), row, subtiles);
                        Functions::choose(p, [&](auto function) INLINE {
                          const int column = K::smem_out_column(tile, consumer);
-                         if (kHalves || Functions::gated(p))
+                         if constexpr (Functions::kColumns > 0)
+                           activate<K, kHalves || function.kGated>(function, p, tile.group, column, rows, scales,
+                                                                   numbers, subtiles, lane);
+                         else if (kHalves || Functions::gated(p))
                            activate<K, true>(function, p, column, rows, scales, subtiles, lane);
                          else activate<K, false>(function, p, column, rows, scales, subtiles, lane);
                        });
@@ -36,6 +43,15 @@ struct ActivationEpilogue {
   }
 
  private:
+  using Numbers = ColumnNumbers<typename Functions::Column, Functions::kColumns>;
+
+  // Of a lane, in the postact rows.
+  template <class K>
+  DEVICE static int first_column(const Params& p, int smem_out_column, int lane) {
+    const bool gated = kHalves || Functions::gated(p);
+    return smem_out_column * (gated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns) + lane % 8 * 8;
+  }
+
   template <class K>
   DEVICE static void store_preact(const Params& p, uint64_t policy, const WorkTile& tile, int smem_out_column, int row,
                                   const uint8_t* subtiles) {
@@ -73,16 +89,51 @@ struct ActivationEpilogue {
           up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
           if constexpr (!kHalves) separate(gate, up, block);
         }
-        const uint4 result = {pair<T>(function, gate.x, up.x, scale), pair<T>(function, gate.y, up.y, scale),
-                              pair<T>(function, gate.z, up.z, scale), pair<T>(function, gate.w, up.w, scale)};
+        const uint4 result = {
+            pair<T>(function, gate.x, up.x, &scale, &scale), pair<T>(function, gate.y, up.y, &scale, &scale),
+            pair<T>(function, gate.z, up.z, &scale, &scale), pair<T>(function, gate.w, up.w, &scale, &scale)};
         if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(postact + i * 64) = result;
       }
     }
   }
+  // Of a function that reads numbers of columns: vector by vector, so that a lane holds those of one at a time, and
+  // fetches the next one's meanwhile.
+  template <class K, bool kGated, class F>
+  DEVICE static void activate(F function, const Params& p, int group, int smem_out_column, const SmemOutRows& rows,
+                              const RowScales& scales, Numbers& numbers, const uint8_t* subtiles, int lane) {
+    using T = typename K::T;
+    constexpr int kColumns = kGated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns;
+    const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
+    const int first_column = smem_out_column * kColumns + lane % 8 * 8;
+#pragma unroll
+    for (int i = 0; i < kColumns / 64; ++i) {
+      const ColumnFloats<Functions::kColumns> floats(numbers);
+      const int column = i * 64 + lane % 8 * 8, vector = kGated ? gate_vector_column(column, block) / 8 : column / 8;
+      if (i + 1 < kColumns / 64) numbers.fetch(p, group, first_column + (i + 1) * 64);
+      T* to =
+          static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column + i * 64;
+      for (int at = 0; at < rows.rows; at += 4, to += static_cast<size_t>(4) * p.columns) {
+        const float scale = scales.of(at, lane);
+        const int row = at + lane / 8;
+        uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
+        if constexpr (kGated) {
+          up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
+          if constexpr (!kHalves) separate(gate, up, block);
+        }
+        const auto of = [&](int i) INLINE { return FunctionNumbers(scale, floats, i); };
+        const uint4 result = {pair<T>(function, gate.x, up.x, of(0).values, of(1).values),
+                              pair<T>(function, gate.y, up.y, of(2).values, of(3).values),
+                              pair<T>(function, gate.z, up.z, of(4).values, of(5).values),
+                              pair<T>(function, gate.w, up.w, of(6).values, of(7).values)};
+        if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(to) = result;
+      }
+    }
+  }
+  // Of two neighbouring columns, with the numbers that the function reads in each.
   template <class T, class F>
-  DEVICE static uint32_t pair(F function, uint32_t gates, uint32_t ups, float scale) {
+  DEVICE static uint32_t pair(F function, uint32_t gates, uint32_t ups, const float* first, const float* second) {
     const float2 gate = ptx::unpack<T>(gates), up = ptx::unpack<T>(ups);
-    return ptx::pack<T>(function.forward(gate.x, up.x, &scale), function.forward(gate.y, up.y, &scale));
+    return ptx::pack<T>(function.forward(gate.x, up.x, first), function.forward(gate.y, up.y, second));
   }
 };
 

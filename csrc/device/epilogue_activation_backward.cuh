@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue that turns the gradient of activated rows into that of their pre-activation.
 #pragma once
+#include "device/column_numbers.cuh"
 #include "device/epilogue_functions.cuh"
 #include "device/epilogue_vectors.cuh"
 
@@ -8,8 +9,8 @@ namespace fusible {
 
 // The product is the gradient of postact = function(preact, scales). The epilogue writes dpreact. If they are wanted,
 // it also writes postact, partial sums by row of the gradient of the scales (one for each subtile of columns), and
-// partial sums of dpreact by column for the gradient of the bias (one for each 64 rows). Where nothing is gated, up is
-// one, and neither loaded nor stored.
+// partial sums of dpreact by column for the gradient of the bias (one for each 64 rows); and of what a user's function
+// has for gradients of its column operands. Where nothing is gated, up is one, and neither loaded nor stored.
 //
 // A warp has a subtile of a consumer. A step is four rows of it, an 8-wide vector of each lane; or eight rows, two
 // vectors, which hide each other's latencies, where there are registers for them. Every lane stages its vectors of
@@ -17,7 +18,8 @@ namespace fusible {
 template <class Functions = BuiltInFunctions>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
-  static constexpr int kStoreWarps = 3, kRegisters = 104;
+  // Numbers of columns and their sums need registers, which the consumers can spare.
+  static constexpr int kStoreWarps = 3, kRegisters = Functions::kColumns > 0 ? 120 : 104;
   struct Staged {
     uint4 gate[2][32], up[2][32];
   };
@@ -30,25 +32,31 @@ struct ActivationBackwardEpilogue {
     static_assert(K::Layout::kSubtiles == kStoreWarps && K::Layout::kSlots == 1, "a warp for each subtile of a tile");
     Staged& staged = s.scratch.staged[consumer * kStoreWarps + warp];
     const int lane = threadIdx.x % 32;
-    each_smem_out<K>(
-        s, consumer, [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
-          const RowScales scales(p.scales, rows.token, rows.rows, lane);
-          const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
-          const int subtile = tile.column * kStoreWarps + warp;  // in the row
-          const uint8_t* grads = subtiles + warp * kSubtileBytes;
-          Functions::choose(p, [&](auto function) INLINE {
-            using T = typename K::T;
-            if (function.kVectors == 2 && Functions::gated(p) && !Functions::narrow(p))
-              differentiate_subtile<T, true>(function, p, rows, subtile, block, scales, grads, staged, lane, wait);
-            else differentiate_subtile<T, false>(function, p, rows, subtile, block, scales, grads, staged, lane, wait);
-          });
-        });
+    each_smem_out<K>(s, consumer,
+                     [&](const WorkTile& tile, int row, const SmemOutRows& rows, uint8_t* subtiles, auto wait) INLINE {
+                       const RowScales scales(p.scales, rows.token, rows.rows, lane);
+                       const int64_t block = block_of_rows(tile.group, tile.tokens_start, row);
+                       const int subtile = tile.column * kStoreWarps + warp;  // in the row
+                       const uint8_t* grads = subtiles + warp * kSubtileBytes;
+                       Functions::choose(p, [&](auto function) INLINE {
+                         using T = typename K::T;
+                         if (function.kVectors == 2 && Functions::gated(p) && !Functions::narrow(p))
+                           differentiate_subtile<T, true>(function, p, tile.group, rows, subtile, block, scales, grads,
+                                                          staged, lane, wait);
+                         else
+                           differentiate_subtile<T, false>(function, p, tile.group, rows, subtile, block, scales, grads,
+                                                           staged, lane, wait);
+                       });
+                     });
   }
 
  private:
+  using Floats = ColumnFloats<Functions::kColumns>;
+  using Sums = ColumnFloats<Functions::kSums>;
+
   // One subtile. kWholeVectors: gate and up are there, each in vectors of its own.
   template <class T, bool kWholeVectors, class F, class Wait>
-  DEVICE static void differentiate_subtile(F function, const Params& p, const SmemOutRows& rows, int subtile,
+  DEVICE static void differentiate_subtile(F function, const Params& p, int group, const SmemOutRows& rows, int subtile,
                                            int64_t block, const RowScales& scales, const uint8_t* grads, Staged& staged,
                                            int lane, Wait wait) {
     constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether;
@@ -75,7 +83,11 @@ struct ActivationBackwardEpilogue {
     };
     load(0);
     float4 sums{};
+    [[maybe_unused]] ColumnNumbers<typename Functions::Column, Functions::kColumns> numbers;
+    if constexpr (Functions::kColumns > 0) numbers.fetch(p, group, column);
     wait();
+    const Floats floats(numbers);
+    Sums dvectors{};
 #pragma unroll 1
     for (int row = 0; row < rows.rows; row += kStepRows) {
       const int of_eight = kTogether == 2 ? 0 : row % 8;  // rows before, of the eight of a swizzle
@@ -92,7 +104,8 @@ struct ActivationBackwardEpilogue {
       load(row + kStepRows);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i], scales.of(row + i * 4, lane));
+        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i], scales.of(row + i * 4, lane), floats,
+                                           Functions::kSums > 0 && valid(row, i), dvectors);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, dpreact += quad, postact += postact_quad) {
         if (narrow) join(gate[i], up[i], p.block);
@@ -115,6 +128,7 @@ struct ActivationBackwardEpilogue {
       }
     }
     ptx::copy_async_wait<0>();
+    if constexpr (Functions::kSums > 0) store_dvector_partials(p, dvectors, block, column, lane);
     const bool of_up = lane & 16;
     if (p.dbias_partials && exists && (gated || !of_up))
       *reinterpret_cast<float4*>(p.dbias_partials + block * width + gate_at + of_up * distance + (lane & 8) / 2) = sums;
@@ -149,15 +163,19 @@ struct ActivationBackwardEpilogue {
   }
 
   // Gate and up give way to their gradients, the gradient of the postact columns to what these are themselves. Returns
-  // their part of the gradient of the scale.
+  // their part of the gradient of the scale, and adds those of the column operands if the row exists.
   template <class T, class F>
-  DEVICE static float differentiate_vector(F function, uint4& gates, uint4& ups, uint4& grads, float scale) {
+  DEVICE static float differentiate_vector(F function, uint4& gates, uint4& ups, uint4& grads, float scale,
+                                           const Floats& floats, bool exists, Sums& dvectors) {
     float gate[8], up[8], grad[8], share = 0.f;
     unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const Gradients<1> d = function.backward(gate[i], up[i], &scale, grad[i]);
+      const FunctionNumbers numbers(scale, floats, i);
+      const Gradients<1 + Functions::kColumns> d = function.backward(gate[i], up[i], numbers.values, grad[i]);
       share += d.dr[0];
+#pragma unroll
+      for (int j = 0; j < Functions::kSums; ++j) dvectors.of[j][i] += exists ? d.dr[1 + j] : 0.f;
       gate[i] = d.dx, up[i] = d.du, grad[i] = d.y;
     }
     gates = pack<T>(gate), ups = pack<T>(up), grads = pack<T>(grad);

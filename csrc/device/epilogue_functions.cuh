@@ -5,6 +5,8 @@
 //   choose(p, body)   calls body(function) with the one that the parameters ask for
 //   gated(p)          whether it has an up half
 //   narrow(p)         whether gate and up alternate in blocks narrower than a vector
+//   kColumns, Column  how many numbers of a column they read, which each group has of its own, and their type
+//   kSums             of how many of these the backward sums the gradients
 //
 // Besides what device/pointwise.cuh asks for, a function has kVectors: how many vectors a lane differentiates at a time
 // where gate and up have vectors of their own. Two hide each other's latencies, where there are registers for them.
@@ -16,6 +18,9 @@
 namespace fusible {
 
 struct BuiltInFunctions {
+  static constexpr int kColumns = 0, kSums = 0;
+  using Column = float;
+
   template <class Body>
   DEVICE static void choose(const ActivationParams& p, Body body) {
     with_function<true>(p.activation, body);
@@ -25,8 +30,12 @@ struct BuiltInFunctions {
 };
 
 // One function that was generated, for a kernel of its own.
-template <class F, bool kNarrow>
+template <class F, bool kNarrow, class Number = float, bool kSumsColumns = false>
 struct OneFunction {
+  static_assert(F::kRows == 1 && F::kConstants == 0, "the scale; constants are numbers of its code");
+  static constexpr int kColumns = F::kColumns, kSums = kSumsColumns ? kColumns : 0;
+  using Column = Number;
+
   template <class Body>
   DEVICE static void choose(const ActivationParams&, Body body) {
     body(F());

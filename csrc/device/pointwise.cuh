@@ -12,6 +12,16 @@
 
 namespace fusible {
 
+// The types of operands, one by one: body.operator()<T>(i) for the i-th.
+template <class... Ts>
+struct Types {
+  template <class Body>
+  DEVICE static void each(Body body) {
+    [[maybe_unused]] int i = 0;
+    (body.template operator()<Ts>(i++), ...);
+  }
+};
+
 template <int kNumbers>
 struct Gradients {
   float y, dx, du;

@@ -23,8 +23,8 @@ DEVICE int group_of_row(const SplitSizes& s, int64_t rows, int64_t row) {
   return -1;
 }
 
-// Number, Column: the types of the numbers of rows and of columns.
-template <class F, class Number, class Column>
+// Numbers, Columns: the types of the numbers of rows and of columns.
+template <class F, class Numbers, class Columns>
 struct PointwiseRow {
   static constexpr int kOperands = F::kRows + F::kColumns + F::kConstants, kCount = kOperands ? kOperands : 1;
   static constexpr int kVectors = F::kColumns ? F::kColumns : 1;
@@ -32,21 +32,19 @@ struct PointwiseRow {
   DEVICE PointwiseRow(const PointwiseParams& p, int64_t row)
       : params(p), first(row * p.columns), first_of_x(first * (F::kGated ? 2 : 1)) {
     if constexpr (F::kColumns > 0) group = group_of_row(p.sizes, p.rows, row);
-    const Number* numbers = static_cast<const Number*>(p.numbers);
-#pragma unroll
-    for (int i = 0; i < F::kRows; ++i) r[i] = numbers ? static_cast<float>(numbers[i * p.rows + row]) : 0.f;
+    Numbers::each([&]<class T>(int i) INLINE {
+      r[i] = p.numbers[i] ? static_cast<float>(static_cast<const T*>(p.numbers[i])[row]) : 0.f;
+    });
 #pragma unroll
     for (int i = 0; i < F::kConstants; ++i) r[F::kRows + F::kColumns + i] = p.constants[i];
   }
   // The numbers of neighbouring columns; zeros past the last group.
   template <int kVector>
   DEVICE void load_columns(float (&b)[kVectors][kVector], unsigned column) const {
-#pragma unroll
-    for (int j = 0; j < F::kColumns; ++j) {
-      const int64_t vector = static_cast<int64_t>(j) * params.sizes.groups + group;
-      if (params.vectors && group >= 0)
-        load(b[j], static_cast<const Column*>(params.vectors) + vector * params.columns + column);
-    }
+    const int64_t offset = static_cast<int64_t>(group) * params.columns + column;
+    Columns::each([&]<class T>(int j) INLINE {
+      if (params.vectors[j] && group >= 0) load(b[j], static_cast<const T*>(params.vectors[j]) + offset);
+    });
   }
   // Everything but x and u that the function reads in column `i` of a vector.
   template <int kVector>
@@ -63,17 +61,19 @@ struct PointwiseRow {
 };
 
 // Whether vectors of 16 bytes are all aligned, and each is within one block.
-template <class T>
+template <class T, class F>
 DEVICE bool rows_have_vectors(const PointwiseParams& p) {
   const auto bits = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
-  return (bits(p.x) | bits(p.dy) | bits(p.y) | bits(p.dx) | bits(p.vectors)) % 16 == 0 &&
-         (p.columns | p.block) % (16 / sizeof(T)) == 0;
+  uintptr_t all = bits(p.x) | bits(p.dy) | bits(p.y) | bits(p.dx);
+#pragma unroll
+  for (int j = 0; j < F::kColumns; ++j) all |= bits(p.vectors[j]) | bits(p.dcolumns[j]);
+  return all % 16 == 0 && (p.columns | p.block) % (16 / sizeof(T)) == 0;
 }
 
-template <class T, class F, class Number, class Column, int kVector>
+template <class T, class F, class Numbers, class Columns, int kVector>
 DEVICE void forward_rows(const PointwiseParams& p) {
   each_row_of_warp<kPointwiseThreads / 32>(p.rows, [&](int64_t number) INLINE {
-    using Row = PointwiseRow<F, Number, Column>;
+    using Row = PointwiseRow<F, Numbers, Columns>;
     const Row row(p, number);
     const T* from = static_cast<const T*>(p.x) + row.first_of_x;
     T* to = static_cast<T*>(p.y) + row.first;
@@ -96,10 +96,10 @@ DEVICE void forward_rows(const PointwiseParams& p) {
 }
 
 // `x` may be null where no gradient reads it.
-template <class T, class F, class Number, class Column, int kVector>
+template <class T, class F, class Numbers, class Columns, int kVector>
 DEVICE void backward_rows(const PointwiseParams& p) {
   each_row_of_warp<kPointwiseThreads / 32>(p.rows, [&](int64_t number) INLINE {
-    using Row = PointwiseRow<F, Number, Column>;
+    using Row = PointwiseRow<F, Numbers, Columns>;
     const Row row(p, number);
     const T *from = static_cast<const T*>(p.x) + row.first_of_x, *above = static_cast<const T*>(p.dy) + row.first;
     T* to = static_cast<T*>(p.dx) + row.first_of_x;
@@ -123,34 +123,31 @@ DEVICE void backward_rows(const PointwiseParams& p) {
 #pragma unroll
         for (int j = 0; j < F::kColumns; ++j) b[j][i] = d.dr[F::kRows + j];
       }
-      if (p.dcolumns) {
 #pragma unroll
-        for (int j = 0; j < F::kColumns; ++j) store(p.dcolumns + (j * p.rows + number) * p.columns + column, b[j]);
-      }
+      for (int j = 0; j < F::kColumns; ++j)
+        if (p.dcolumns[j]) store(p.dcolumns[j] + row.first + column, b[j]);
       if (p.dx) {
         store(to + at, x);
         if constexpr (F::kGated) store(to + at + p.block, u);
       }
     }
-#pragma unroll
-    for (int j = 0; j < F::kRows; ++j) {
+    Numbers::each([&]<class N>(int j) INLINE {
       for (int offset = 16; offset; offset /= 2) sums[j] += __shfl_xor_sync(~0u, sums[j], offset);
-      if (p.dnumbers && threadIdx.x % 32 == 0)
-        static_cast<Number*>(p.dnumbers)[j * p.rows + number] = static_cast<Number>(sums[j]);
-    }
+      if (p.dnumbers[j] && threadIdx.x % 32 == 0) static_cast<N*>(p.dnumbers[j])[number] = static_cast<N>(sums[j]);
+    });
   });
 }
 
-template <class T, class F, class Number, class Column>
+template <class T, class F, class Numbers, class Columns>
 DEVICE void pointwise_forward(const PointwiseParams& p) {
-  if (rows_have_vectors<T>(p)) forward_rows<T, F, Number, Column, 16 / sizeof(T)>(p);
-  else forward_rows<T, F, Number, Column, 1>(p);
+  if (rows_have_vectors<T, F>(p)) forward_rows<T, F, Numbers, Columns, 16 / sizeof(T)>(p);
+  else forward_rows<T, F, Numbers, Columns, 1>(p);
 }
 
-template <class T, class F, class Number, class Column>
+template <class T, class F, class Numbers, class Columns>
 DEVICE void pointwise_backward(const PointwiseParams& p) {
-  if (rows_have_vectors<T>(p)) backward_rows<T, F, Number, Column, 16 / sizeof(T)>(p);
-  else backward_rows<T, F, Number, Column, 1>(p);
+  if (rows_have_vectors<T, F>(p)) backward_rows<T, F, Numbers, Columns, 16 / sizeof(T)>(p);
+  else backward_rows<T, F, Numbers, Columns, 1>(p);
 }
 
 }  // namespace fusible

@@ -28,4 +28,11 @@ struct RowScale {
   DType type;
 };
 
+// Numbers for the columns of each group, which a user's function reads: so many operands [groups, columns], one after
+// the other, dense and aligned to 16 bytes.
+struct ColumnVectors {
+  const void* data;
+  int count;
+};
+
 }  // namespace fusible

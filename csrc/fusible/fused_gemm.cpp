@@ -22,6 +22,16 @@ int64_t dbias_partials_offset(int64_t groups, int64_t tokens, int64_t columns, b
   const int64_t dscale_partials = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
   return dscale_partials_offset(groups) + blocks_of(dscale_partials, 4) * 16;
 }
+// A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/epilogue_vectors.cuh), rounded up by
+// the row: linear in the rows.
+int64_t partials_bytes(int64_t groups, int64_t tokens, int64_t columns) {
+  return tokens * blocks_of(columns, 16) + groups * columns * int64_t{sizeof(float)};
+}
+int64_t dvector_partials_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
+  const int64_t end =
+      dbias_partials_offset(groups, tokens, columns, dscales) + partials_bytes(groups, tokens, bias_columns);
+  return blocks_of(end, 16) * 16;
+}
 
 template <int kCount>
 bool built_for(const int (&variants)[kCount], int variant) {
@@ -94,18 +104,38 @@ CUtensorMap gate_up_map(const GemmProblem& p, const MatrixView& weights, int64_t
                                  : gate_up_columns_map(weights, p.groups, columns, k);
 }
 
-// The gradient of the bias, if it is wanted, from the sums of blocks.
-void sum_dbias(const LinearActivationBackward& call, const float* dbias_partials, cudaStream_t stream) {
+int64_t columns_of_preact(const LinearActivationBackward& call) {
+  return call.activation.gated ? 2 * call.gemm.problem.n : call.gemm.problem.n;
+}
+
+void sum_partials(const LinearActivationBackward& call, const float* partials, int64_t columns, void* out, DType type,
+                  cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
-  const int64_t columns = call.activation.gated ? 2 * p.n : p.n;
-  if (!call.dbias) return;
-  sum_dbias_partials({.dbias_partials = dbias_partials,
+  sum_dbias_partials({.dbias_partials = partials,
                       .sizes = call.gemm.sizes,
                       .tokens = static_cast<int>(p.tokens),
                       .columns = static_cast<int>(columns),
-                      .out = call.dbias,
-                      .type = call.dbias_type},
+                      .out = out,
+                      .type = type},
                      stream);
+}
+
+// The gradients of the bias and of column operands, if they are wanted, from the sums of blocks.
+void sum_by_group(const LinearActivationBackward& call, const ActivationParams& params, cudaStream_t stream) {
+  const GemmProblem& p = call.gemm.problem;
+  if (call.dbias)
+    sum_partials(call, params.dbias_partials, columns_of_preact(call), call.dbias, call.dbias_type, stream);
+  const int64_t blocks = p.tokens / 64 + p.groups;
+  for (int i = 0; call.dvectors && i < call.vectors.count; ++i)
+    sum_partials(call, params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr, p.n,
+                 static_cast<char*>(call.dvectors) + i * p.groups * p.n * bytes_of(call.dvectors_type),
+                 call.dvectors_type, stream);
+}
+
+// Only kernels of users' functions read column operands.
+void check_vectors(const GemmProblem& p, const Activation& a, const ColumnVectors& vectors) {
+  FUSIBLE_CHECK(!vectors.count || (vectors.data && a.kernels[0]),
+                "column operands are for compiled functions, and need data. ", p);
 }
 
 }  // namespace
@@ -129,11 +159,10 @@ GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int
   return choose_config(p, multiprocessors, variant);
 }
 
-int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
-  // A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/epilogue_vectors.cuh), rounded up by
-  // the row: linear in the rows.
-  return dbias_partials_offset(groups, tokens, columns, dscales) + tokens * blocks_of(bias_columns, 16) +
-         groups * bias_columns * int64_t{sizeof(float)};
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns,
+                                 int64_t dvectors) {
+  return dvector_partials_offset(groups, tokens, columns, dscales, bias_columns) +
+         partials_bytes(groups, tokens, dvectors * columns);
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {
@@ -146,6 +175,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   if (!keep_preact) gemm.out = {call.postact, p.operand, columns, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, columns);
+  check_vectors(p, call.activation, call.vectors);
   if (p.tokens == 0) return;
   const DeviceGuard guard(device);
   const GemmConfig config =
@@ -161,6 +191,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   }
   params.keep_preact = keep_preact;
   params.postact = call.postact;
+  params.vectors = call.vectors.data;
   const KernelEntry entry = forward_entry(p, halves, config.variant);
   launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
          stream);
@@ -171,13 +202,14 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   const GemmProblem& p = gemm.problem;
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.scale_bias,
                 "the backward of an activation needs the plain gradient of its rows. ", p);
-  FUSIBLE_CHECK(!(call.dscales || call.dbias) || gemm.workspace, "the gradients of scales and bias need a workspace. ",
-                p);
+  FUSIBLE_CHECK(!(call.dscales || call.dbias || call.dvectors) || gemm.workspace,
+                "the gradients of scales, bias and column operands need a workspace. ", p);
   gemm.out = {call.dpreact, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
   check_activation(p, call.activation, p.n);
+  check_vectors(p, call.activation, call.vectors);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return sum_dbias(call, nullptr, stream);
+  if (p.tokens == 0) return sum_by_group(call, {}, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   WithSecondPair<ActivationParams> params{activation_params(gemm, config, call.activation, call.scales, p.n, stream),
                                           second_pair(gemm, config)};
@@ -189,13 +221,18 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dbias)
     params.dbias_partials =
         reinterpret_cast<float*>(workspace + dbias_partials_offset(p.groups, p.tokens, p.n, call.dscales));
+  params.vectors = call.vectors.data;
+  if (call.dvectors)
+    params.dvector_partials =
+        reinterpret_cast<float*>(workspace + dvector_partials_offset(p.groups, p.tokens, p.n, call.dscales,
+                                                                     call.dbias ? columns_of_preact(call) : 0));
   const KernelEntry entry = backward_entry(p, config.variant);
   launch(params, entry_of_function(entry, call.activation, kBackwardVariants, config.variant), config, p, device,
          stream);
   if (call.dscales)
     sum_dscale_partials(params.dscale_partials, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes,
                         call.dscales, call.scales.type, stream);
-  sum_dbias(call, params.dbias_partials, stream);
+  sum_by_group(call, params, stream);
 }
 
 }  // namespace fusible

@@ -16,6 +16,7 @@ struct LinearActivation {
   Activation activation;
   RowScale scales;
   void* postact;
+  ColumnVectors vectors;
 };
 
 // With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
@@ -28,11 +29,15 @@ struct LinearActivationBackward {
   void *dpreact, *dscales, *postact;  // dscales in the type of the scales
   void* dbias;  // [groups, columns of preact]: the sums of dpreact over the rows of each group; zero for an empty one
   DType dbias_type;
+  ColumnVectors vectors;
+  void* dvectors;  // [vectors.count, groups, columns]: the sums over the rows of each group
+  DType dvectors_type;
 };
 
 // Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each subtile's share of them; with
-// dbias, whose rows have `bias_columns` (0: none), the sums over blocks of 64 rows.
-int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns);
+// dbias, whose rows have `bias_columns` (0: none), the sums over blocks of 64 rows; and so for that many dvectors.
+int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns,
+                                 int64_t dvectors);
 
 // The tile variant and what else is chosen for it.
 GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors,

@@ -29,6 +29,11 @@ void visit_sizes(Visitor& v, SplitSizes& sizes) {
 }
 
 template <class Visitor>
+void visit_vectors(Visitor& v, ColumnVectors& vectors) {
+  v.field("vectors", vectors.data), v.field("vectors_count", vectors.count);
+}
+
+template <class Visitor>
 void visit_scales(Visitor& v, RowScale& scales) {
   v.field("scales", scales.data), v.field("scales_type", scales.type);
 }
@@ -172,13 +177,14 @@ struct LinearActivationLaunch : GemmLaunch {
   RowScale scales{};
   const void* preact = nullptr;
   void* postact = nullptr;
+  ColumnVectors vectors{};
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), visit_schedule(v), visit_second_pair(v);
+    visit_bias(v), visit_scales(v, scales), visit_vectors(v, vectors), visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
@@ -186,7 +192,7 @@ struct LinearActivationLaunch : GemmLaunch {
     GemmLaunch::complete();
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
-  void run() const { linear_activation({gemm, activation, scales, postact}, device, stream); }
+  void run() const { linear_activation({gemm, activation, scales, postact, vectors}, device, stream); }
 };
 
 struct LinearActivationBackwardLaunch : GemmLaunch {
@@ -196,6 +202,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   const void* preact = nullptr;
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
+  ColumnVectors vectors{};
+  void* dvectors = nullptr;
+  DType dvectors_type = DType::kFloat32;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -205,6 +214,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     visit_scales(v, scales);
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
+    visit_vectors(v, vectors), v.field("dvectors", dvectors), v.field("dvectors_type", dvectors_type);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -213,8 +223,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type}, device,
-                               stream);
+    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, vectors,
+                                dvectors, dvectors_type},
+                               device, stream);
   }
 };
 
@@ -222,14 +233,14 @@ struct BackwardWorkspace {
   static constexpr const char* kName = "backward_workspace_bytes";
   int64_t groups = 0, tokens = 0, columns = 0;
   bool dscales = false;
-  int64_t bias_columns = 0;
+  int64_t bias_columns = 0, dvectors = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("groups", groups), v.rows("tokens", tokens), v.field("columns", columns);
-    v.field("dscales", dscales), v.field("bias_columns", bias_columns);
+    v.field("dscales", dscales), v.field("bias_columns", bias_columns), v.field("dvectors", dvectors);
   }
-  int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns); }
+  int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns, dvectors); }
 };
 
 struct RaggedGemmLaunch : OnStream {
@@ -308,17 +319,27 @@ struct ActivateBackwardLaunch : OnStream {
 struct PointwiseLaunch : OnStream {
   static constexpr const char* kName = "pointwise";
   Pointwise call{};
+  Addresses numbers, dnumbers, vectors, dcolumns;
 
   template <class Visitor>
   void fields(Visitor& v) {
     PointwiseParams& p = call.params;
     v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
     v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
-    v.field("numbers", p.numbers), v.field("dnumbers", p.dnumbers), v.field("vectors", p.vectors);
-    v.field("dcolumns", p.dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
+    v.field("numbers", numbers), v.field("dnumbers", dnumbers), v.field("vectors", vectors);
+    v.field("dcolumns", dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
     v.field("constants", call.constants);
   }
-  void complete() {}
+  void complete() {
+    put(numbers, call.params.numbers), put(dnumbers, call.params.dnumbers);
+    put(vectors, call.params.vectors), put(dcolumns, call.params.dcolumns);
+  }
+  template <class T>
+  static void put(const Addresses& from, T* (&to)[kPointwiseOperands]) {
+    FUSIBLE_CHECK(from.size() <= std::size(to), "takes at most ", std::size(to),
+                  " numbers of a row, and of a column, got ", from.size());
+    for (size_t i = 0; i < from.size(); ++i) to[i] = reinterpret_cast<T*>(from[i]);
+  }
   void run() const { pointwise(call, device, stream); }
 };
 

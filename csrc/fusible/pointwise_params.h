@@ -9,6 +9,7 @@
 namespace fusible {
 
 inline constexpr int kPointwiseThreads = 256, kPointwiseConstants = 16;
+inline constexpr int kPointwiseOperands = 8;  // numbers of a row, and of a column
 
 // Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate.
 struct PointwiseParams {
@@ -16,11 +17,11 @@ struct PointwiseParams {
   unsigned columns, block;  // of y; columns of gate before as many of up
   const void *x, *dy;
   void *y, *dx;
-  const void* numbers;  // [kRows, rows]
-  void* dnumbers;       // in their type
-  const void* vectors;  // [kColumns, groups, columns]
-  float* dcolumns;      // [kColumns, rows, columns]: the gradients of the vectors, before they are summed by group
-  SplitSizes sizes;     // of the groups; null sizes: there is one, of all rows
+  const void* numbers[kPointwiseOperands];  // [rows] each
+  void* dnumbers[kPointwiseOperands];       // in their types
+  const void* vectors[kPointwiseOperands];  // [groups, columns] each
+  float* dcolumns[kPointwiseOperands];  // [rows, columns] each: the gradients of the vectors, not yet summed by group
+  SplitSizes sizes;                     // of the groups; null sizes: there is one, of all rows
   float constants[kPointwiseConstants];
 };
 

@@ -30,13 +30,14 @@ struct Chunk {
 
 // Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane,
 // until it says true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all
-// others. By one warp.
+// others. By one warp. Without sizes there is one group, of all rows.
 template <class Visit>
 __device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit visit) {
   int64_t before = 0, chunks = 0;
   for (int base = 0; base <= sizes.groups; base += 32) {
     const int group = base + lane;
-    const auto [start, size, cut] = rows_of_lane(sizes, group, tokens, before, lane);
+    const auto [start, size, cut] = sizes.sizes ? rows_of_lane(sizes, group, tokens, before, lane)
+                                                : GroupRows<int64_t>{group ? tokens : 0, group ? 0 : tokens, false};
     const int64_t rows = group == sizes.groups ? tokens - start : size, of_group = (rows + kChunkRows - 1) / kChunkRows,
                   after = chunks + scan(of_group, lane);
     const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - of_group, of_group));

@@ -34,8 +34,8 @@ def _outside(graph: OpGraph, nodes: set[str]) -> set[tuple[str, str]]:
 
 
 def _hooks(match: Match) -> str | None:
-    for role, node in match.nodes.items():
-        op = getattr(match, role)
+    for name, node in match.nodes.items():
+        op = match.part(name)
         user_code = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
         if user_code:
             runs = "runs" if user_code[0] == "a" else "run"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -31,6 +32,50 @@ def optional(types: OpTypes) -> Optional:
     return Optional(types)
 
 
+class Run(NamedTuple):
+    """Ops that feed one another, as many as there are: at least two.
+
+    Attributes:
+        types: of the ops.
+        op: is built with them, as ``op(op0=..., op1=...)``, and stands for them in a role.
+        fits: whether ops of these types, in this order, are such a run; by their types and attributes.
+    """
+
+    types: OpTypes
+    op: Callable[..., Op]
+    fits: Callable[[Sequence[Op]], bool] = lambda ops: True
+
+    def lengths(self, graph: OpGraph) -> Iterator[int]:
+        """From two to the longest run of a graph."""
+        yield from range(2, 1 + max(map(len, maximal_runs(graph, self.types)), default=0))
+
+
+class OneOrRun(NamedTuple):
+    """A role for one op or a run; see :func:`one_or_run`."""
+
+    types: OpTypes
+    run: Run
+
+
+def one_or_run(types: OpTypes, run: Run) -> OneOrRun:
+    """Marks a role of :meth:`Pattern.path` for one op of ``types``, or for a run of ops in its place.
+
+    The role is then ``run.op(op0=..., op1=...)``, whose parts a match calls ``role.op0``, ``role.op1``, ….
+    """
+    return OneOrRun(types, run)
+
+
+def maximal_runs(graph: OpGraph, types: OpTypes) -> list[list[str]]:
+    """The nodes of ops of these types that follow one another, as far as they go."""
+    runs: list[list[str]] = [[]]
+    for node in graph.entries():
+        if isinstance(graph.op(node), types):
+            runs[-1].append(node)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
 @dataclass(frozen=True)
 class Match:
     """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
@@ -41,6 +86,7 @@ class Match:
     graph: OpGraph
     nodes: dict[str, str]
     roles: tuple[str, ...]
+    runs: dict[str, Run] = field(default_factory=dict)
 
     def __getattr__(self, role: str) -> Any:
         if role not in self.roles:
@@ -50,7 +96,23 @@ class Match:
 
     def ops(self) -> dict[str, Any]:
         """What the fused op is built with."""
-        return {role: self.graph.op(self.nodes[role]) if role in self.nodes else None for role in self.roles}
+        return self._ops
+
+    @cached_property
+    def _ops(self) -> dict[str, Any]:
+        return {role: self._op(role) for role in self.roles}
+
+    def _op(self, role: str) -> Op | None:
+        if role in self.nodes:
+            return self.graph.op(self.nodes[role])
+        members = {name.removeprefix(f"{role}."): node for name, node in self.nodes.items()}
+        members = {name: node for name, node in members.items() if f"{role}.{name}" in self.nodes}
+        return self.runs[role].op(**{name: self.graph.op(node) for name, node in members.items()}) if members else None
+
+    def part(self, name: str) -> Any:
+        """The op of a name in ``nodes``, a role or a member of a run; its computed parameters are foreseen."""
+        op = self.graph.op(self.nodes[name])
+        return op if op is None else foreseen(op)
 
     def reads(self, role: str, port: str) -> bool:
         """Whether the op of a role reads anything at ``port``."""
@@ -75,19 +137,21 @@ class Pattern:
 
     roles: dict[str, OpTypes]
     edges: tuple[tuple[str, str, str], ...] = ()
+    optional_edges: tuple[tuple[str, str, str], ...] = ()
     optional_roles: frozenset[str] = frozenset()
     chain: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    runs: dict[str, Run] = field(default_factory=dict)
 
     @classmethod
-    def path(cls, **roles: OpTypes | Optional) -> Pattern:
+    def path(cls, **roles: OpTypes | Optional | OneOrRun) -> Pattern:
         """Ops that feed one another, in order: ``Pattern.path(fc1=GroupedLinear, act=GLU, scale=optional(Scale))``.
 
         Raises:
             TypeError: a role that is neither a subclass of :class:`Op` nor a tuple of them.
             ValueError: no role.
         """
-        types = {role: t.types if isinstance(t, Optional) else t for role, t in roles.items()}
+        types = {role: t.types if isinstance(t, Optional | OneOrRun) else t for role, t in roles.items()}
         if not roles:
             raise ValueError("Pattern.path: give at least one role, such as linear=Linear")
         for role, classes in types.items():
@@ -95,12 +159,24 @@ class Pattern:
             if not all(isinstance(t, type) and issubclass(t, Op) for t in several):
                 raise TypeError(f"Pattern.path: {role} must be a class of Op, or a tuple of such, got {classes!r}")
         missing_ok = frozenset(role for role, t in roles.items() if isinstance(t, Optional))
-        return cls(types, optional_roles=missing_ok, chain=tuple(roles))
+        runs = {role: t.run for role, t in roles.items() if isinstance(t, OneOrRun)}
+        return cls(types, optional_roles=missing_ok, chain=tuple(roles), runs=runs)
+
+    @classmethod
+    def of_run(cls, run: Run) -> Pattern:
+        """A run of ops, whose roles are ``op0``, ``op1``, …; where it is refused, shorter ones are tried."""
+        return RunPattern({"op": run.types}, runs={"": run})
 
     def edge(self, source: str, reader: str, port: str) -> Pattern:
         """Requires that ``reader`` reads an output of ``source`` at ``port``; both are roles of a :meth:`path`."""
         self._check(source, reader)
         return replace(self, edges=(*self.edges, (source, reader, port)))
+
+    def may_read(self, source: str, reader: str, *ports: str) -> Pattern:
+        """Allows that ``reader`` reads outputs of ``source`` at these ports; both are roles of a :meth:`path`."""
+        self._check(source, reader)
+        edges = [(source, reader, port) for port in ports]
+        return replace(self, optional_edges=(*self.optional_edges, *edges))
 
     def shares(self, port: str, *roles: str) -> Pattern:
         """Requires that the roles read one and the same tensor at ``port``."""
@@ -129,8 +205,18 @@ class Pattern:
     def matches(self, graph: OpGraph) -> list[Match]:
         """Every place where the shape fits, conditions not yet asked: in execution order, the longest first."""
         position = graph.nx.nodes
-        matches = [match for shape in self._shapes() for match in self._matches_of(shape, graph)]
-        return sorted(matches, key=lambda m: (min(position[n]["position"] for n in m.nodes.values()), -len(m.nodes)))
+        matches: dict[frozenset[str], Match] = {}  # of the same ops one: that with the most roles
+        for shape in self._shapes(graph):
+            for match in self._matches_of(shape, graph):
+                if all(run.fits(_members(match, role)) for role, run in self.runs.items() if role not in match.nodes):
+                    matches.setdefault(frozenset(match.nodes.values()), match)
+        return sorted(
+            matches.values(), key=lambda m: (min(position[n]["position"] for n in m.nodes.values()), -len(m.nodes))
+        )
+
+    def shorter(self, match: Match) -> Iterator[Match]:
+        """Matches of some of the ops, which are tried where the match is refused."""
+        yield from ()
 
     def refusal(self, match: Match) -> str | None:
         """The reason of the first condition that does not hold."""
@@ -139,7 +225,7 @@ class Pattern:
 
     def _override(self, match: Match, role: str) -> str | None:
         """An op that computes something else than the class in the pattern is not what the pattern means."""
-        op, types = getattr(match, role), self.roles[role]
+        op, types = match.part(role), self._types_of(role)
         method = patched_half(op)
         if method:
             return f"{role} has a {method} of its own, set on the object"
@@ -152,29 +238,96 @@ class Pattern:
             if role not in self.roles:
                 raise ValueError(f"no role {role!r} in this pattern; it has {', '.join(self.roles)}")
 
+    def _types_of(self, role: str) -> OpTypes:
+        """Of a role, or of a member of a run."""
+        return self.roles[role] if role in self.roles else self.runs[role.partition(".")[0]].types
+
     def _matches_of(self, shape: nx.DiGraph[str], graph: OpGraph) -> Iterator[Match]:
-        matcher = DiGraphMatcher(graph.ops_only(), shape, node_match=_fits, edge_match=_same_ports)
+        ops = self._without_optional_edges(graph.ops_only())
+        matcher = DiGraphMatcher(ops, shape, node_match=_fits, edge_match=_same_ports)
         for mapping in matcher.subgraph_isomorphisms_iter():
             name_of = {role: name for name, role in mapping.items()}
-            yield Match(graph, {role: name_of[role] for role in self.roles if role in name_of}, tuple(self.roles))
+            yield Match(graph, {role: name_of[role] for role in shape.nodes}, tuple(self.roles), self.runs)
 
-    def _shapes(self) -> Iterator[nx.DiGraph[str]]:
-        """The shape with every choice of optional roles."""
+    def _without_optional_edges(self, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
+        """The graph without what ops of such types may read of one another: it does not decide whether a shape fits."""
+        if not self.optional_edges:
+            return graph
+        kept: nx.DiGraph[str] = nx.DiGraph()
+        kept.add_nodes_from(graph.nodes.items())
+        for source, reader, edge in graph.edges(data=True):
+            ports = {p: output for p, output in edge["ports"].items() if not self._may(graph, source, reader, p)}
+            if ports:
+                kept.add_edge(source, reader, ports=ports)
+        return kept
+
+    def _may(self, graph: nx.DiGraph[str], source: str, reader: str, port: str) -> bool:
+        return any(
+            port == optional and self._has_role(graph, source, giver) and self._has_role(graph, reader, taker)
+            for giver, taker, optional in self.optional_edges
+        )
+
+    def _has_role(self, graph: nx.DiGraph[str], node: str, role: str) -> bool:
+        return _fits(graph.nodes[node], {"types": self.roles[role]})
+
+    def _shapes(self, graph: OpGraph) -> Iterator[nx.DiGraph[str]]:
+        """The shape with every choice of optional roles, then with every length of runs, the shortest first."""
+        lengths = [1, *sorted({length for run in self.runs.values() for length in run.lengths(graph)})]
         choices = [(True, False) if role in self.optional_roles else (True,) for role in self.roles]
-        for chosen in product(*choices):
+        for length, chosen in product(lengths, product(*choices)):
             if any(chosen):
-                yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there})
+                yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there}, length)
 
-    def _shape(self, there: set[str]) -> nx.DiGraph[str]:
+    def _shape(self, there: set[str], length: int) -> nx.DiGraph[str]:
+        """The shape with these roles, and with runs of this length in those that may be runs."""
         shape: nx.DiGraph[str] = nx.DiGraph()
-        chain = [role for role in self.chain if role in there]
-        shape.add_nodes_from((role, {"types": self.roles[role]}) for role in chain)
+        chain = [name for role in self.chain if role in there for name in self._names(role, length)]
+        shape.add_nodes_from((name, {"types": self._types_of(name)}) for name in chain)
         joins = [(a, b, "x") for a, b in pairwise(chain)]
         for source, reader, port in [*joins, *(e for e in self.edges if {e[0], e[1]} <= there)]:
             if not shape.has_edge(source, reader):
                 shape.add_edge(source, reader, ports=set())
             shape.edges[source, reader]["ports"].add(port)
         return shape
+
+    def _names(self, role: str, length: int) -> list[str]:
+        return [f"{role}.op{i}" for i in range(length)] if role in self.runs and length > 1 else [role]
+
+
+class RunPattern(Pattern):
+    """A run of ops and nothing else; see :meth:`Pattern.of_run`."""
+
+    def matches(self, graph: OpGraph) -> list[Match]:
+        """The longest runs."""
+        runs = [self._match(graph, nodes) for nodes in maximal_runs(graph, self._run.types)]
+        return [match for match in runs if match is not None]
+
+    def shorter(self, match: Match) -> Iterator[Match]:
+        """Every part of a run, the longest first."""
+        nodes = list(match.nodes.values())
+        for length in range(len(nodes) - 1, 1, -1):
+            for start in range(len(nodes) - length + 1):
+                part = self._match(match.graph, nodes[start : start + length])
+                if part is not None:
+                    yield part
+
+    @property
+    def _run(self) -> Run:
+        return self.runs[""]
+
+    def _match(self, graph: OpGraph, nodes: Sequence[str]) -> Match | None:
+        """The match of these nodes, None where they are no such run."""
+        by_role = {f"op{i}": node for i, node in enumerate(nodes)}
+        ops = [op for node in nodes if (op := graph.op(node)) is not None]
+        return Match(graph, by_role, tuple(by_role)) if len(ops) > 1 and self._run.fits(ops) else None
+
+    def _types_of(self, role: str) -> OpTypes:
+        return self._run.types
+
+
+def _members(match: Match, role: str) -> list[Op]:
+    """The ops of a run."""
+    return [match.part(name) for name in match.nodes if name.startswith(f"{role}.")]
 
 
 def _fits(node: dict[str, Any], role: dict[str, Any]) -> bool:

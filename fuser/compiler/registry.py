@@ -109,10 +109,10 @@ class Registry:
         taken: dict[str, str] = {}
         for fusion in self:
             for match in fusion.pattern.matches(graph):
-                decision = _decide(fusion, match, config, taken)
-                if decision.taken:
-                    taken |= dict.fromkeys(match.nodes.values(), fusion.name)
-                yield decision
+                for decision in _decisions(fusion, match, config, taken):
+                    if decision.taken:
+                        taken |= dict.fromkeys(decision.match.nodes.values(), fusion.name)
+                    yield decision
 
     def _set(self, fusions: tuple[Fusion, ...]) -> None:
         self._fusions = tuple(sorted(fusions, key=lambda f: -f.priority))
@@ -162,6 +162,16 @@ def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None
 def unregister(name: str | type[FusedOp]) -> None:
     """Removes a fusion by name, or by the class if it carries that class's name."""
     registry.remove(name if isinstance(name, str) else name.__name__)
+
+
+def _decisions(fusion: Fusion, match: Match, config: Config, taken: dict[str, str]) -> Iterator[Decision]:
+    """That of a match; and where it is refused, of those shorter ones that are taken instead."""
+    decision = _decide(fusion, match, config, taken)
+    yield decision
+    for part in () if decision.taken else fusion.pattern.shorter(match):
+        decision = _decide(fusion, part, config, taken)
+        if decision.taken:
+            yield decision
 
 
 def _decide(fusion: Fusion, match: Match, config: Config, taken: dict[str, str]) -> Decision:

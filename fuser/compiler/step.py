@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from torch import nn
@@ -97,7 +98,7 @@ class Step:
 
     def with_op(self, op: Op) -> Step:
         """The same with another op, or view of it, in place of its own."""
-        parts = tuple([op if role == "" else op.inner_ops()[role] for role in self.roles])
+        parts = tuple([_part(op, role) for role in self.roles])
         return replace(self, module=op, ops=parts)
 
     def computed(self) -> Step:
@@ -133,6 +134,11 @@ class Step:
         except ArgumentError as error:
             raise ArgumentError(f"{self.entries[0]}: {str(error).removeprefix(f'{self.name}: ')}") from None
         return outputs_of(op, str(self.entries[0]), result)
+
+
+def _part(op: Op, role: str) -> Op:
+    """The op that has a role in a fused one, or in a run that has one; the op itself for none."""
+    return reduce(lambda whole, name: whole.inner_ops()[name], role.split("."), op) if role else op
 
 
 def _check_part(

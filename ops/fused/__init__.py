@@ -3,7 +3,8 @@
 from .glu_scale import GLUScale
 from .grouped_linear_glu import GroupedLinearGLU
 from .grouped_mlp import GroupedMLP
+from .pointwise_chain import PointwiseChain
 from .routed_lora import RoutedLoRA
 from .routed_mlp import RoutedMLP
 
-__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "RoutedLoRA", "RoutedMLP"]
+__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "PointwiseChain", "RoutedLoRA", "RoutedMLP"]

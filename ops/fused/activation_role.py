@@ -1,13 +1,33 @@
-"""The role ``act`` of a pattern: a built-in activation, or a function that a user has written."""
+"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain with one."""
 
 from __future__ import annotations
 
-from ...fuser import Match, Pattern
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ...fuser import Gradient, Match, Op, Pattern, Run, one_or_run
+from .. import link_rows
 from ..activation_spec import ActivationSpec
 from ..glu import Activated
+from ..link import Link
 from ..pointwise import Pointwise
+from ..quantized_linear import in_force
+from ..scale import ConstantScale, Scale
+from .pointwise_chain import PointwiseChain, has_function, number_of_gates
 
 ACTIVATION = (Activated, Pointwise)
+_PREFIX, _SIZES = "act.", "split_sizes"
+
+
+def _is_chain(ops: Sequence[Op]) -> bool:
+    return has_function(ops) and number_of_gates(ops) < 2
+
+
+ACTIVATION_OR_CHAIN = one_or_run(
+    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale), PointwiseChain, _is_chain)
+)
+"""In an epilogue. Numbers of columns are those of groups there, so a :class:`Bias` ends the chain."""
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -16,41 +36,109 @@ def with_activation(pattern: Pattern) -> Pattern:
     A function may read one number of the row, which then is the scale before the second linear. A scale after that
     linear joins it, if the function is linear in it.
     """
-    return (
+    return _with_rows(
+        pattern.where("act has operations that kernels do not know", _is_known).where(
+            "act reads a number for each column", lambda match: not _reading_columns(match)
+        )
+    )
+
+
+def with_activation_of_groups(pattern: Pattern) -> Pattern:
+    """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of its columns."""
+    return _with_rows(
         pattern.where("act has operations that kernels do not know", _is_known)
-        .where("act reads a number for each column", _reads_no_column)
-        .where("act reads more than one number of a row", _reads_one_number)
+        .where("act reads a number for each column, the same for all groups", _reads_columns_of_groups)
+        .where("act reads a number for each column before gate and up meet", _reads_columns_after_gate)
+        .where("act and fc1 read different split_sizes", _shares_groups)
+        .where("act reads a number for each column, which quantised products do not", _is_unquantised_with_columns)
+    )
+
+
+def _with_rows(pattern: Pattern) -> Pattern:
+    return (
+        pattern.where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
     )
 
 
-def spec_of(act: Activated | Pointwise) -> ActivationSpec:
+def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
     """What the activation of a match is."""
     spec = act.spec
     assert spec is not None
     return spec
 
 
-def keyword_of(role: str) -> str | None:
-    """What a fused op calls the number of the row that its activation reads; None for other roles."""
-    return "scales" if role == "act" else None
+def vectors_of(act: Activated | Pointwise | PointwiseChain) -> Tensor | None:
+    """[K, E, F]: the numbers of each group's columns that the activation of a match reads; None: it reads none."""
+    return None if isinstance(act, Activated) else link_rows.stacked_vectors(_link_of(act), dict(act.inputs()))
+
+
+def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
+    """Whether the activation of a match reads a number of the row."""
+    return not isinstance(act, Activated) and bool(_link_of(act).rows)
+
+
+def wants_vectors(needs_grad: frozenset[str]) -> bool:
+    """Whether a gradient of the activation's numbers of columns is wanted, by the names of a fused op."""
+    return any(name.startswith(_PREFIX) for name in needs_grad)
+
+
+def vector_grads(
+    act: Activated | Pointwise | PointwiseChain, dvectors: Tensor | None, needs_grad: frozenset[str]
+) -> dict[str, Gradient]:
+    """The wanted gradients of the activation's numbers of columns, by the names of a fused op."""
+    if dvectors is None or isinstance(act, Activated):
+        return {}
+    wanted = [name.removeprefix(_PREFIX) for name in needs_grad if name.startswith(_PREFIX)]
+    grads = link_rows.column_grads(_link_of(act), list(dvectors), dict(act.inputs()), wanted)
+    return {f"{_PREFIX}{name}": gradient for name, gradient in grads.items()}
+
+
+def keyword_of(role: str, keyword: str) -> str | None:
+    """What a fused op calls the number of the row that its activation, or a part of it, reads; else None."""
+    return "scales" if role.partition(".")[0] == "act" and keyword != _SIZES else None
+
+
+def _link_of(act: Pointwise | PointwiseChain) -> Link:
+    link = act.link
+    assert link is not None
+    return link
+
+
+def _is_unquantised_with_columns(match: Match) -> bool:
+    return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 
 def _is_known(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.program is not None
+    return isinstance(match.act, Activated) or match.act.program is not None
 
 
-def _reads_no_column(match: Match) -> bool:
-    return not (isinstance(match.act, Pointwise) and match.act.program is not None and match.act.program.columns)
+def _reading_columns(match: Match) -> dict[str, Link]:
+    """The functions of the activation that read numbers of columns, by their names in the match."""
+    names = [name for name in match.nodes if name.partition(".")[0] == "act"]
+    functions = {name: part for name in names if isinstance(part := match.part(name), Pointwise)}
+    return {name: link for name, part in functions.items() if (link := _link_of(part)).columns}
+
+
+def _reads_columns_of_groups(match: Match) -> bool:
+    return all(link.groups is not None for link in _reading_columns(match).values())
+
+
+def _reads_columns_after_gate(match: Match) -> bool:
+    return not _reading_columns(match) or all(column.argument is None for column in _link_of(match.act).columns)
+
+
+def _shares_groups(match: Match) -> bool:
+    return {match.source(name, _SIZES) for name in _reading_columns(match)} <= {match.source("fc1", _SIZES)}
 
 
 def _reads_one_number(match: Match) -> bool:
-    return not isinstance(match.act, Pointwise) or match.act.spec is not None
+    return match.act.spec is not None
 
 
 def _scales_once(match: Match) -> bool:
-    return not (match.act.keywords and _has(match, "scale"))
+    return not (reads_a_row(match.act) and _has(match, "scale"))
 
 
 def _is_linear(match: Match) -> bool:

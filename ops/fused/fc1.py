@@ -50,6 +50,7 @@ def forward(
     tail_unspecified: bool,
     x_is_inner: bool,
     copied: bool = False,
+    vectors: Tensor | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 
@@ -73,6 +74,7 @@ def forward(
         activation,
         keep_preact=keep_preact,
         tail_unspecified=tail_unspecified,
+        vectors=vectors,
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))

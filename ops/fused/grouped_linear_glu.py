@@ -14,12 +14,23 @@ from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..pointwise import Pointwise
 from ..scale import Scale
 from . import fc1 as first_linear
-from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
+from .activation_role import (
+    ACTIVATION_OR_CHAIN,
+    keyword_of,
+    spec_of,
+    vector_grads,
+    vectors_of,
+    wants_vectors,
+    with_activation_of_groups,
+)
 from .fc1 import FC1, flat, names_of
+from .pointwise_chain import PointwiseChain
 
 
 @register_fusion(
-    with_activation(Pattern.path(fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale))).absent("output", "fc1"),
+    with_activation_of_groups(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
+        "output", "fc1"
+    ),
     priority=20,
 )
 class GroupedLinearGLU(FusedOp):
@@ -27,16 +38,17 @@ class GroupedLinearGLU(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
 
     class Saved(NamedTuple):
         fc1: GroupedLinear.Saved
         preact: Tensor | None
         scales: Tensor | None
+        vectors: Tensor | None
 
     def takes(self, role: str, keyword: str) -> str | None:
-        return keyword_of(role) or super().takes(role, keyword)
+        return keyword_of(role, keyword) or super().takes(role, keyword)
 
     def fwd(
         self,
@@ -50,25 +62,33 @@ class GroupedLinearGLU(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
+        needs, spec, vectors = names_of(FC1, needs_grad), spec_of(self.act), vectors_of(self.act)
         fc1 = first_linear.forward(
             *(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype),
             keep_preact=bool(needs_grad),
             tail_unspecified=False,
             x_is_inner=x_is_inner,
+            vectors=vectors,
         )
         assert isinstance(fc1.postact, Tensor)
-        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, fc1.preact, scales)
+        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, fc1.preact, scales, vectors)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         if saved.preact is None:
             return {}
-        want_scales = "scales" in needs_grad
         activated = kernels.activate_backward(
-            as_rows(dy), saved.preact, spec_of(self.act), flat(saved.scales), want_scales=want_scales
+            as_rows(dy),
+            saved.preact,
+            spec_of(self.act),
+            flat(saved.scales),
+            want_scales="scales" in needs_grad,
+            vectors=saved.vectors,
+            split_sizes=None if saved.vectors is None else saved.fc1.split_sizes,
+            want_vectors=wants_vectors(needs_grad),
         )
         fc1 = first_linear.backward(self.fc1, saved.fc1, activated.preact, names_of(FC1, needs_grad))
         grads: dict[str, Gradient] = first_linear.filed(FC1, fc1)
+        grads |= vector_grads(self.act, activated.vectors, needs_grad)
         if saved.scales is not None and activated.scales is not None:
             grads["scales"] = activated.scales.view_as(saved.scales)
         return grads

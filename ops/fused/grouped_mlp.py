@@ -37,8 +37,17 @@ from ..quantized_linear import (
 )
 from ..scale import Scale
 from . import fc1 as first_linear
-from .activation_role import ACTIVATION, keyword_of, spec_of, with_activation
+from .activation_role import (
+    ACTIVATION_OR_CHAIN,
+    keyword_of,
+    spec_of,
+    vector_grads,
+    vectors_of,
+    wants_vectors,
+    with_activation_of_groups,
+)
 from .fc1 import FC1, FirstLinear, Part, filed, flat, names_of
+from .pointwise_chain import PointwiseChain
 
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
@@ -49,12 +58,12 @@ def _buffer_holds_y(match: Match) -> bool:
 
 
 _PATH = Pattern.path(
-    fc1=GroupedLinear, act=ACTIVATION, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
+    fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
 )
 
 
 @register_fusion(
-    with_activation(_PATH)
+    with_activation_of_groups(_PATH)
     .shares("split_sizes", "fc1", "fc2")
     .absent("output", "fc1")
     .absent("grad_input", "fc2")
@@ -68,7 +77,7 @@ class GroupedMLP(FusedOp):
 
     replayable = True
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None
@@ -79,9 +88,10 @@ class GroupedMLP(FusedOp):
         preact: Tensor | None
         scales: Tensor | None
         out_scales: Tensor | None
+        vectors: Tensor | None
 
     def takes(self, role: str, keyword: str) -> str | None:
-        return keyword_of(role) or super().takes(role, keyword)
+        return keyword_of(role, keyword) or super().takes(role, keyword)
 
     def fwd(
         self,
@@ -98,12 +108,14 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
+        vectors = vectors_of(self.act)
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(names_of(FC1, needs_grad), autocast_dtype),
             keep_preact=_through(needs_grad) or _trains(needs_grad),
             tail_unspecified=True,
             x_is_inner=x_is_inner,
+            vectors=vectors,
             copied=True,
         )
         factors = {
@@ -113,7 +125,7 @@ class GroupedMLP(FusedOp):
             "row_scale": flat(out_scale_scales),
         }
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -135,7 +147,7 @@ class GroupedMLP(FusedOp):
         factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
         fc1 = FirstLinear(hidden, preact if _through(needs_grad) or _trains(needs_grad) else None, first)
         y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        return y, self.Saved(first, fc2, fc1.preact, scales, out_scales)
+        return y, self.Saved(first, fc2, fc1.preact, scales, out_scales, None)
 
     def _second(
         self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
@@ -166,7 +178,7 @@ class GroupedMLP(FusedOp):
             grads |= filed(FC1, inner)
         if activated.scales is not None:
             grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
-        return grads
+        return grads | vector_grads(self.act, activated.vectors, needs_grad)
 
     def quantized_bwd(
         self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
@@ -220,13 +232,14 @@ class GroupedMLP(FusedOp):
         return self.fc2.matrices("bias") if self.fc2.has_bias else None
 
     def through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
-        """The gradient of the pre-activation, ``<u, a>`` by row, and ``s o a``: those that are wanted."""
-        total = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype)
+        """The gradient of the pre-activation, ``<u, a>`` by row, ``s o a``, and others: those that are wanted."""
+        total, vectors = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype), saved.vectors
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
         if weight is None or isinstance(weight, QuantizedWeight) or not _through(needs_grad):
-            return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total))
+            of_groups = (vectors, None if vectors is None else sizes)
+            return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total, *of_groups))
         return kernels.grouped_linear_activation_backward(
             dy,
             weight,
@@ -237,6 +250,8 @@ class GroupedMLP(FusedOp):
             want_scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
             want_postact=_trains(needs_grad),
             bias_dtype=self._bias_dtype(saved, needs_grad),
+            vectors=vectors,
+            want_vectors=wants_vectors(needs_grad),
         )
 
     def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:

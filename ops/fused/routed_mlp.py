@@ -29,8 +29,16 @@ from ..quantized.recipe import Float8Block
 from ..quantized_linear import in_force
 from ..routing import Routing
 from ..scale import Scale
-from .activation_role import ACTIVATION, spec_of, with_activation
+from .activation_role import (
+    ACTIVATION_OR_CHAIN,
+    reads_a_row,
+    spec_of,
+    vector_grads,
+    vectors_of,
+    with_activation_of_groups,
+)
 from .grouped_mlp import GroupedMLP
+from .pointwise_chain import PointwiseChain
 from .routed_forward import forward, gathered, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
@@ -43,13 +51,13 @@ def _pattern() -> Pattern:
     path = Pattern.path(
         dispatch=Dispatch,
         fc1=GroupedLinear,
-        act=ACTIVATION,
+        act=ACTIVATION_OR_CHAIN,
         scale=optional(Scale),
         fc2=GroupedLinear,
         out_scale=optional(Scale),
         combine=Combine,
     )
-    return with_activation(routed(path, _SCALES))
+    return with_activation_of_groups(routed(path, _SCALES))
 
 
 @register_fusion(
@@ -68,7 +76,7 @@ class RoutedMLP(FusedOp):
 
     dispatch: Dispatch
     fc1: GroupedLinear
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
     fc2: GroupedLinear
     out_scale: Scale | None
@@ -113,7 +121,7 @@ class RoutedMLP(FusedOp):
         needs = self._needs_of_mlp(needs_grad)
         y, routing, saved = forward(
             *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
-            scaled_by=[keyword for role, keyword in _SCALES.items() if getattr(self, role) is not None],
+            scaled_by=self._scaled_by,
             needs_grad=needs,
             autocast_dtype=autocast_dtype,
         )
@@ -142,7 +150,9 @@ class RoutedMLP(FusedOp):
         fc1, fc2 = self.fc1, self.fc2
         if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
             return None
-        if self.scale is not None or self.out_scale is None or fc1.transposed_weight != fc2.transposed_weight:
+        if self._scaled_by != [_SCALES["out_scale"]] or fc1.transposed_weight != fc2.transposed_weight:
+            return None
+        if vectors_of(self.act) is not None:
             return None
         if any(fc1.per_group.values()) or any(fc2.per_group.values()):
             return None
@@ -160,8 +170,8 @@ class RoutedMLP(FusedOp):
         if mlp.fc1.recipe is not None:
             return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
         rows = permutation.permute(dy, routing, fill=False)
-        pre, dots, hidden, bias = experts.through_fc2(mlp, rows, needs)
-        grads: dict[str, Gradient] = {"fc1.bias": bias}
+        pre, dots, hidden, bias, vectors = experts.through_fc2(mlp, rows, needs)
+        grads: dict[str, Gradient] = {"fc1.bias": bias, **vector_grads(self.act, vectors, needs)}
         if "fc2.bias" in needs:
             grads["fc2.bias"] = evaluate(experts.bias_grads(mlp, rows)["bias"])
         if "top_k_weights" in needs_grad:
@@ -198,7 +208,14 @@ class RoutedMLP(FusedOp):
         return {name: gradient for name, gradient in grads.items() if name in needs_grad}
 
     def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
-        return _needs_of_mlp(needs_grad, self.scale is not None, self.out_scale is not None)
+        return _needs_of_mlp(needs_grad, tuple(self._scaled_by))
+
+    @property
+    def _scaled_by(self) -> list[str]:
+        """The keywords of the experts that are the routing weights."""
+        before = self.scale is not None or reads_a_row(self.act)
+        there = {"scale": before, "out_scale": self.out_scale is not None}
+        return [keyword for role, keyword in _SCALES.items() if there[role]]
 
 
 def replay_unless_large(tokens: Tensor, rows: int) -> None:
@@ -238,9 +255,9 @@ def _wgrad(fc: GroupedLinear, tokens: Tensor, rows: Tensor, leads: bool, routing
 
 
 @lru_cache(maxsize=4096)
-def _needs_of_mlp(needs_grad: frozenset[str], scale: bool, out_scale: bool) -> frozenset[str]:
+def _needs_of_mlp(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
     """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
     needs = set(needs_grad - {"top_k_weights"})
     if "top_k_weights" in needs_grad:
-        needs |= ({"scales"} if scale else set()) | ({"out_scale_scales"} if out_scale else set())
+        needs |= set(scaled_by)
     return frozenset(needs)

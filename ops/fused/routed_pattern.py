@@ -9,14 +9,17 @@ from ..moe import ROUTING
 
 
 def routed(path: Pattern, scales: Iterable[str]) -> Pattern:
-    """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read what the dispatch gives."""
+    """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read what the dispatch gives.
+
+    ``act`` may read it as well.
+    """
     for role in ("fc1", "fc2"):
         path = path.edge("dispatch", role, "split_sizes")
     for role in scales:
         path = path.edge("dispatch", role, "scales")
     for name in ROUTING:
         path = path.edge("dispatch", "combine", name)
-    return path
+    return path.may_read("dispatch", "act", "scales", "split_sizes")
 
 
 def with_as_many_groups(path: Pattern) -> Pattern:

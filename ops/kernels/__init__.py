@@ -40,9 +40,11 @@ from .problem import (
     ActivateBackward,
     ActivationGrads,
     GroupedGemm,
+    GroupVectors,
     Layout,
     Matrices,
     OperandPair,
+    Operands,
     PointwiseGrads,
     PointwiseRows,
     first,
@@ -156,7 +158,11 @@ def ragged_gemm(
         backend.run(problem)
 
 
-@kernel(outputs.new_preact_and_postact, schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"})
+@kernel(
+    outputs.new_preact_and_postact,
+    added=("vectors",),
+    schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"},
+)
 def grouped_linear_activation(
     x: Tensor,
     weight: Matrices,
@@ -168,17 +174,21 @@ def grouped_linear_activation(
     scales: Tensor | None = None,
     keep_preact: bool,
     tail_unspecified: bool = False,
+    vectors: Tensor | None = None,
     second: OperandPair | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
     Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything. The
     product of ``second`` is added to ``x W^T``.
+
+    Args:
+        vectors: [K, E, F], contiguous: the numbers of each group's columns that the activation reads.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight, second = _fold_transpose(Layout.NT, weight, second)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue, problem.second = Activate(activation, scales, preact), second
+    problem.epilogue, problem.second = Activate(activation, scales, preact, vectors), second
     choice = _run(problem)
     if choice is not None and not tail_unspecified:
         for tokens in (preact, postact):
@@ -187,7 +197,7 @@ def grouped_linear_activation(
     return preact, postact
 
 
-@kernel(outputs.new_grads)
+@kernel(outputs.new_grads, added=("vectors", "want_vectors"))
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
@@ -199,6 +209,8 @@ def grouped_linear_activation_backward(
     want_scales: bool,
     want_postact: bool,
     bias_dtype: torch.dtype | None = None,
+    vectors: Tensor | None = None,
+    want_vectors: bool = False,
     second: OperandPair | None = None,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
@@ -207,29 +219,39 @@ def grouped_linear_activation_backward(
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`. The
     product of ``second`` is added to ``dy W``.
     """
-    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact, split_sizes, bias_dtype)
+    wants = want_scales, want_postact, split_sizes, bias_dtype, vectors, want_vectors
+    out = outputs.new_grads(preact, activation, scales, *wants)
     layout, weight, second = _fold_transpose(Layout.NN, weight, second)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
-    problem.epilogue, problem.second = ActivateBackward(activation, scales, preact, out), second
+    problem.epilogue, problem.second = ActivateBackward(activation, scales, preact, out, vectors), second
     choice = _run(problem)
     if choice is not None:
         if choice.backend is not hopper or choice.epilogue_reason is not None:
             _finish_by_rows(out, split_sizes, choice)
-    elif out.bias is not None and not problem.rows:
-        out.bias.zero_()
+    elif not problem.rows:
+        for sums in (out.bias, out.vectors):
+            if sums is not None:
+                sums.zero_()
     return out
 
 
-@kernel(outputs.new_postact, obeys_switches=False, schema_names={"preact": "pre"})
-def activate(preact: Tensor, activation: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """``act(preact) * scales[:, None]``, rounded once."""
-    postact = outputs.new_postact(preact, activation)
-    if _activation_runs(activation, preact, scales, postact):
-        activation_kernels(activation, preact, scales, postact).forward(preact, activation, scales, postact)
+@kernel(outputs.new_postact, obeys_switches=False, added=("vectors", "split_sizes"), schema_names={"preact": "pre"})
+def activate(
+    preact: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None = None,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+) -> Tensor:
+    """``act(preact) * scales[:, None]``, rounded once; ``vectors`` [K, E, F]: what it reads of each group's columns."""
+    postact, of_groups = outputs.new_postact(preact, activation), _of_groups(vectors, split_sizes)
+    if _activation_runs(activation, preact, scales, postact, of_groups=of_groups):
+        kernels = activation_kernels(activation, preact, scales, postact, of_groups=of_groups)
+        kernels.forward(preact, activation, scales, postact)
     return postact
 
 
-@kernel(outputs.new_grads, obeys_switches=False)
+@kernel(outputs.new_grads, obeys_switches=False, added=("vectors", "split_sizes", "want_vectors"))
 def activate_backward(
     dpostact: Tensor,
     preact: Tensor,
@@ -238,11 +260,16 @@ def activate_backward(
     *,
     want_scales: bool = False,
     want_postact: bool = False,
+    vectors: Tensor | None = None,
+    split_sizes: Tensor | None = None,
+    want_vectors: bool = False,
 ) -> ActivationGrads:
-    """Gradients of ``preact`` and, if wanted, of ``scales``; and, if wanted, what :func:`activate` gave."""
-    out = outputs.new_grads(preact, activation, scales, want_scales, want_postact)
-    if _activation_runs(activation, preact, scales, dpostact, *out):
-        kernels = activation_kernels(activation, preact, scales, dpostact, out.preact, out.postact)
+    """Gradients of ``preact`` and, if wanted, of scales and vectors; and, if wanted, what :func:`activate` gave."""
+    wants = want_scales, want_postact, None, None, vectors, want_vectors
+    out, of_groups = outputs.new_grads(preact, activation, scales, *wants), _of_groups(vectors, split_sizes)
+    if _activation_runs(activation, preact, scales, dpostact, *out[:3], of_groups=of_groups):
+        rows = dpostact, out.preact, out.postact
+        kernels = activation_kernels(activation, preact, scales, *rows, of_groups=of_groups)
         kernels.backward(dpostact, preact, activation, scales, out)
     return out
 
@@ -252,8 +279,8 @@ def pointwise(
     x: Tensor,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     constants: tuple[float, ...] = (),
 ) -> Tensor:
@@ -266,23 +293,35 @@ def pointwise(
     return y
 
 
-@kernel(outputs.new_pointwise_grads, obeys_switches=False)
+def pointwise_refusal(x: Tensor, program: Program, numbers: Operands, vectors: Operands) -> str | None:
+    """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
+    return pointwise_choice(program, x, PointwiseRows(x, None, numbers, vectors=vectors))[1] or None
+
+
+@kernel(outputs.new_pointwise_grads, obeys_switches=False, eager_only=("number_dtypes", "vector_dtypes"))
 def pointwise_backward(
     dy: Tensor,
     x: Tensor | None,
     program: Program,
     block: int | None = None,
-    numbers: Tensor | None = None,
-    vectors: Tensor | None = None,
+    numbers: Operands = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     *,
     want_x: bool,
     want_numbers: bool,
     want_vectors: bool,
     constants: tuple[float, ...] = (),
+    number_dtypes: outputs.Dtypes = (),
+    vector_dtypes: outputs.Dtypes = (),
 ) -> PointwiseGrads:
-    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C]."""
-    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, want_x, want_numbers, want_vectors)
+    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C].
+
+    Args:
+        number_dtypes, vector_dtypes: of the gradients, None for those that nobody wants. Without them all are stacked.
+    """
+    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes
+    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
     if trace.active():
         recording.pointwise(program, dy, rows, x, *out)
@@ -355,10 +394,20 @@ def _stored(a: Tensor, b: Tensor) -> OperandPair:
     return OperandPair(a, b if b.stride(-1) == 1 else b.contiguous())
 
 
-def _activation_runs(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> bool:
+def _of_groups(vectors: Tensor | None, split_sizes: Tensor | None) -> GroupVectors | None:
+    return None if vectors is None or split_sizes is None else GroupVectors(vectors, split_sizes)
+
+
+def _activation_runs(
+    spec: ActivationSpec,
+    preact: Tensor,
+    scales: Tensor | None,
+    *rows: Tensor | None,
+    of_groups: GroupVectors | None = None,
+) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():
-        recording.activation(spec, preact, scales, *rows)
+        recording.activation(spec, preact, scales, *rows, of_groups=of_groups)
         return False
     return not preact.is_meta
 

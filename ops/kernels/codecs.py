@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, reduce
 from itertools import islice
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..programs.program import Program, parse
-from .problem import Matrices, OperandPair
+from .problem import Matrices, OperandPair, Operands
 
 
 def itself(value: Any) -> Any:
@@ -45,6 +45,15 @@ class Codec(NamedTuple):
         """That of a parameter of this name."""
         return self._replace(schemas=tuple(schema.format(name) for schema in self.schemas))
 
+    def with_default(self) -> Codec:
+        """That of a parameter that callers may leave out: it is None, or False for a truth value.
+
+        An op is called without values at the end that are the defaults.
+        """
+        (schema,) = self.schemas
+        default = False if schema.startswith("bool ") else None
+        return Codec((f"{schema}={default}",), self.flatten, lambda value=default: value)
+
 
 def _listed(matrices: Matrices | None) -> tuple[list[Tensor] | None]:
     """A stacked tensor travels as a list of one. So a list of one matrix travels as a stack of one."""
@@ -55,6 +64,18 @@ def _listed(matrices: Matrices | None) -> tuple[list[Tensor] | None]:
 
 def _unlisted(tensors: list[Tensor] | None) -> Matrices | None:
     return tensors[0] if tensors is not None and len(tensors) == 1 else tensors
+
+
+def _stacked(operands: Operands) -> tuple[Tensor | None]:
+    """Operands one by one travel as a stack, in which zeros stand for those that nothing reads."""
+    if operands is None or isinstance(operands, Tensor):
+        return (operands,)
+    present = [t for t in operands if t is not None]
+    if not present:
+        return (None,)
+    dtype = reduce(torch.promote_types, [t.dtype for t in present])
+    zeros = torch.zeros_like(present[0], dtype=dtype)
+    return (torch.stack([zeros if t is None else t.to(dtype) for t in operands]),)
 
 
 def _factor(factor: float | Tensor | None) -> tuple[float | None, Tensor | None]:
@@ -76,6 +97,7 @@ CODECS: dict[Any, Codec] = {
     **{annotation | None: Codec((f"{name}? {{}}",)) for annotation, name in _NAMES.items()},
     Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
+    Operands: Codec(("Tensor? {}",), _stacked),
     tuple[float, ...]: Codec(("float[] {}=[]",), lambda numbers: (list(numbers),), tuple),
     Program: Codec(("str {}",), lambda program: (program.text,), parse),
     Program | None: Codec(("str? {}",), lambda program: (program and program.text,), lambda text: text and parse(text)),

@@ -36,6 +36,7 @@ def kernel(
     eager_only: Collection[str] = (),
     only_with_out: Collection[str] = (),
     only_without_out: Collection[str] = (),
+    added: Collection[str] = (),
     schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
     """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
@@ -50,6 +51,7 @@ def kernel(
             defaults. A function whose ``out`` is one of them has one op.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
+        added: parameters that older exported programs do not name: they come last, with a default of None or False.
         schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
@@ -58,6 +60,7 @@ def kernel(
         position = next(i for i, parameter in enumerate(signature.parameters) if hints[parameter] in _TENSORS)
         crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
         codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
+        codecs |= {p: codecs[p].with_default() for p in added}
         if obeys_switches:
             codecs["switches"] = codec_of(str).named("switches")
         codecs = dict(sorted(codecs.items(), key=lambda item: item[1].has_default))

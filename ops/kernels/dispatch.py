@@ -27,7 +27,7 @@ from .hopper import rows as hopper_rows
 from .hopper import scaled_gemm as hopper_scaled
 from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
-from .problem import GroupedGemm, PointwiseRows
+from .problem import GroupedGemm, GroupVectors, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
@@ -168,20 +168,29 @@ def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: s
 
 
 def activation_kernels(
-    spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None
+    spec: ActivationSpec,
+    preact: Tensor,
+    scales: Tensor | None,
+    *rows: Tensor | None,
+    of_groups: GroupVectors | None = None,
 ) -> ActivationKernels:
     """For an activation of ``preact``, with ``rows`` that are read or written beside it."""
-    return activation_choice(spec, preact, scales, *rows)[0]
+    return activation_choice(spec, preact, scales, *rows, of_groups=of_groups)[0]
 
 
 def activation_choice(
-    spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None
+    spec: ActivationSpec,
+    preact: Tensor,
+    scales: Tensor | None,
+    *rows: Tensor | None,
+    of_groups: GroupVectors | None = None,
 ) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     if spec.program is not None:
-        numbers = scales if scales is None else scales.reshape(1, -1)
-        kernels, why = pointwise_choice(spec.program, preact, PointwiseRows(preact, spec.block, numbers))
-        return FunctionKernels(kernels, spec.program), why
+        vectors = None if of_groups is None else of_groups.vectors
+        read = PointwiseRows(preact, spec.block, None if scales is None else (scales,), vectors=vectors)
+        kernels, why = pointwise_choice(spec.program, preact, read)
+        return FunctionKernels(kernels, spec.program, of_groups), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
     return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -10,14 +10,19 @@ from torch import Tensor
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from .interface import PointwiseKernels
-from .problem import ActivationGrads, PointwiseGrads, PointwiseRows
+from .problem import ActivationGrads, GroupVectors, PointwiseGrads, PointwiseRows
 
 
 class FunctionKernels(NamedTuple):
-    """Computes an activation by its program, whose ``r0`` is the scale of the row."""
+    """Computes an activation by its program, whose ``r0`` is the scale of the row.
+
+    Attributes:
+        of_groups: the numbers of columns that the program reads; None: it reads none.
+    """
 
     kernels: PointwiseKernels
     program: Program
+    of_groups: GroupVectors | None = None
 
     @property
     def NAME(self) -> str:
@@ -25,27 +30,28 @@ class FunctionKernels(NamedTuple):
 
     def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
         """``out`` [..., F] = function of ``preact`` [..., C] and ``scales`` [...], rounded once."""
-        self.kernels.forward(self.program, _rows(preact, spec, scales), _flat(out))
+        self.kernels.forward(self.program, self._rows(preact, spec, scales), _flat(out))
 
     def backward(
         self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
     ) -> None:
         """From ``dpostact`` [..., F] what ``out`` has tensors for."""
-        rows = _rows(preact, spec, scales)
-        dscales = None if out.scales is None else torch.empty_like(rows.numbers)  # type: ignore[arg-type]
-        grads = PointwiseGrads(_flat(out.preact), dscales, None)
+        rows = self._rows(preact, spec, scales)
+        (number,) = cast(tuple[Tensor], rows.numbers)
+        dscales = None if out.scales is None else torch.empty_like(number)
+        grads = PointwiseGrads(_flat(out.preact), None if dscales is None else (dscales,), out.vectors)
         self.kernels.backward(self.program, rows, _flat(dpostact).contiguous(), grads)
         if out.scales is not None and dscales is not None:
             out.scales.copy_(dscales.view(out.scales.shape))
         if out.postact is not None:
             self.kernels.forward(self.program, rows, _flat(out.postact))
 
-
-def _rows(preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> PointwiseRows:
-    flat = _flat(preact).contiguous()
-    if scales is None:
-        scales = preact.new_ones(flat.shape[0], dtype=torch.promote_types(preact.dtype, torch.float32))
-    return PointwiseRows(flat, spec.block, scales.reshape(1, -1).contiguous())
+    def _rows(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> PointwiseRows:
+        flat = _flat(preact).contiguous()
+        if scales is None:
+            scales = preact.new_ones(flat.shape[0], dtype=torch.promote_types(preact.dtype, torch.float32))
+        rows = PointwiseRows(flat, spec.block, (scales.reshape(-1).contiguous(),))
+        return rows if self.of_groups is None else rows._replace(**self.of_groups._asdict())
 
 
 def _flat(rows: Tensor) -> Tensor:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
-from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, PointwiseGrads, first, stacked
+from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, Operands, PointwiseGrads, first, stacked
+
+Dtypes = tuple[torch.dtype | None, ...]
+"""One for each of several results, None for one that is not wanted."""
 
 
 def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -40,12 +45,15 @@ def new_grads(
     want_postact: bool,
     split_sizes: Tensor | None = None,
     bias_dtype: torch.dtype | None = None,
+    vectors: Tensor | None = None,
+    want_vectors: bool = False,
 ) -> ActivationGrads:
     """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
-    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias)
+    dvectors = torch.empty_like(vectors) if want_vectors and vectors is not None else None
+    return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias, dvectors)
 
 
 def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,28 +74,37 @@ def new_value(x: Tensor, program: Program) -> Tensor:
 def new_pointwise_grads(
     dy: Tensor,
     program: Program,
-    numbers: Tensor | None,
-    vectors: Tensor | None,
+    numbers: Operands,
+    vectors: Operands,
     split_sizes: Tensor | None,
     want_x: bool,
     want_numbers: bool,
     want_vectors: bool,
+    number_dtypes: Dtypes = (),
+    vector_dtypes: Dtypes = (),
 ) -> PointwiseGrads:
     """The wanted gradients of a pointwise program."""
     dx = dy.new_empty((dy.shape[0], dy.shape[1] * len(program.arguments))) if want_x else None
-    dtype = compute_dtype(dy, None) if numbers is None else numbers.dtype
-    dnumbers = dy.new_empty((len(program.rows), dy.shape[0]), dtype=dtype) if want_numbers else None
-    groups = 1 if split_sizes is None else split_sizes.shape[0]
-    shape = len(program.columns), groups, dy.shape[1]
-    dtype = compute_dtype(dy, None) if vectors is None else vectors.dtype
-    dvectors = dy.new_empty(shape, dtype=dtype) if want_vectors else None
+    of_row, of_column = (dy.shape[0],), (1 if split_sizes is None else split_sizes.shape[0], dy.shape[1])
+    dnumbers = _operand_grads(dy, numbers, len(program.rows), of_row, number_dtypes) if want_numbers else None
+    dvectors = _operand_grads(dy, vectors, len(program.columns), of_column, vector_dtypes) if want_vectors else None
     return PointwiseGrads(dx, dnumbers, dvectors)
 
 
-def compute_dtype(columns: Tensor, numbers: Tensor | None) -> torch.dtype:
+def _operand_grads(
+    dy: Tensor, operands: Operands, count: int, shape: tuple[int, ...], dtypes: Dtypes
+) -> Tensor | tuple[Tensor | None, ...]:
+    """One by one where their dtypes are told, else stacked, in the dtype that they have or are computed in."""
+    if dtypes:
+        return tuple([None if dtype is None else dy.new_empty(shape, dtype=dtype) for dtype in dtypes])
+    dtype = operands.dtype if isinstance(operands, Tensor) else compute_dtype(dy, operands)
+    return dy.new_empty((count, *shape), dtype=dtype)
+
+
+def compute_dtype(columns: Tensor, numbers: Operands) -> torch.dtype:
     """What a pointwise program computes in: float32, or wider where an operand is."""
-    dtype = torch.promote_types(columns.dtype, torch.float32)
-    return dtype if numbers is None else torch.promote_types(dtype, numbers.dtype)
+    operands = [columns, *(() if numbers is None else numbers)]
+    return reduce(torch.promote_types, [t.dtype for t in operands if t is not None], torch.float32)
 
 
 def fill_without_rows(problem: GroupedGemm) -> None:

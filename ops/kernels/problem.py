@@ -17,6 +17,10 @@ Matrices = Tensor | Sequence[Tensor]
 """One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
 
 
+Operands = Tensor | Sequence[Tensor | None] | None
+"""Several operands of one shape: one by one, None for one that is not there, or all stacked; None for none."""
+
+
 class Layout(Enum):
     """How the operands of each group are multiplied. T rows are sorted by group; a group's rows are its own."""
 
@@ -30,13 +34,15 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] is for what knows groups: the sums of ``preact`` over the rows of each, the gradient of its bias.
+    ``bias`` [E, C] and ``vectors`` [K, E, F] are for what knows groups: the sums of ``preact`` over the rows of each,
+    which are the gradient of its bias; and the gradients of the numbers of its columns.
     """
 
     preact: Tensor
     scales: Tensor | None
     postact: Tensor | None
     bias: Tensor | None = None
+    vectors: Tensor | None = None
 
     def rows(self, rows: slice) -> ActivationGrads:
         """Views of some rows."""
@@ -50,11 +56,15 @@ class Activate:
 
     Attributes:
         preact: [T, C], where the product itself goes; None: nowhere.
+        vectors: [K, E, F]: the numbers of each group's columns that the activation reads; None: none.
+        kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor | None
+    vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 @final
@@ -64,12 +74,15 @@ class ActivateBackward:
 
     Attributes:
         grads: what is wanted of the gradients, and the activation computed again.
+        vectors, kernels: as of :class:`Activate`.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor
     grads: ActivationGrads
+    vectors: Tensor | None = None
+    kernels: tuple[int, ...] | None = None
 
 
 Epilogue = Activate | ActivateBackward | None
@@ -160,6 +173,12 @@ class GroupedGemm:
         )
 
     @property
+    def of_groups(self) -> GroupVectors | None:
+        """What the epilogue reads of the columns of each group."""
+        vectors = None if self.epilogue is None else self.epilogue.vectors
+        return None if vectors is None else GroupVectors(vectors, self.split_sizes)
+
+    @property
     def is_product_alone(self) -> bool:
         """Whether ``out`` is the product alone, in the dtype of its operands."""
         extras = (self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
@@ -184,9 +203,9 @@ class GroupedGemm:
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
         epilogue = self.epilogue
         if isinstance(epilogue, Activate):
-            return moved + nbytes(epilogue.scales, epilogue.preact)
+            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors)
         if isinstance(epilogue, ActivateBackward):
-            return moved + nbytes(epilogue.preact, *epilogue.grads[1:])
+            return moved + nbytes(epilogue.preact, epilogue.vectors, *epilogue.grads[1:])
         return moved
 
 
@@ -225,10 +244,17 @@ def stacked(matrices: Matrices) -> Tensor:
     return matrices if isinstance(matrices, Tensor) else torch.stack(list(matrices))
 
 
-def nbytes(*tensors: Matrices | None) -> int:
+def nbytes(*tensors: Matrices | Operands) -> int:
     """Bytes of all their elements; None has none."""
-    present = [t for t in tensors if t is not None]
-    return sum(m.numel() * m.element_size() for t in present for m in ([t] if isinstance(t, Tensor) else t))
+    present = [t for each in tensors if each is not None for t in ([each] if isinstance(each, Tensor) else each)]
+    return sum(m.numel() * m.element_size() for m in present if m is not None)
+
+
+class GroupVectors(NamedTuple):
+    """The numbers of each group's columns [K, groups, F], contiguous, and how many rows each group has [groups]."""
+
+    vectors: Tensor
+    split_sizes: Tensor
 
 
 class PointwiseRows(NamedTuple):
@@ -237,18 +263,18 @@ class PointwiseRows(NamedTuple):
     Attributes:
         x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
         block: columns of gate before as many of up; None: one block of each.
-        numbers: [R, rows], contiguous: the numbers of each row.
+        numbers: the numbers of each row, [rows] each, dense; None for one that nothing reads.
         constants: one number for all elements, for each constant of the program.
-        vectors: [K, groups, C], contiguous: the numbers of each column, of a group or of all rows.
+        vectors: the numbers of each column, of a group or of all rows, [groups, C] each, dense; None as for numbers.
         split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
             last group reads zeros.
     """
 
     x: Tensor | None
     block: int | None
-    numbers: Tensor | None
+    numbers: Operands
     constants: tuple[float, ...] = ()
-    vectors: Tensor | None = None
+    vectors: Operands = None
     split_sizes: Tensor | None = None
 
 
@@ -259,5 +285,5 @@ class PointwiseGrads(NamedTuple):
     """
 
     x: Tensor | None
-    numbers: Tensor | None
-    vectors: Tensor | None
+    numbers: Operands
+    vectors: Operands

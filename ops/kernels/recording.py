@@ -13,7 +13,7 @@ from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .interface import RowKernels
-from .problem import ActivateBackward, GroupedGemm, Matrices, PointwiseRows, first, nbytes
+from .problem import ActivateBackward, GroupedGemm, GroupVectors, Matrices, Operands, PointwiseRows, first, nbytes
 from .pytorch import pointwise as pytorch_pointwise
 
 
@@ -34,9 +34,10 @@ def epilogue(problem: GroupedGemm, rows: Tensor) -> None:
     """An activation that is a kernel of its own, of the rows of its product."""
     activated = problem.epilogue
     if isinstance(activated, ActivateBackward):
-        activation(activated.spec, activated.preact, activated.scales, rows, *activated.grads[:3])
+        grads, read = activated.grads, problem.of_groups
+        activation(activated.spec, activated.preact, activated.scales, rows, *grads[:3], of_groups=read)
     elif activated is not None:
-        activation(activated.spec, rows, activated.scales, first(problem.out))
+        activation(activated.spec, rows, activated.scales, first(problem.out), of_groups=problem.of_groups)
 
 
 def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
@@ -48,13 +49,19 @@ def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     return call._replace(kernel=name, configuration=hopper.configuration(problem))
 
 
-def activation(spec: ActivationSpec, preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> None:
+def activation(
+    spec: ActivationSpec,
+    preact: Tensor,
+    scales: Tensor | None,
+    *rows: Tensor | None,
+    of_groups: GroupVectors | None = None,
+) -> None:
     """An activation, or its backward, with ``rows`` that are read or written beside ``preact``."""
-    kernels, reason = activation_choice(spec, preact, scales, *rows[:1])
+    kernels, reason = activation_choice(spec, preact, scales, *rows[:1], of_groups=of_groups)
     trace.record(trace.KernelCall(kernels.NAME, _shown(reason, preact), 0, nbytes(preact, scales, *rows)))
 
 
-def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Tensor | None) -> None:
+def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Operands) -> None:
     """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
     kernels, reason = pointwise_choice(program, columns, rows)
     kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"

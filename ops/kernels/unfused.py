@@ -41,9 +41,12 @@ def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
     epilogue = problem.epilogue
     if isinstance(epilogue, Activate):
         out = first(problem.out)
-        kernels = dispatch.activation_kernels(epilogue.spec, rows, epilogue.scales, out)
+        kernels = dispatch.activation_kernels(epilogue.spec, rows, epilogue.scales, out, of_groups=problem.of_groups)
         kernels.forward(rows, epilogue.spec, epilogue.scales, out)
     elif epilogue is not None:
         preact, grads = epilogue.preact, epilogue.grads
-        kernels = dispatch.activation_kernels(epilogue.spec, preact, epilogue.scales, rows, grads.preact, grads.postact)
+        beside = rows, grads.preact, grads.postact
+        kernels = dispatch.activation_kernels(
+            epilogue.spec, preact, epilogue.scales, *beside, of_groups=problem.of_groups
+        )
         kernels.backward(rows, preact, epilogue.spec, epilogue.scales, grads)

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
+
+
+def stacked(vectors: Sequence[Tensor]) -> Tensor:
+    """[K, groups, C] of K [groups, C], in one dtype; no copy of a single one."""
+    if len(vectors) == 1:
+        return vectors[0].unsqueeze(0)
+    dtype = stacked_dtype([vector.dtype for vector in vectors])
+    return torch.stack([vector.to(dtype) for vector in vectors])
+
+
+def stacked_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """That of a single one; of several, one that holds them all, and no less than float32."""
+    return dtypes[0] if len(dtypes) == 1 else reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def of_rows(vectors: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:

@@ -1,12 +1,14 @@
-"""A program times a number of the row; and whether one is linear in such a number."""
+"""Programs that follow one another as one; a program times a number of the row; whether one is linear in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
 
 from .builder import Builder
-from .program import Line, Program, Value
+from .program import Line, Program, Value, part_of
 
 SCALE = "r0"
 
@@ -18,6 +20,101 @@ def scaled(program: Program) -> Program:
     outputs = _inlined(builder, program, {"dy": builder("mul", "dy", SCALE)})
     drow = builder("mul", "dy", outputs["y"])
     return builder.program({**outputs, "y": builder("mul", outputs["y"], SCALE), f"d{SCALE}": drow})
+
+
+@lru_cache(maxsize=1024)
+def unscaled(program: Program) -> Program:
+    """The inverse of :func:`scaled`: the program with a number of the row of 1."""
+    builder = Builder(tuple([name for name in program.inputs if name != SCALE]))
+    outputs = _inlined(builder, program, {SCALE: 1.0})
+    return builder.program({name: value for name, value in outputs.items() if name != f"d{SCALE}"})
+
+
+class _Stage(NamedTuple):
+    """A program of a chain. Before gate and up meet, it computes both of them.
+
+    Attributes:
+        names: by argument of the chain that it computes, what the chain calls the other inputs of the program.
+    """
+
+    program: Program
+    names: dict[str, dict[str, Value]]
+
+
+@lru_cache(maxsize=1024)
+def composed(programs: tuple[Program, ...]) -> Program:
+    """What programs compute one after the other, with the gradients by the chain rule; at most one has gate and up.
+
+    Its numbers of the row, numbers of columns and constants are those of the programs, in order. Where a program that
+    reads a number of a column comes before gate and up meet, there are two: that of gate, then that of up.
+    """
+    stages = list(_stages(programs))
+    arguments = tuple(stages[0].names) if len(stages[0].program.arguments) == 1 else ("x", "u")
+    renamed = {str(new) for stage in stages for names in stage.names.values() for new in names.values()}
+    operands = [name for kind in "rbc" for name in sorted((n for n in renamed if n[0] == kind), key=_number)]
+    builder = Builder((*arguments, *operands, "dy"))
+    values, before = {name: name for name in arguments}, list[dict[str, Value]]()
+    current: dict[str, Value] = dict(values)
+    for stage in stages:
+        before.append(current)
+        current = _forward(builder, stage, current)
+    grads, outputs = dict[str, Value]({"x": "dy"}), dict[str, Value]({"y": current["x"]})
+    for stage, inputs in zip(reversed(stages), reversed(before), strict=True):
+        grads = _backward(builder, stage, inputs, grads, outputs)
+    of_arguments = {f"d{name}": gradient for name, gradient in grads.items()}
+    of_operands = {f"d{name}": outputs[f"d{name}"] for name in operands if name[0] != "c"}
+    return builder.program({"y": outputs["y"], **of_arguments, **of_operands})
+
+
+def _stages(programs: Sequence[Program]) -> Iterator[_Stage]:
+    gates = [i for i, program in enumerate(programs) if "u" in program.inputs]
+    numbers = {kind: count() for kind in "rbc"}
+
+    def numbered(names: Sequence[str]) -> dict[str, Value]:
+        return {name: f"{name[0]}{next(numbers[name[0]])}" for name in names}
+
+    for i, program in enumerate(programs):
+        shared = numbered((*program.rows, *program.constants))
+        names = {argument: dict(shared) for argument in (("x", "u") if gates and i < gates[0] else ("x",))}
+        for column in program.columns:
+            for of_argument in names.values():
+                of_argument |= numbered((column,))
+        yield _Stage(program, names)
+
+
+def _forward(builder: Builder, stage: _Stage, values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values behind a program, by argument of the chain."""
+    program = part_of(stage.program, ("y",))
+    if "u" in program.inputs:
+        return {"x": _inlined(builder, program, {**values, **stage.names["x"]})["y"]}
+    return {
+        argument: _inlined(builder, program, {"x": values[argument], **names})["y"]
+        for argument, names in stage.names.items()
+    }
+
+
+def _backward(
+    builder: Builder,
+    stage: _Stage,
+    inputs: Mapping[str, Value],
+    grads: Mapping[str, Value],
+    outputs: dict[str, Value],
+) -> dict[str, Value]:
+    """The gradients of the inputs of a program from those behind it; those of its operands are added to outputs."""
+    before = dict[str, Value]()
+    for argument, names in stage.names.items():
+        arguments = inputs if "u" in stage.program.inputs else {"x": inputs[argument]}
+        computed = _inlined(builder, stage.program, {**arguments, **names, "dy": grads[argument]})
+        for name, renamed in names.items():
+            if name[0] != "c":
+                key, gradient = f"d{renamed}", computed[f"d{name}"]
+                outputs[key] = builder("add", outputs[key], gradient) if key in outputs else gradient
+        before |= {"x": computed["dx"], "u": computed["du"]} if "du" in computed else {argument: computed["dx"]}
+    return before
+
+
+def _number(name: str) -> int:
+    return int(name[1:])
 
 
 @lru_cache(maxsize=1024)

@@ -73,6 +73,36 @@ PUBLISHED: dict[str, tuple[Function, int]] = {
 """With the number of halves that each takes."""
 
 
+def learned_slope(gate: Tensor, up: Tensor, beta: Tensor) -> Tensor:
+    """A gate whose slope each expert learns for each column."""
+    return gate * torch.sigmoid(gate * beta) * up
+
+
+def learned_slope_of_a_row(gate: Tensor, up: Tensor, scale: Tensor, beta: Tensor) -> Tensor:
+    """As :func:`learned_slope`; not linear in the number of the row."""
+    return torch.tanh(gate * beta * scale) * up
+
+
+def learned_shift(x: Tensor, beta: Tensor, shift: Tensor) -> Tensor:
+    """Ungated, with two numbers of a column."""
+    return torch.tanh(x * beta + shift) + 0.5 * shift
+
+
+OF_COLUMNS: dict[str, tuple[Function, int, tuple[str, ...]]] = {
+    "slope": (learned_slope, 2, ("beta",)),
+    "slope of a row": (learned_slope_of_a_row, 2, ("beta",)),
+    "swish": (lambda x, beta: x * torch.sigmoid(x * beta), 1, ("beta",)),
+    "shift": (learned_shift, 1, ("beta", "shift")),
+}
+"""With the number of halves, and the parameters that are numbers of a column."""
+
+
+def op_of_columns(name: str, halves: str | Interleaved = "concat") -> Pointwise:
+    """A function of :data:`OF_COLUMNS` as an op, with room for columns of any groups."""
+    function, count, columns = OF_COLUMNS[name]
+    return Pointwise(function, halves=halves if count == 2 else None, columns=dict.fromkeys(columns, (1, 1)))
+
+
 def op_of(function: Function, count: int, halves: str | Interleaved = "concat") -> Pointwise:
     """The function as an op, of gate and up if it takes two halves."""
     return Pointwise(function, halves=halves if count == 2 else None)

@@ -17,6 +17,7 @@ from torch import Tensor
 from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.fused.activation_role import reads_a_row
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.interface import ActivationKernels
@@ -55,29 +56,39 @@ class Case:
     transposed: bool = False  # both weights, as the kernels read them
     rank: int = 0  # depth of a second pair of operands
     variant: int = -1
-    function: Callable[..., Tensor] | None = None  # of gate, up and maybe the scale, where the spec is a user's
+    function: Callable[..., Tensor] | None = None  # of gate, up, the scale and columns, where the spec is a user's
+    vectors: torch.dtype = torch.float32  # of what the function reads of each group's columns
 
     @property
     def width(self) -> int:
         return self.columns * (2 if self.spec.gated else 1)
 
     @property
-    def exact(self) -> ActivationKernels:
-        """What gives the truth in float64."""
-        return pointwise if self.function is None else ByAutograd(self.function)
+    def operands(self) -> int:
+        """How many numbers of a column the function reads."""
+        return 0 if self.spec.program is None else len(self.spec.program.columns)
 
 
 def case_of(op: Pointwise, function: Callable[..., Tensor], **asked: Any) -> Case:
     """A case whose activation is a user's function, times the scale unless the function reads it."""
     assert op.spec is not None
-    truth = function if op.keywords else lambda *inputs: function(*inputs[:-1]) * inputs[-1]
-    return Case(op.spec, function=truth, **asked)
+    count = op.spec.gated + 1
+
+    def scaled(*inputs: Tensor) -> Tensor:
+        return function(*inputs[:count], *inputs[count + 1 :]) * inputs[count]
+
+    return Case(op.spec, function=function if reads_a_row(op) else scaled, **asked)
 
 
 class ByAutograd(NamedTuple):
-    """The function itself, and its gradients by autograd."""
+    """The function itself, and its gradients by autograd.
+
+    Attributes:
+        columns: [K, rows, F]: what each row reads of its group's columns.
+    """
 
     function: Callable[..., Tensor]
+    columns: Tensor
     NAME: str = "autograd"
 
     def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
@@ -91,8 +102,11 @@ class ByAutograd(NamedTuple):
         """As of any activation."""
         leaves = [leaf.clone().requires_grad_() for leaf in self._leaves(preact, spec, scales)]
         y = self.function(*[leaf * 1 for leaf in leaves])
-        *dx, dscales = torch.autograd.grad(y, leaves, dpostact.reshape(y.shape), materialize_grads=True)
-        join(tuple(dx), out.preact)
+        grads = torch.autograd.grad(y, leaves, dpostact.reshape(y.shape), materialize_grads=True)
+        dx, (dscales, *dcolumns) = grads[: spec.gated + 1], grads[spec.gated + 1 :]
+        join(dx, out.preact)
+        if out.vectors is not None:
+            out.vectors.copy_(torch.stack([each.reshape(dpostact.shape) for each in dcolumns]))
         if out.postact is not None:
             out.postact.copy_(y.detach().reshape(out.postact.shape))
         if out.scales is not None:
@@ -100,7 +114,8 @@ class ByAutograd(NamedTuple):
 
     def _leaves(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> list[Tensor]:
         scales = preact.new_ones(preact.shape[0]) if scales is None else scales
-        return [*split(preact, 2 if spec.gated else 1, spec.block), scales.view(-1, 1, 1)]
+        columns = [split(each, 1, spec.block)[0] for each in self.columns]
+        return [*split(preact, 2 if spec.gated else 1, spec.block), scales.view(-1, 1, 1), *columns]
 
 
 class Tensors:
@@ -121,6 +136,9 @@ class Tensors:
         self.bias = None if case.bias is None else self.random(experts, case.width).to(case.bias)
         self.bias_scale = self.rows(1).float().flatten() if case.bias_scale else None
         self.sizes = torch.tensor(case.sizes, dtype=case.index, device=device)
+        self.vectors = self.random(case.operands, experts, case.columns).to(case.vectors) if case.operands else None
+        if self.vectors is not None:
+            self.vectors[:, self.sizes == 0] = math.nan
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.case.dtype)
@@ -130,6 +148,18 @@ class Tensors:
         buffer = torch.full((self.tokens + 2 * GUARD, columns), math.nan, dtype=self.case.dtype, device=self.device)
         buffer[GUARD : GUARD + self.valid] = self.random(self.valid, columns)
         return buffer[GUARD : GUARD + self.tokens]
+
+    @property
+    def exact(self) -> ActivationKernels:
+        """What gives the truth in float64, of the valid rows."""
+        if self.case.function is None:
+            return pointwise
+        if self.vectors is None:
+            return ByAutograd(self.case.function, self.x.new_empty(0))
+        return ByAutograd(
+            self.case.function,
+            self.vectors.double().repeat_interleave(self.sizes, dim=1, output_size=self.valid),
+        )
 
     def by_group(self, rows: Tensor, weights: Tensor) -> Tensor:
         """``rows @ weights[g].T`` of the valid rows, in float64."""
@@ -164,6 +194,12 @@ def poisoned(t: Tensors, *shape: int, dtype: torch.dtype, rows: int | None = Non
     return torch.full((rows + 2 * GUARD, *shape), POISON, dtype=dtype, device=t.device)[GUARD:-GUARD]
 
 
+def room_for_vectors(t: Tensors) -> Tensor:
+    """[K, E, F]: poison, in the middle of more."""
+    operands, experts, columns = t.case.operands, len(t.case.sizes), t.case.columns
+    return poisoned(t, columns, dtype=t.case.vectors, rows=operands * experts).view(operands, experts, columns)
+
+
 def assert_only_valid_rows_written(t: Tensors, *results: Tensor | None) -> None:
     for result in results:
         if result is not None:
@@ -178,7 +214,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     postact = poisoned(t, case.columns, dtype=case.dtype)
     layout, weights = as_stored(t, t.w1, Layout.NT)
     problem = GroupedGemm(layout, t.x, weights, t.sizes, postact, bias=t.bias, bias_scale=t.bias_scale)
-    problem.epilogue, problem.second = Activate(case.spec, t.scales, preact), second_pair(t, t.b1)
+    problem.epilogue, problem.second = Activate(case.spec, t.scales, preact, t.vectors), second_pair(t, t.b1)
     assert hopper.refusal(problem) is None
     assert hopper.epilogue_refusal(problem) is None
     addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
@@ -192,6 +228,7 @@ def backward(
     want_scales: bool = True,
     want_postact: bool = True,
     bias_dtype: torch.dtype | None = torch.float32,
+    want_vectors: bool = True,
 ) -> ActivationGrads:
     case, experts = t.case, len(t.case.sizes)
     wanted = want_scales and t.scales is not None
@@ -200,10 +237,12 @@ def backward(
         torch.full_like(t.scales, POISON) if wanted else None,  # type: ignore[arg-type]
         poisoned(t, case.columns, dtype=case.dtype) if want_postact else None,
         None if bias_dtype is None else poisoned(t, case.width, dtype=bias_dtype, rows=experts),
+        room_for_vectors(t) if want_vectors and case.operands else None,
     )
     layout, weights = as_stored(t, t.w2, Layout.NN)
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
-    problem.epilogue, problem.second = ActivateBackward(case.spec, t.scales, preact, out), second_pair(t, t.a2)
+    problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out, t.vectors)
+    problem.second = second_pair(t, t.a2)
     assert hopper.epilogue_refusal(problem) is None
     epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
     return out
@@ -222,10 +261,10 @@ def check_forward(device: str, case: Case) -> None:
     preact, postact = forward(t)
     assert preact is not None
     assert_only_valid_rows_written(t, preact, postact)
-    n, spec = t.valid, case.spec
+    n, spec, exact = t.valid, case.spec, t.exact
     assert_near(preact[:n], t.exact_preact(), absolute=2e-4)
     expected = postact[:n].double().clone()
-    case.exact.forward(preact[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
+    exact.forward(preact[:n].double(), spec, None if t.scales is None else t.scales[:n].double(), expected)
     assert_near(postact[:n], expected, absolute=1e-5)
     _, alone = forward(t, keep=False)
     assert torch.equal(alone, postact), "without the pre-activation the hidden rows differ"
@@ -256,15 +295,34 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
     if out.bias is not None:
         assert_sums_of_groups(t, out.preact, out.bias)
     truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out[:3]))
-    case.exact.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
+    if out.vectors is not None:
+        truth = truth._replace(vectors=dpostact.new_empty(case.operands, n, case.columns))
+    t.exact.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
     assert_near(out.preact[:n], truth.preact, absolute=4e-5)
     if out.postact is not None:
         assert_near(out.postact[:n], truth.postact, absolute=1e-5)
+    assert_vectors(t, out, truth.vectors)
     if out.scales is not None and n:
         size = (rounded[:n].double().norm(dim=1) * preact[:n].double().norm(dim=1)).clamp(min=1)
         step = STEP.get(out.scales.dtype, 1e-5) * 1.02
         error = (out.scales[:n].double() - truth.scales).abs()
         assert (error <= truth.scales.abs() * step + 2e-6 * size).all(), error.max()
+
+
+def assert_vectors(t: Tensors, out: ActivationGrads, by_row: Tensor | None) -> None:
+    """The gradients of column operands are the sums of those ``by_row`` [K, rows, F]."""
+    if out.vectors is None:
+        return
+    assert by_row is not None
+    for got, rows in zip(out.vectors, by_row, strict=True):
+        parts = torch.split(rows, list(t.case.sizes))
+        expected = torch.stack([part.sum(0) for part in parts])
+        size = torch.stack([part.abs().sum(0) for part in parts])
+        step = STEP.get(got.dtype, 0.0) * 1.02
+        assert ((got.double() - expected).abs() <= expected.abs() * step + size * 4e-5 + 4e-5).all()
+    around = out.vectors._base
+    assert around is not None
+    assert torch.cat([around[:GUARD], around[-GUARD:]]).eq(POISON).all(), "wrote beside the gradients of columns"
 
 
 def fits(spec: ActivationSpec, variant: int) -> bool:

@@ -11,7 +11,7 @@ from ...activation_spec import ActivationSpec
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import Activation, activation, scale_arguments
 
@@ -56,7 +56,7 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
     rows = (postact,) if preact is None else (postact, preact)
-    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows) or _vectors_refusal(epilogue.vectors)
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
@@ -69,31 +69,55 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
     rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
-    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows) or _vectors_refusal(epilogue.vectors)
     return why or _function_refusal(problem, epilogue.spec, problem.mnk[1])
 
 
 def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> str | None:
-    """Why the function of a user has no kernels. They are compiled here, unless the GPU is only assumed."""
-    if spec.program is None or assumed() is not None:
+    """Why the function of a user has no kernels. They are compiled here, unless the GPU is only assumed.
+
+    The problem keeps them for its launch.
+    """
+    if spec.program is None or assumed() is not None or problem.epilogue is None:
         return None
-    return functions.refusal(_form(problem, spec.program, spec.block, columns))
+    form = _form(problem, spec.program, spec.block, columns)
+    problem.epilogue.kernels = _handles(form)
+    return functions.refusal(form) if problem.epilogue.kernels is None else None
+
+
+def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
+    handles = functions.handles(form)
+    return handles if isinstance(handles, tuple) else None
 
 
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
-    backward = isinstance(problem.epilogue, ActivateBackward)
-    extras = problem.bias is not None, problem.second is not None
-    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, *extras)
+    ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
+    backward, vectors = isinstance(ending, ActivateBackward), None if ending is None else ending.vectors
+    sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
+    of_columns = None if vectors is None else vectors.dtype, sums
+    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, *extras, *of_columns)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
     """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
     if spec.program is None:
         return activation(spec, columns)
-    handles = functions.handles(_form(problem, spec.program, spec.block, columns))
-    assert isinstance(handles, tuple)
+    kept = None if problem.epilogue is None else problem.epilogue.kernels
+    handles = kept or _handles(_form(problem, spec.program, spec.block, columns))
+    assert handles is not None
     kernel, *others = handles
     return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
+
+
+def _vectors_refusal(vectors: Tensor | None) -> str | None:
+    """They are read in pieces of 16 bytes."""
+    if vectors is None:
+        return None
+    if vectors.dtype not in TYPE_CODES:
+        return "needs numbers of columns of 16 or 32 bits"
+    if not vectors.is_contiguous() or addresses(vectors)[0] % 16:
+        return "needs numbers of columns that are dense and aligned to 16 bytes"
+    return None
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -138,6 +162,7 @@ def forward(
         bias_scale=address(bias_scale),
         scales=scales,
         scales_type=scales_type,
+        **_vectors(epilogue.vectors),
         workspace=workspace.data_ptr(),
         variant=variant,
         **second_fields(p.second),
@@ -148,9 +173,15 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
+    dvectors, dvectors_type = (0, 0) if grads.vectors is None else _counted(grads.vectors)
     scales, scales_type = scale_arguments(epilogue.scales)
     size = library.backward_workspace_bytes(
-        groups=p.groups, tokens=p.rows, columns=columns, dscales=grads.scales is not None, bias_columns=bias_columns
+        groups=p.groups,
+        tokens=p.rows,
+        columns=columns,
+        dscales=grads.scales is not None,
+        bias_columns=bias_columns,
+        dvectors=dvectors,
     )
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
@@ -163,6 +194,9 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         postact=address(grads.postact),
         dbias=address(grads.bias),
         dbias_type=bias_type,
+        **_vectors(epilogue.vectors),
+        dvectors=address(grads.vectors),
+        dvectors_type=dvectors_type,
         workspace=workspace.data_ptr(),
         variant=variant,
         **second_fields(p.second),
@@ -187,6 +221,16 @@ def second_fields(second: OperandPair | None) -> dict[str, int]:
         "second_b_pitch": b.stride(1),
         "second_b_group": b.stride(0),
     }
+
+
+def _vectors(vectors: Tensor | None) -> dict[str, int]:
+    """The numbers of columns, as the extension wants them."""
+    return {"vectors": address(vectors), "vectors_count": 0 if vectors is None else vectors.shape[0]}
+
+
+def _counted(vectors: Tensor) -> tuple[int, int]:
+    """How many operands of columns there are, and their type."""
+    return vectors.shape[0], TYPE_CODES[vectors.dtype]
 
 
 def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:

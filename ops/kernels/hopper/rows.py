@@ -36,13 +36,14 @@ def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | No
     return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
 
 
-def groups_refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
+def groups_refusal(tokens: Tensor, split_sizes: Tensor | None, out: Tensor) -> str | None:
     """Why the kernels that know groups do not take these rows [T, N], of any pitch; None: they do."""
     if (why := _device_refusal(tokens)) is not None:
         return why
     if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
         return f"needs dense rows, got strides {list(tokens.stride())}"
-    if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
+    dense = split_sizes is None or split_sizes.is_contiguous()
+    if not dense or (split_sizes is not None and split_sizes.dtype not in (torch.int32, torch.int64)):
         return "needs contiguous int32 or int64 split sizes"
     if tokens.dtype not in TYPE_CODES or out.dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {tokens.dtype} and {out.dtype}"
@@ -82,10 +83,14 @@ def backward(
     )
 
 
-def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
-    """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order."""
+def column_sums(rows: Tensor, split_sizes: Tensor | None, out: Tensor, scale: Tensor | None) -> None:
+    """``out[g]`` = the sum of the rows of group g [T, N], each times its ``scale``, in a fixed order.
+
+    Without split sizes there is one group, of all rows.
+    """
     scale = None if scale is None else scale.float().contiguous()
-    size = compiled().column_sums_workspace(tokens=rows.shape[0], columns=rows.shape[1], groups=split_sizes.shape[0])
+    groups = 1 if split_sizes is None else split_sizes.shape[0]
+    size = compiled().column_sums_workspace(tokens=rows.shape[0], columns=rows.shape[1], groups=groups)
     workspace = rows.new_empty(size, dtype=torch.uint8)
     compiled().column_sums(
         **_of_groups(rows, split_sizes),
@@ -168,7 +173,7 @@ def _rows(preact: Tensor, spec: ActivationSpec, columns: int) -> dict[str, Any]:
     }
 
 
-def _of_groups(rows: Tensor, split_sizes: Tensor) -> dict[str, Any]:
+def _of_groups(rows: Tensor, split_sizes: Tensor | None) -> dict[str, Any]:
     device = rows.get_device()
     return {
         "device": device,
@@ -178,7 +183,7 @@ def _of_groups(rows: Tensor, split_sizes: Tensor) -> dict[str, Any]:
         "tokens": rows.shape[0],
         "columns": rows.shape[1],
         "pitch": rows.stride(0),
-        "groups": split_sizes.shape[0],
-        "sizes": split_sizes.data_ptr(),
-        "int64_sizes": split_sizes.dtype == torch.int64,
+        "groups": 1 if split_sizes is None else split_sizes.shape[0],
+        "sizes": address(split_sizes),
+        "int64_sizes": split_sizes is not None and split_sizes.dtype == torch.int64,
     }

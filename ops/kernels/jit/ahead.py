@@ -7,6 +7,7 @@ from itertools import product
 import torch
 
 from ...activation_spec import ActivationSpec
+from ...programs.columns import stacked_dtype
 from ...programs.program import Program
 from ..hopper.extension import is_built
 from ..problem import Layout
@@ -19,29 +20,35 @@ _ROWS_ARCHITECTURE = "sm_90"
 _WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where they have no block
 
 
-def compile_ahead(program: Program, spec: ActivationSpec | None, dtype: torch.dtype) -> int:
+def compile_ahead(
+    program: Program, spec: ActivationSpec | None, dtype: torch.dtype, columns: tuple[torch.dtype, ...] = ()
+) -> int:
     """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
 
     Those over rows, and with ``spec``, where the extension is built, those in the grouped GEMM: both directions,
     weights of either orientation, with a bias and without.
 
+    Args:
+        columns: the types of the numbers of columns that the function reads.
+
     Raises:
         CompileError: there is no compiler, or it refuses.
     """
-    rows = [
-        KernelForm(direction, program, dtype, torch.float32, torch.float32) for direction in ("forward", "backward")
-    ]
+    types = (torch.float32,) * len(program.rows), columns
+    rows = [KernelForm(direction, program, dtype, *types) for direction in ("forward", "backward")]
     for form in rows:
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
         return len(rows)
-    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype))
+    vectors = stacked_dtype(columns) if columns else None
+    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, vectors))
 
 
-def _forms(program: Program, block: int | None, dtype: torch.dtype) -> list[EpilogueForm]:
-    forms = [(False, bias) for bias in (False, True)] + [(True, False)]  # whether backward, whether with a bias
+def _forms(program: Program, block: int | None, dtype: torch.dtype, vectors: torch.dtype | None) -> list[EpilogueForm]:
+    forms = [(False, bias, False) for bias in (False, True)]  # whether backward, with a bias, with sums of vectors
+    forms += [(True, False, sums) for sums in ((False,) if vectors is None else (False, True))]
     layouts = (Layout.NT, Layout.NN)
     return [
-        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias)
-        for (backward, bias), layout in product(forms, layouts)
+        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, vectors=vectors, sums_vectors=sums)
+        for (backward, bias, sums), layout in product(forms, layouts)
     ]

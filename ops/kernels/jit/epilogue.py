@@ -33,6 +33,8 @@ class EpilogueForm(NamedTuple):
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
         second: it has a second pair of operands.
+        vectors: the type of the numbers of columns, if the program reads some.
+        sums_vectors: their gradients are wanted.
     """
 
     program: Program
@@ -43,6 +45,8 @@ class EpilogueForm(NamedTuple):
     narrow: bool
     scale_bias: bool
     second: bool = False
+    vectors: torch.dtype | None = None
+    sums_vectors: bool = False
 
 
 def form_of(
@@ -54,11 +58,13 @@ def form_of(
     columns: int,
     bias: bool,
     second: bool = False,
+    vectors: torch.dtype | None = None,
+    sums_vectors: bool = False,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second)
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -89,7 +95,8 @@ def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
     parameters = library().PAIR_ACTIVATION_PARAMS_BYTES if form.second else library().ACTIVATION_PARAMS_BYTES
-    return f"""#include "device/epilogue_activation{direction}.cuh"
+    return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
+#include "device/epilogue_activation{direction}.cuh"
 #include "kernels/operand_types.cuh"
 namespace fusible {{
 {function_type(form.program, vectors=vectors)}
@@ -140,7 +147,8 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 
 def _epilogue(form: EpilogueForm) -> str:
-    functions = f"OneFunction<Function, {boolean(form.narrow)}>"
+    vectors = () if form.vectors is None else (ELEMENTS[form.vectors], boolean(form.sums_vectors))
+    functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,12 @@ from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
 from ..hopper import rows as hopper_rows
 from ..hopper.extension import address, is_built, library, stream
-from ..problem import PointwiseGrads, PointwiseRows
+from ..problem import Operands, PointwiseGrads, PointwiseRows
 from . import pointwise_driver
 from .compilation import ELEMENTS, compiled, compiler
 from .compiler import CompileError
 from .driver import LoadedKernel
-from .pointwise_driver import MOST_CONSTANTS, PARAMS_BYTES, THREADS
+from .pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
 _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
@@ -31,19 +33,20 @@ class KernelForm(NamedTuple):
     direction: str
     program: Program
     columns: torch.dtype
-    numbers: torch.dtype
-    vectors: torch.dtype
+    numbers: tuple[torch.dtype, ...]
+    vectors: tuple[torch.dtype, ...]
 
     def source(self) -> str:
         """The CUDA source."""
         function = function_type(self.program, fast=self.columns != torch.float32)
-        columns, numbers, vectors = ELEMENTS[self.columns], ELEMENTS[self.numbers], ELEMENTS[self.vectors]
+        numbers, vectors = (", ".join([ELEMENTS[t] for t in types]) for types in (self.numbers, self.vectors))
         return f"""#include "device/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
 static_assert(sizeof(fusible::PointwiseParams) == {PARAMS_BYTES} && fusible::kPointwiseThreads == {THREADS});
 extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_constant__ fusible::PointwiseParams p) {{
-  fusible::pointwise_{self.direction}<{columns}, fusible::Function, {numbers}, {vectors}>(p);
+  using namespace fusible;
+  pointwise_{self.direction}<{ELEMENTS[self.columns]}, Function, Types<{numbers}>, Types<{vectors}>>(p);
 }}
 """
 
@@ -52,37 +55,51 @@ def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | Non
     """Why these kernels do not take such rows, None: they do."""
     if columns.dtype not in ELEMENTS:
         return f"computes no {_name(columns.dtype)}"
-    if rows.numbers is not None and rows.numbers.dtype not in ELEMENTS:
-        return f"reads no numbers of a row in {_name(rows.numbers.dtype)}"
+    for subject, operands, inputs in (("row", rows.numbers, program.rows), ("column", rows.vectors, program.columns)):
+        if len(inputs) > MOST_OPERANDS:
+            return f"takes at most {MOST_OPERANDS} numbers of a {subject}, got {len(inputs)}"
+        for tensor in operands if operands is not None else ():
+            if tensor is not None and tensor.dtype not in ELEMENTS:
+                return f"reads no numbers of a {subject} in {_name(tensor.dtype)}"
     if len(program.constants) > MOST_CONSTANTS:
         return f"takes at most {MOST_CONSTANTS} constants, got {len(program.constants)}"
-    if rows.vectors is not None and rows.vectors.dtype not in ELEMENTS:
-        return f"reads no numbers of a column in {_name(rows.vectors.dtype)}"
     return device_refusal(columns.get_device())
 
 
 def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
     """Fills ``out`` [rows, C]."""
-    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None), None)
+    _launch("forward", program, rows, None, out, PointwiseGrads(None, None, None), [])
 
 
 def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
     """Fills what ``out`` has tensors for."""
-    of_columns = None
-    if out.vectors is not None:
-        of_columns = dy.new_empty((len(program.columns), *dy.shape), dtype=torch.float32)
-    _launch("backward", program, rows, dy, None, out, of_columns)
-    if of_columns is not None and out.vectors is not None:
-        _sum_by_group(of_columns, rows.split_sizes, out.vectors)
+    vectors, written, terms = _listed(out.vectors), list[Tensor | None](), list[Tensor | None]()
+    for vector, name in zip(vectors, program.columns, strict=False):
+        term = None if vector is None else _term(program, name, dy, out.x)
+        is_written = vector is not None and term is None
+        written.append(dy.new_empty(dy.shape, dtype=torch.float32) if is_written else None)
+        terms.append(written[-1] if term is None else term)
+    _launch("backward", program, rows, dy, None, out, written)
+    for term, vector in zip(terms, vectors, strict=True):
+        if term is not None and vector is not None:
+            _sum_by_group(term, rows.split_sizes, vector)
 
 
-def _sum_by_group(of_columns: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
-    """``out`` [K, groups, C] = the sums of [K, rows, C] over the rows of each group."""
-    if split_sizes is None or hopper_rows.groups_refusal(of_columns[0], split_sizes, out) is not None:
-        out.copy_(sums(of_columns, split_sizes))
-        return
-    for by_row, by_group in zip(of_columns, out, strict=True):
-        hopper_rows.column_sums(by_row, split_sizes, by_group, None)
+def _term(program: Program, column: str, dy: Tensor, dx: Tensor | None) -> Tensor | None:
+    """That of dy and dx whose sum is the gradient of a number of a column, such as a bias; None if it is neither's."""
+    outputs = dict(program.outputs)
+    gradient = outputs[f"d{column}"]
+    if gradient == "dy":
+        return dy
+    return dx if len(program.arguments) == 1 and gradient == outputs["dx"] else None
+
+
+def _sum_by_group(by_row: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
+    """``out`` [groups, C] = the sums of [rows, C] over the rows of each group."""
+    if hopper_rows.groups_refusal(by_row, split_sizes, out) is not None:
+        out.copy_(sums(by_row.unsqueeze(0).to(torch.promote_types(by_row.dtype, torch.float32)), split_sizes)[0])
+    else:
+        hopper_rows.column_sums(by_row, split_sizes, out, None)
 
 
 def _launch(
@@ -92,14 +109,15 @@ def _launch(
     dy: Tensor | None,
     y: Tensor | None,
     grads: PointwiseGrads,
-    dcolumns: Tensor | None,
+    dcolumns: Sequence[Tensor | None],
 ) -> None:
-    columns, numbers = y if dy is None else dy, grads.numbers if rows.numbers is None else rows.numbers
+    columns = y if dy is None else dy
     assert columns is not None
     if not columns.numel():
         return
     device, (count, width) = columns.get_device(), columns.shape
-    types = [torch.float32 if tensor is None else tensor.dtype for tensor in (numbers, rows.vectors)]
+    numbers, dnumbers, vectors = _listed(rows.numbers), _listed(grads.numbers), _listed(rows.vectors)
+    types = _types(len(program.rows), numbers, dnumbers), _types(len(program.columns), vectors, [])
     form, sizes = KernelForm(direction, program, columns.dtype, *types), rows.split_sizes
     launches = library() if is_built() else pointwise_driver
     launches.pointwise(
@@ -113,15 +131,27 @@ def _launch(
         dy=address(dy),
         y=address(y),
         dx=address(grads.x),
-        numbers=address(rows.numbers),
-        dnumbers=address(grads.numbers),
-        vectors=address(rows.vectors),
-        dcolumns=address(dcolumns),
+        numbers=[address(tensor) for tensor in numbers],
+        dnumbers=[address(tensor) for tensor in dnumbers],
+        vectors=[address(tensor) for tensor in vectors],
+        dcolumns=[address(tensor) for tensor in dcolumns],
         groups=1 if sizes is None else sizes.shape[0],
         sizes=address(sizes),
         int64_sizes=sizes is not None and sizes.dtype == torch.int64,
         constants=rows.constants,
     )
+
+
+def _listed(operands: Operands) -> list[Tensor | None]:
+    return [] if operands is None else list(operands)
+
+
+def _types(count: int, operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> tuple[torch.dtype, ...]:
+    """The types of as many operands, which their gradients have as well."""
+    types = [torch.float32] * count
+    for tensors in (grads, operands):
+        types = [t if tensor is None else tensor.dtype for t, tensor in zip_longest(types, tensors)]
+    return tuple(types)
 
 
 @cache

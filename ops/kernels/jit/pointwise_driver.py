@@ -9,9 +9,9 @@ import torch
 
 from . import driver
 
-THREADS, MOST_CONSTANTS = 256, 16  # kPointwiseThreads, kPointwiseConstants in csrc/fusible/pointwise_params.h
+THREADS, MOST_CONSTANTS, MOST_OPERANDS = 256, 16, 8  # of kernels and of PointwiseParams: pointwise_params.h in csrc
 _BLOCKS_PER_MULTIPROCESSOR = 8
-_PARAMS = struct.Struct(f"@qII9Pi?3xP{MOST_CONSTANTS}f")
+_PARAMS = struct.Struct(f"@qII4P{4 * MOST_OPERANDS}PPi?3xP{MOST_CONSTANTS}f")
 PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
 
 
@@ -27,10 +27,10 @@ def pointwise(
     dy: int,
     y: int,
     dx: int,
-    numbers: int,
-    dnumbers: int,
-    vectors: int,
-    dcolumns: int,
+    numbers: list[int],
+    dnumbers: list[int],
+    vectors: list[int],
+    dcolumns: list[int],
     groups: int,
     sizes: int,
     int64_sizes: bool,
@@ -39,10 +39,15 @@ def pointwise(
     """Launches a compiled kernel. What the keywords are is said in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
     nowhere = 0  # to report wrong sizes to, which is the extension's
-    of_rows, of_columns = (numbers, dnumbers), (vectors, dcolumns, sizes, groups, int64_sizes, nowhere)
-    params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, *of_rows, *of_columns, *constants, *unused)
+    operands = [address for each in (numbers, dnumbers, vectors, dcolumns) for address in _filled(each)]
+    of_groups = sizes, groups, int64_sizes, nowhere
+    params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, *operands, *of_groups, *constants, *unused)
     blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row
     driver.launch(function, blocks, THREADS, params, device, stream)
+
+
+def _filled(addresses: list[int]) -> list[int]:
+    return addresses + [0] * (MOST_OPERANDS - len(addresses))
 
 
 @cache

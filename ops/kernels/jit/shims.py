@@ -31,6 +31,14 @@ template <class A> inline constexpr bool is_same_v<A, A> = true;
 }
 """
 
+_TENSOR_MAP = """#pragma once
+#ifndef TENSOR_MAP_ALIGNMENT
+#define TENSOR_MAP_ALIGNMENT 64
+#endif
+struct alignas(TENSOR_MAP_ALIGNMENT) CUtensorMap { unsigned long opaque[16]; };
+"""
+"""64 before CUDA 13, 128 since: as the host has it, or parameters lie elsewhere."""
+
 _FLOAT16 = """#pragma once
 struct __half {
   unsigned short bits;
@@ -76,7 +84,7 @@ SHIMS = {
     "type_traits": _TYPE_TRAITS,
     "concepts": _CONCEPTS,
     "iosfwd": "#pragma once\nnamespace std { class ostream; }\n",
-    "cuda.h": "#pragma once\nstruct alignas(64) CUtensorMap { unsigned long opaque[16]; };\n",
+    "cuda.h": _TENSOR_MAP,
     "initializer_list": "#pragma once\n",  # NVRTC defines it
     "cuda_fp16.h": _FLOAT16,
     "cuda_bf16.h": _BFLOAT16,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...activation_spec import ActivationSpec
 from ..function import FunctionKernels
-from ..problem import ActivationGrads
+from ..problem import ActivationGrads, GroupVectors
 from . import pointwise
 
 _aten = torch.ops.aten
@@ -75,17 +75,28 @@ def _curve(spec: ActivationSpec) -> Curve:
     return _silu(alpha) if name == "silu" else _CURVES[name]
 
 
-def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
-    """``out`` [rows, F] = activation of ``preact`` [rows, C], times ``scales`` [rows] before the one rounding."""
+def forward(
+    preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, of_groups: GroupVectors | None = None
+) -> None:
+    """``out`` [rows, F] = activation of ``preact`` [rows, C], times ``scales`` [rows] before the one rounding.
+
+    Args:
+        of_groups: the numbers of columns that a user's function reads.
+    """
     if spec.program is not None:
-        return FunctionKernels(pointwise, spec.program).forward(preact, spec, scales, out)
+        return FunctionKernels(pointwise, spec.program, of_groups).forward(preact, spec, scales, out)
     gate, up = _inputs(preact, spec)
     postact = _times(_curve(spec).value(gate), up).view(out.shape)
     _multiply_into(out, postact, None if scales is None else scales.unsqueeze(-1))
 
 
 def backward(
-    dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
+    dpostact: Tensor,
+    preact: Tensor,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    out: ActivationGrads,
+    of_groups: GroupVectors | None = None,
 ) -> None:
     """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
 
@@ -93,7 +104,7 @@ def backward(
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
     """
     if spec.program is not None:
-        return FunctionKernels(pointwise, spec.program).backward(dpostact, preact, spec, scales, out)
+        return FunctionKernels(pointwise, spec.program, of_groups).backward(dpostact, preact, spec, scales, out)
     curve, (gate, up) = _curve(spec), _inputs(preact, spec)
     value, grad = curve.value(gate), dpostact.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)

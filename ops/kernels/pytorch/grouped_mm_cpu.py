@@ -71,9 +71,9 @@ def run(problem: GroupedGemm) -> None:
     if fresh is not None:
         fresh.set_(result.contiguous())  # type: ignore[call-overload]
     if isinstance(epilogue, Activate):
-        activation.forward(result, epilogue.spec, epilogue.scales, p.out)
+        activation.forward(result, epilogue.spec, epilogue.scales, p.out, p.of_groups)
     elif epilogue is not None:
-        activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads)
+        activation.backward(result, epilogue.preact, epilogue.spec, epilogue.scales, epilogue.grads, p.of_groups)
 
 
 def _ends(p: GroupedGemm) -> tuple[Tensor, int]:

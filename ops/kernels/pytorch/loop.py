@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, Matrices
+from ..problem import Activate, ActivateBackward, GroupedGemm, GroupVectors, Layout, Matrices
 from . import activation
 
 NAME = "loop"
@@ -72,7 +72,8 @@ def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
         rows = span.rows
         part = out.new_empty((rows.stop - rows.start, problem.mnk[1])) if preact is None else preact[rows]
         _multiply_groups(problem, span, part)
-        activation.forward(part, epilogue.spec, _rows(epilogue.scales, rows), out[rows])
+        scales = _rows(epilogue.scales, rows)
+        activation.forward(part, epilogue.spec, scales, out[rows], _of_span(epilogue.vectors, span, problem))
 
 
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
@@ -82,7 +83,9 @@ def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None
         rows = span.rows
         dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
         _multiply_groups(problem, span, dpostact)
-        activation.backward(dpostact, preact[rows], epilogue.spec, _rows(epilogue.scales, rows), grads.rows(rows))
+        scales, of_groups = _rows(epilogue.scales, rows), _of_span(epilogue.vectors, span, problem)
+        of_span = grads.rows(rows)._replace(vectors=_vectors_of(grads.vectors, span))
+        activation.backward(dpostact, preact[rows], epilogue.spec, scales, of_span, of_groups)
 
 
 def multiply(
@@ -232,6 +235,16 @@ def _capturing(tensor: Tensor) -> bool:
 def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | None:
     """A group's factor."""
     return factor[group] if isinstance(factor, Tensor) and factor.dim() else factor
+
+
+def _of_span(vectors: Tensor | None, span: Span, problem: GroupedGemm) -> GroupVectors | None:
+    vectors, sizes = _vectors_of(vectors, span), problem.split_sizes
+    return None if vectors is None else GroupVectors(vectors, sizes.new_tensor(span.sizes))
+
+
+def _vectors_of(vectors: Tensor | None, span: Span) -> Tensor | None:
+    """[K, groups of the span, F] of [K, E, F]."""
+    return None if vectors is None else vectors[:, span.first_group : span.first_group + len(span.sizes)]
 
 
 def _rows(column: Tensor | None, rows: slice) -> Tensor | None:

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a user's function reads of the columns of a tile's group, and the gradients of that.
+#pragma once
+#include "device/vector.cuh"
+#include "kernels/activation_params.h"
+
+namespace fusible {
+
+// A lane's numbers of eight neighbouring columns, of each column operand, as they are stored: they are fetched before
+// they are needed, as device memory is slow.
+template <class Number, int kCount>
+struct ColumnNumbers {
+  Vector<Number, 8> vectors[kCount ? kCount : 1];
+
+  // Of columns that do not exist there are none.
+  DEVICE void fetch(const ActivationParams& p, int group, int column) {
+    if (column >= p.columns) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int64_t vector = int64_t{i} * p.shape.sizes.groups + group;
+      vectors[i] = read_vector<Number, 8>(static_cast<const Number*>(p.vectors) + vector * p.columns + column);
+    }
+  }
+};
+
+// The same in fp32.
+template <int kCount>
+struct ColumnFloats {
+  float of[kCount ? kCount : 1][8];
+
+  ColumnFloats() = default;
+  template <class Number>
+  DEVICE explicit ColumnFloats(const ColumnNumbers<Number, kCount>& numbers) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) convert(of[i], numbers.vectors[i]);
+  }
+};
+
+// All numbers that a function reads in a column of the eight: the scale of the row, and those of the column.
+template <int kCount>
+struct FunctionNumbers {
+  float values[1 + kCount];
+
+  DEVICE FunctionNumbers(float scale, const ColumnFloats<kCount>& columns, int i) {
+    values[0] = scale;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) values[1 + j] = columns.of[j][i];
+  }
+};
+
+// The partial sums of the gradients of column operands: those of a block of 64 rows. A lane's sums are over every
+// fourth row; lanes have the same columns as those eight further. Each stores two columns.
+template <int kCount>
+DEVICE void store_dvector_partials(const ActivationParams& p, const ColumnFloats<kCount>& sums, int64_t block,
+                                   int column, int lane) {
+  const bool of_end = lane & 16, of_last = lane & 8;
+  const int64_t blocks = p.shape.tokens / 64 + p.shape.sizes.groups;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const float (&sum)[8] = sums.of[j];
+    float half[4], quarter[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      half[i] = (of_end ? sum[4 + i] : sum[i]) + __shfl_xor_sync(~0u, of_end ? sum[i] : sum[4 + i], 16);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      quarter[i] = (of_last ? half[2 + i] : half[i]) + __shfl_xor_sync(~0u, of_last ? half[i] : half[2 + i], 8);
+    float* to = p.dvector_partials + (j * blocks + block) * p.columns + column + of_end * 4 + of_last * 2;
+    if (column < p.columns) *reinterpret_cast<float2*>(to) = {quarter[0], quarter[1]};
+  }
+}
+
+}  // namespace fusible

@@ -1,0 +1,160 @@
+"""Pointwise ops that follow one another, as one program: it is rounded once, and keeps what the whole of it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
+from ...fuser.tracing import note
+from .. import kernels, link_rows
+from ..activation_spec import ActivationSpec
+from ..bias import Bias
+from ..glu import Activated
+from ..link import Column, Link
+from ..pointwise import Pointwise
+from ..programs.compose import composed
+from ..programs.program import Program
+from ..scale import ConstantScale, Scale
+
+LINKS = (Activated, Pointwise, Scale, ConstantScale, Bias)
+FUNCTIONS = (Activated, Pointwise)
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class _Part(NamedTuple):
+    """What a chain calls the keywords and parameters of a part."""
+
+    rows: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+class PointwiseChain(FusedOp):
+    """What its parts compute, in one kernel forward and one backward; where there is none, the parts one by one."""
+
+    replayable = True
+
+    def __init__(self, **roles: Any) -> None:
+        super().__init__(**roles)
+        self.keywords = self._keywords_of_parts()
+        if any("split_sizes" in part.keywords for part in self.parts.values()):
+            others = {name: keyword for name, keyword in self.keywords.items() if not name.endswith("split_sizes")}
+            self.keywords = {**others, "split_sizes": Keyword(required=True, tensor=True)}
+        parts: Iterable[Any] = self.parts.values()
+        links = [part.link for part in parts if part.link is not None]
+        self.link = self._composed(links) if len(links) == len(roles) else None
+
+    def _composed(self, links: Sequence[Link]) -> Link | None:
+        """The link that the parts are together; None if more than one has gate and up."""
+        gates = [i for i, link in enumerate(links) if link.gated]
+        if len(gates) > 1:
+            return None
+        parts = [
+            _Part(
+                tuple([str(self.takes(role, name)) for name in link.rows]),
+                tuple(_columns(f"{role}.", link, bool(gates) and i < gates[0])),
+            )
+            for i, (role, link) in enumerate(zip(self.parts, links, strict=True))
+        ]
+        return Link(
+            composed(tuple([link.program for link in links])),
+            tuple([name for part in parts for name in part.rows]),
+            tuple([column for part in parts for column in part.columns]),
+            tuple([number for link in links for number in link.constants]),
+            bool(gates),
+            links[gates[0]].block if gates else None,
+            next((link.groups for link in links if link.groups is not None), None),
+        )
+
+    @property
+    def program(self) -> Program | None:
+        """What it computes; None where kernels do not know that."""
+        return None if self.link is None else self.link.program
+
+    @property
+    def spec(self) -> ActivationSpec | None:
+        """The chain as an activation; None where kernels have none such."""
+        return None if self.link is None else self.link.spec
+
+    def fwd(
+        self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None, **keywords: Any
+    ) -> tuple[Any, Any]:
+        link = self.link
+        if link is not None and x.dtype in DTYPES:
+            rows, sizes = {name: keywords[name] for name in link.rows}, keywords.get("split_sizes")
+            sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
+            operands = link_rows.Operands(link, rows, dict(self.inputs()), sizes)
+            refusal = link_rows.refusal(operands, x)
+            if refusal is None:
+                return link_rows.forward(operands, x, needs_grad)
+            note(f"the ops run one by one: {refusal}")
+        return super().fwd(x, needs_grad=needs_grad, autocast_dtype=autocast_dtype, **keywords)
+
+    def bwd(self, saved: Any, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        if not isinstance(saved, link_rows.Saved) or self.link is None:
+            return super().bwd(saved, dy, needs_grad=needs_grad)
+        return link_rows.backward(self.link, saved, dy, dict(self.inputs()), needs_grad)
+
+
+def _columns(prefix: str, link: Link, before_gate: bool) -> Iterable[Column]:
+    arguments = ("x", "u") if before_gate else (None,)
+    return [Column(prefix + column.name, argument) for column in link.columns for argument in arguments]
+
+
+def is_run(ops: Sequence[Op]) -> bool:
+    """Whether a chain is worth it: with a function in it, and not the two ops that are a fusion of their own."""
+    is_pair = len(ops) == 2 and isinstance(ops[0], FUNCTIONS) and isinstance(ops[1], Scale)
+    return has_function(ops) and not is_pair
+
+
+def has_function(ops: Sequence[Op]) -> bool:
+    """Whether one of the ops does more than add and multiply."""
+    return any(isinstance(op, FUNCTIONS) for op in ops)
+
+
+def number_of_gates(ops: Sequence[Op]) -> int:
+    """How many of the ops have gate and up."""
+    gates = [op.spec.gated if isinstance(op, Activated) else getattr(op, "halves", None) is not None for op in ops]
+    return sum(gates)
+
+
+RUN = Run(LINKS, PointwiseChain, is_run)
+
+
+def _ops(match: Match) -> list[Any]:
+    return [match.part(name) for name in match.nodes]
+
+
+def _are_known(match: Match) -> bool:
+    return all(op.link is not None for op in _ops(match))
+
+
+def _links(match: Match) -> list[Link]:
+    return [op.link for op in _ops(match) if op.link is not None]
+
+
+def _one_gate(match: Match) -> bool:
+    return number_of_gates(_ops(match)) < 2
+
+
+def _same_groups(match: Match) -> bool:
+    return len({link.groups for link in _links(match) if link.columns}) < 2
+
+
+def _no_groups_before_gate(match: Match) -> bool:
+    links = _links(match)
+    gate = next((i for i, link in enumerate(links) if link.gated), 0)
+    return all(link.groups is None for link in links[:gate])
+
+
+register_fusion(
+    Pattern.of_run(RUN)
+    .where("an op has operations that kernels do not know", _are_known)
+    .where("more than one op has gate and up", _one_gate)
+    .where("numbers of columns are of groups and of all rows, or of different groups", _same_groups)
+    .where("numbers of columns of groups are read before gate and up meet", _no_groups_before_gate),
+    priority=15,
+)(PointwiseChain)

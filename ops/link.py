@@ -1,0 +1,56 @@
+"""What a pointwise op computes, as a link of a chain: its program, and what stands for the inputs of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .activation_spec import ActivationSpec, spec_of_program
+from .programs.program import Program, with_constants
+from .programs.tracing import trace
+
+
+class Column(NamedTuple):
+    """A number of a column: a parameter, or where that is of gate and up, the part of one of the two."""
+
+    name: str
+    argument: str | None = None  # "x" or "u"
+
+
+class Link(NamedTuple):
+    """A program over rows and, in the order of its inputs, what an op calls them.
+
+    Attributes:
+        rows: keywords of a call, one number a row each.
+        columns: parameters, one number a column each.
+        constants: their values.
+        gated: whether x is gate and up; block: columns of gate before as many of up, None for one block each.
+        groups: how many groups have numbers of columns of their own; None if all rows have the same.
+    """
+
+    program: Program
+    rows: tuple[str, ...] = ()
+    columns: tuple[Column, ...] = ()
+    constants: tuple[float, ...] = ()
+    gated: bool = False
+    block: int | None = None
+    groups: int | None = None
+
+    @property
+    def spec(self) -> ActivationSpec | None:
+        """The link as an activation, with the scale of a row for its number; None where kernels have none such.
+
+        Its numbers of columns are those of groups.
+        """
+        if len(self.rows) > 1 or (self.columns and self.groups is None):
+            return None
+        return spec_of_program(with_constants(self.program, self.constants), self.block)
+
+
+@cache
+def linear_program(function: Callable[[Tensor, Tensor], Tensor], operand: str) -> Program:
+    """That of a function of x and one operand: ``r0``, ``b0`` or ``c0``."""
+    return trace(function, ("x",), (2.0,)) if operand == "c0" else trace(function, ("x", operand))

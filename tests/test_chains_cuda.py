@@ -1,0 +1,116 @@
+"""Chains of pointwise ops on a GPU: one kernel forward and backward, replayed, or in an epilogue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fusible import Activation, Bias, ConstantScale, GroupedLinear, Pointwise, Scale, Sequential, SwiGLU, config
+from fusible.fuser import replay
+from fusible.ops.kernels.hopper import extension
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+UNFUSED = {"PointwiseChain", "GLUScale", "GroupedMLP", "GroupedLinearGLU"}
+STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
+needs_extension = pytest.mark.skipif(not extension.is_built(), reason="the extension is not built")
+
+
+def chain(kind, dtype, columns=64):
+    """A chain, and the width of its input."""
+    if kind == "dense":
+        ops = [Bias(2 * columns), SwiGLU(), ConstantScale(0.5), Bias(columns), Activation("gelu"), Scale()]
+        return Sequential(*ops).to("cuda", dtype), 2 * columns
+    first = Pointwise(lambda x, s: torch.tanh(x * s))
+    second = Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.rand(3, columns)})
+    third = Pointwise(lambda x, alpha: x + alpha, columns={"alpha": torch.rand(3, columns)})
+    return Sequential(first, Scale(), second, third).to("cuda", dtype), columns
+
+
+def call(model, width, rows, dtype, seed=0, fused=True):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator).to("cuda", dtype).requires_grad_()
+    keywords = {}
+    for op in model:
+        for name in op.keywords:
+            if name == "split_sizes":
+                keywords[name] = torch.tensor([rows // 2, 0, rows // 3], device="cuda")
+            else:
+                keywords.setdefault(name, torch.rand(rows, generator=generator).cuda().requires_grad_())
+    wanted = [x, *[k for k in keywords.values() if k.requires_grad], *model.parameters()]
+    with config(disable_fusions=set() if fused else UNFUSED):
+        y = model(x, **keywords)
+        dy = torch.randn(y.shape, generator=generator).to("cuda", dtype)
+        return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
+
+
+def assert_close(fused, apart, dtype):
+    for got, expected in zip(fused, apart, strict=True):
+        assert got.dtype == expected.dtype
+        size = max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(got, expected, rtol=STEP[dtype], atol=STEP[dtype] * size)
+
+
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+@pytest.mark.parametrize("kind", ["dense", "groups"])
+def test_a_chain_is_its_parts(kind, dtype):
+    model, width = chain(kind, dtype)
+    torch.nn.init.normal_(next(model.parameters()))
+    assert_close(call(model, width, 500, dtype), call(model, width, 500, dtype, fused=False), dtype)
+    call(model, width, 500, dtype)
+    explained = str(model.explain())
+    assert "PointwiseChain" in explained
+    assert "hopper (pointwise)" in explained
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", ["dense", "groups"])
+def test_chains_are_replayed(kind):
+    model, width = chain(kind, torch.bfloat16)
+    expected = [call(chain_of_same(model, kind), width, rows, torch.bfloat16, rows) for rows in (64, 33)]
+    for _ in range(3):
+        for rows in (64, 33):
+            call(model, width, rows, torch.bfloat16, rows)
+    before = replay.stats().replayed
+    for rows, truth in zip((64, 33), expected, strict=True):
+        assert all(
+            torch.equal(a, b) for a, b in zip(call(model, width, rows, torch.bfloat16, rows), truth, strict=True)
+        )
+    assert replay.stats().replayed >= before + 2  # those that PyTorch sums over all rows only forward
+
+
+def chain_of_same(model, kind):
+    other, _ = chain(kind, torch.bfloat16)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_float64_runs_part_by_part():
+    model, width = chain("dense", torch.float64)
+    fused, apart = (call(model, width, 9, torch.float64, fused=each) for each in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_chain_in_the_epilogue(dtype):
+    experts, sizes, rows = 4, [70, 0, 130, 56], 256
+    ops = [SwiGLU(), Pointwise(lambda x: 3 * torch.tanh(x / 3)), ConstantScale(0.5), Scale()]
+    options = {"dtype": dtype, "device": "cuda", "bias": False}
+    model = Sequential(GroupedLinear(experts, 128, 256, **options), *ops, GroupedLinear(experts, 128, 128, **options))
+    x = torch.randn(rows, 128, device="cuda").to(dtype).requires_grad_()
+    scales, dy = torch.rand(rows, device="cuda", requires_grad=True), torch.randn(rows, 128, device="cuda").to(dtype)
+    results = []
+    for disabled in (UNFUSED, set()):
+        with config(disable_fusions=disabled):
+            y = model(x, split_sizes=torch.tensor(sizes, device="cuda"), scales=scales)
+            results.append([y.detach(), *torch.autograd.grad(y, [x, scales, *model.parameters()], dy)])
+    assert_close(results[1], results[0], torch.bfloat16)
+    explained = str(model.explain())
+    assert "GroupedMLP" in explained
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert "function" in explained
+
+
+def test_nothing_runs_without_rows():
+    model, width = chain("groups", torch.bfloat16)
+    assert call(model, width, 0, torch.bfloat16)[0].shape == (0, 64)

@@ -1,0 +1,214 @@
+"""Chains of pointwise ops in the place of an activation: every fusion that takes one, against the ops one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import steps
+from reference import assert_close_to
+from test_pointwise_chain import LINKS
+
+from fusible import (
+    Activation,
+    Bias,
+    Combine,
+    ConstantScale,
+    Dispatch,
+    GroupedLinear,
+    Pointwise,
+    Scale,
+    Sequential,
+    SwiGLU,
+    config,
+)
+
+E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
+D, BF16 = torch.float64, torch.bfloat16
+FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
+IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "rows")]
+
+
+class Experts:
+    """A grouped linear, ops by name, and another one or none; what a call passes them, and its results."""
+
+    def __init__(self, names, dtype=D, ends=True, frozen=(), by_module=False):
+        torch.manual_seed(len(names))
+        gates = sum(LINKS[name][1] == 2 for name in names)
+        self.by_module, fc1 = by_module, GroupedLinear(E, K, H * 2**gates, dtype=D)
+        widths = [H * 2 ** sum(LINKS[name][1] == 2 for name in names[i:]) for i in range(len(names))]
+        functions = [LINKS[name][0](width) for name, width in zip(names, widths, strict=True)]
+        ops = [fc1, *functions, *([GroupedLinear(E, H, K, dtype=D)] if ends else [])]
+        self.model, sizes = Sequential(*ops).to(dtype), torch.tensor(SIZES)
+        self.tensors, self.keywords = {"x": torch.randn(T, K, dtype=D).to(dtype)}, {}
+        for i, op in enumerate(ops):
+            self.keywords[i] = {"split_sizes": sizes} if "split_sizes" in op.keywords else {}
+            for keyword in op.keywords.keys() - {"split_sizes"} if 0 < i <= len(names) else ():
+                self.keywords[i][keyword] = self.tensors[f"{i}.{keyword}"] = (torch.rand(T, dtype=D) + 0.5).to(dtype)
+        self.tensors |= dict(self.model.named_parameters())
+        for i, tensor in enumerate(self.tensors.values()):
+            tensor.requires_grad_(i not in frozen)
+        self.dy = torch.randn(T, K if ends else H, dtype=D).to(dtype)
+
+    def run(self, fused=True):
+        of_ops = {self.model[i] if self.by_module else i: each for i, each in self.keywords.items() if each}
+        wanted = {name: tensor for name, tensor in self.tensors.items() if tensor.requires_grad}
+        with config(disable_fusions=set() if fused else FUSIONS):
+            y = self.model(self.tensors["x"], op_kwargs=of_ops)
+            valid = sum(SIZES)  # what follows them is of no group, and another value where nobody looks
+            grads = torch.autograd.grad(y[:valid], list(wanted.values()), self.dy[:valid])
+        results = {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
+        return {n: t[:valid] if t.shape[0] == T else t for n, t in results.items()}
+
+
+def in_double(names, experts, ends):
+    """Unfused results of the same numbers in float64."""
+    other = Experts(names, D, ends)
+    with torch.no_grad():
+        for name, tensor in experts.tensors.items():
+            other.tensors[name].copy_(tensor).requires_grad_(tensor.requires_grad)
+    other.dy = experts.dy.double()
+    return other.run(fused=False)
+
+
+def check(names, dtype, ends, frozen=(), by_module=False):
+    experts = Experts(names, dtype, ends, frozen, by_module)
+    fused, apart, truth = experts.run(), experts.run(fused=False), in_double(names, experts, ends)
+    for name, tensor in apart.items():
+        assert fused[name].dtype == tensor.dtype
+        assert_close_to(fused[name], tensor, truth[name], name)
+
+
+CHAINS = st.tuples(
+    st.lists(st.sampled_from(IN_EPILOGUES), min_size=2, max_size=5).filter(
+        lambda names: sum(LINKS[name][1] == 2 for name in names) < 2
+    ),
+    st.booleans(),
+    st.sets(st.integers(0, 6), max_size=3),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
+def test_random_chains(dtype):
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(CHAINS)
+    def agree(drawn):
+        names, *how = drawn
+        check(names, dtype, *how)
+
+    agree()
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["tanh", "constant"], ["GroupedMLP"]),
+        (["swiglu", "tanh", "scale"], ["GroupedMLP"]),
+        (["constant", "swiglu", "scale", "constant"], ["GroupedMLP"]),
+        (["scale", "silu"], ["GroupedMLP"]),
+        (["row", "scale"], ["GroupedLinearGLU", "Scale", "GroupedLinear"]),
+        (["swiglu", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
+        (["groups", "silu"], ["GroupedMLP"]),
+        (["swiglu", "groups", "tanh", "groups", "row"], ["GroupedMLP"]),
+        (["groups", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
+        (["column", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
+        (["bias", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
+        (["silu", "tanh", "bias"], ["GroupedLinearGLU", "Bias", "GroupedLinear"]),
+        (["constant", "scale"], ["GroupedLinear", "ConstantScale", "Scale", "GroupedLinear"]),
+    ],
+    ids=str,
+)
+def test_what_becomes_one_op(names, expected):
+    experts = Experts(names)
+    experts.run()
+    assert steps(experts.model) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (["row", "tanh", "scale", "row"], "act reads more than one number of a row"),
+        (["silu", "column"], "act reads a number for each column, the same for all groups"),
+        (["groups", "swiglu"], "act reads a number for each column before gate and up meet"),
+    ],
+    ids=str,
+)
+def test_why_a_chain_is_refused(names, reason):
+    experts = Experts(names)
+    experts.run()
+    refused = [f.reason for f in experts.model.explain().fusions if f.name == "GroupedMLP"]
+    assert refused == [reason]
+
+
+def test_a_chain_that_reads_other_split_sizes_is_refused():
+    experts = Experts(["silu", "groups"])
+    experts.keywords[2]["split_sizes"] = torch.tensor(SIZES)
+    experts.run()
+    refused = [f.reason for f in experts.model.explain().fusions if f.name == "GroupedMLP"]
+    assert refused == ["act and fc1 read different split_sizes"]
+
+
+@pytest.mark.parametrize("by_function", [False, True], ids=["scale", "function"])
+def test_routed_experts(by_function):
+    torch.manual_seed(0)
+    columns = {"b": torch.rand(E, H, dtype=D)}
+    if by_function:  # which reads the routing weights and numbers of each expert's columns
+        ops = [SwiGLU(), Pointwise(lambda x, scales, b: torch.tanh(x * b) * scales, columns=columns)]
+    else:
+        ops = [SwiGLU(), Pointwise(lambda x: 3 * torch.tanh(x / 3)), ConstantScale(0.5)]
+    linears = GroupedLinear(E, K, 2 * H, dtype=D), GroupedLinear(E, H, K, dtype=D)
+    last = [] if by_function else [Scale()]
+    model = Sequential(Dispatch(E), linears[0], *ops, linears[1], *last, Combine())
+    x, weights = torch.randn(T, K, dtype=D, requires_grad=True), torch.rand(T, 2, dtype=D, requires_grad=True)
+    index, results = torch.randint(E, (T, 2)), []
+    for disabled in (set(), FUSIONS):
+        with config(disable_fusions=disabled):
+            y = model(x, top_k_index=index, top_k_weights=weights)
+            results.append([y, *torch.autograd.grad(y.sin().sum(), [x, weights, *model.parameters()])])
+    for fused, apart in zip(*results, strict=True):
+        torch.testing.assert_close(fused, apart)
+    model(x, top_k_index=index, top_k_weights=weights)
+    assert steps(model) == ["RoutedMLP"]
+
+
+def test_the_state_dict_and_edits():
+    experts = Experts(["tanh", "constant"])
+    names = list(experts.model.state_dict())
+    before = experts.run()["y"]
+    assert list(experts.model.state_dict()) == names == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    experts.model[2].scale *= 2
+    with torch.no_grad():
+        experts.model[3].bias.zero_()
+    doubled = experts.run()["y"]
+    experts.model[2].scale /= 2
+    torch.testing.assert_close(doubled, 2 * experts.run()["y"])
+    assert not torch.equal(before, doubled)
+    experts.model[1].register_forward_hook(lambda *arguments: None)
+    experts.run()
+    assert steps(experts.model) == ["GroupedLinear", "Pointwise", "ConstantScale", "GroupedLinear"]
+
+
+def test_compiled_code():
+    torch._dynamo.reset()
+    experts = Experts(["swiglu", "tanh", "scale"], torch.float32)
+    expected = experts.run()
+    compiled = torch.compile(experts.model, backend="aot_eager", fullgraph=True)
+    y = compiled(experts.tensors["x"], op_kwargs={i: each for i, each in experts.keywords.items() if each})
+    torch.testing.assert_close(y[: sum(SIZES)], expected["y"])
+    torch._dynamo.reset()
+
+
+def test_a_parametrized_bias_stays_outside():
+    model = Sequential(GroupedLinear(E, K, H, dtype=D), Activation("silu"), Bias(H, dtype=D))
+    torch.nn.utils.parametrize.register_parametrization(model[2], "bias", torch.nn.Tanh())
+    x, sizes = torch.randn(T, K, dtype=D), torch.tensor(SIZES)
+    y = model(x, split_sizes=sizes)
+    expected = F.silu(model[0](x, split_sizes=sizes)) + model[2].bias
+    torch.testing.assert_close(y[: sum(SIZES)], expected[: sum(SIZES)])
+    chain = Sequential(Activation("silu"), model[2])
+    (grad,) = torch.autograd.grad(chain(expected.detach()).sum(), [model[2].parametrizations.bias.original])
+    assert grad.shape == (H,)
+    assert steps(chain) == ["PointwiseChain"]
