@@ -33,13 +33,12 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using B = typename K::B;
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
-  constexpr bool kOverlaps = !K::kScaleBias && !A::kRaggedDepth;  // there are registers for it
+  constexpr bool kOverlaps = !K::kScaleBias;  // there are registers for it
   if constexpr (!kOverlaps) meanwhile();
   Factors factors(p, tile, kUsed == 1);
   float part[64];
   const auto stage = [&](auto steps, auto first, bool last) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
-    factors.read(s, state.stage, consumer, warp, lane);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
       const uint8_t* a =
@@ -55,6 +54,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       pass_turn<K>(consumer);
       if constexpr (first.value && kOverlaps)
         if (unit == 0) meanwhile();
+      if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
       factors.begin_unit(unit);
       if (unit == kUsed - 1) factors.advance(!last);
       wgmma_wait<0>();

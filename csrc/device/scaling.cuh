@@ -28,12 +28,13 @@ struct NoScaling {
 template <class K>
 struct RowFactors {
   float values[K::kRowBlocks][2];  // upper and lower rows
-  DEVICE void read(const float* of_tile, int consumer, int warp, int lane) {
+  // From `apart` floats for each 128 rows.
+  DEVICE void read(const float* of_tile, int apart, int consumer, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < K::kRowBlocks; ++i)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        values[i][lower] = of_tile[(consumer + i * kConsumers) * 64 + warp * 16 + lane / 4 + lower * 8];
+        values[i][lower] = of_tile[i * apart + consumer * 64 + warp * 16 + lane / 4 + lower * 8];
   }
 };
 
@@ -50,8 +51,9 @@ struct Scaling1D2D {
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {
-    static constexpr uint32_t kBytes = kTileM * sizeof(float);  // of a stage
-    alignas(128) float a[kStages][kTileM];
+    static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
+    static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
+    alignas(128) float a[kStages][kBoxes * kApart];
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
@@ -59,8 +61,14 @@ struct Scaling1D2D {
   }
   template <class S, class P>
   DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
-    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], tile.tokens_start + tile.row, block);
+    using Scales = decltype(s.scales);
+    const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
+#pragma unroll
+    for (int i = 0; i < Scales::kBoxes; ++i)
+      tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage] + i * Scales::kApart, aligned + i * 128, block);
   }
+  // Where the scale of this token is behind that at which a box begins.
+  DEVICE static int shift(int token) { return token & 3; }
 
   // Of a consumer, through a tile. Those of the weights are asked for a stage ahead.
   template <class K>
@@ -70,11 +78,12 @@ struct Scaling1D2D {
     DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
         : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
           step_(p.b_scales.column),
-          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row) {
+          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row),
+          shift_(shift(tile.tokens_start + tile.row)) {
       fetch();
     }
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage], consumer, warp, lane);
+      rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
     }
     DEVICE void begin_unit(int unit) {
 #pragma unroll
@@ -99,6 +108,7 @@ struct Scaling1D2D {
     }
     const float* next_;
     int64_t step_, unit_;
+    int shift_;
     RowFactors<K> rows_;
     float weight_[2], factor_[2];
   };
@@ -132,7 +142,7 @@ struct Scaling1D1D {
     static constexpr bool kInStage = true;
     DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage], consumer, warp, lane);
+      rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
     }
     DEVICE void begin_unit(int) {}
     DEVICE void advance(bool) {}

@@ -59,6 +59,7 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
   const bool exists = consumer == 0 || !p.shape.narrow_end || tile.column != p.shape.columns - 1;
   const int first = tile.column * scales.tile_step + (exists ? consumer * scales.unit_step : 0);
   const float* next = scales.data + tile.group * scales.group + first * scales.row;
+  const int shift = K::Scaling::shift(tile.tokens_start + tile.row);
   float of_weights = __ldg(next), part[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kWeightBlocks<K> * kTokens / 2; ++i) acc[i / (kTokens / 2)][i % (kTokens / 2)] = 0.f;
@@ -66,7 +67,7 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
     barrier_wait(&s.full[state.stage], state.phase);
     next += block < p.k_blocks - 1 ? scales.column : 0;
     const float following = __ldg(next);
-    const float* of_tokens = s.scales.a[state.stage] + lane % 4 * 2;
+    const float* of_tokens = s.scales.a[state.stage] + shift + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kWeightBlocks<K>; ++i) {
       wgmma_fence();
@@ -80,8 +81,7 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
       wgmma_wait<0>();
 #pragma unroll
       for (int vector = 0; vector < kTokens / 8; ++vector) {
-        const float2 pair = *reinterpret_cast<const float2*>(of_tokens + vector * 8);
-        const float factors[2] = {pair.x * of_weights, pair.y * of_weights};
+        const float factors[2] = {of_tokens[vector * 8] * of_weights, of_tokens[vector * 8 + 1] * of_weights};
 #pragma unroll
         for (int j = vector * 4; j < vector * 4 + 4; ++j) acc[i][j] = fmaf(part[j], factors[j % 2], acc[i][j]);
       }

@@ -29,7 +29,7 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
-  bool turns = false;
+  bool turns = false;  // consumers issue their products in turn (device/scaled_mainloop.cuh)
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;

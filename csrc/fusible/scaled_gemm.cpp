@@ -59,7 +59,7 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
   const TileVariant& tile = config.tile();
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
   params.shape.narrow_end = !restarts && last_tile_is_narrow(p, tile);
-  params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, tile.tile_m);
+  params.a_scales = scales_map(call.a_scales, p.tokens, params.k_blocks, blocks_of(p.tokens, 4) * 4, kRowScalesBox);
   params.b_scales = {.data = call.b_scales,
                      .group = call.b_scales_group,
                      .row = call.b_scales_row,

@@ -27,7 +27,7 @@ struct GroupedGemmKernel {
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
-  static constexpr bool kTurns = kVariant.turns;
+  static constexpr bool kTurns = kVariant.turns;                 // of consumers
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -215,7 +215,8 @@ struct GroupedGemmKernel {
 
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
-  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth && kUnitsAreRows;
+  // Two scales for each element leave less beside the accumulators.
+  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kTurns);
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72

@@ -13,6 +13,9 @@ struct WeightScales {
   int tile_step, unit_step;
 };
 
+// Scales of 128 rows of A begin at any token, but a bulk copy only at multiples of 16 bytes: it brings four more.
+inline constexpr int kRowScalesBox = 132;
+
 // P: those of the epilogue.
 template <class P>
 struct Params1D2D : P {

@@ -135,6 +135,8 @@ void check_map(const CUtensorMap* map) { (void)read(map); }
 
 void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t blocks, std::initializer_list<int> coordinates) {
   const Map m = checked(map, to, coordinates.size());
+  check(m.swizzled || *coordinates.begin() * static_cast<int64_t>(m.element()) % 16 == 0, "a bulk load without a swizzle begins at coordinate ", *coordinates.begin(),
+        ", which is no multiple of 16 bytes");
   const uint64_t width = m.box[0] * m.element();
   check(!m.swizzled || width == 128, "only boxes of 128 bytes a row are emulated with a swizzle");
   const auto& cluster = current->block->cluster->blocks;
