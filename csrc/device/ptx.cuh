@@ -53,6 +53,8 @@ DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" 
 
 // Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
+// To the second-level cache.
+DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread
 // that issued them.

@@ -56,6 +56,14 @@ DEVICE void read_values(float (&to)[8], const T* from) {
 DEVICE int row_that_exists(const TileExtent& extent, int row) { return min(row, extent.rows - 1); }
 DEVICE int feature_that_exists(const TileExtent& extent, int feature) { return min(feature, extent.features - 8); }
 
+// Asks for a tile that is read next, `pitch` elements from row to row: memory stays busy while this one is quantised. A
+// thread has half of a row.
+template <class T>
+DEVICE void prefetch_tile(const T* tile, int64_t pitch, const TileExtent& extent) {
+  const int row = threadIdx.x / 2, feature = threadIdx.x % 2 * (kScaleBlock / 2);
+  ptx::prefetch_l2(tile + row_that_exists(extent, row) * pitch + feature_that_exists(extent, feature));
+}
+
 // Tiles that wait for their turn, each thread's part where it alone looks. So no registers wait, and a loop over rows
 // need not be unrolled.
 struct WaitingTile {
@@ -135,6 +143,12 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
         shared.first.waiting.put(i, rounded_words<T>(y));
       }
     });
+    if (const int64_t next = feature + kScaleBlock; next < end) {
+      const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
+      const T* gate = rows + (kGated ? gate_column(static_cast<unsigned>(next), up) : next);
+      prefetch_tile(gate, pitch, coming);
+      if constexpr (kGated) prefetch_tile(gate + up, pitch, coming);
+    }
     Tile<T> tile;
     shared.first.waiting.take(tile, at, extent);
     __syncthreads();
@@ -169,6 +183,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
   __syncthreads();
   const unsigned up = static_cast<unsigned>(c.activation.block);
   const int features = static_cast<int>(c.features), pitch = features * (kGated ? 2 : 1);
+  const T* preacts = static_cast<const T*>(c.preact) + block.first_row * pitch;
+  const T* dpostacts = static_cast<const T*>(c.dpostact) + block.first_row * features;
   const TokenCopies preact_copies(c.rows, c.columns, pitch, block.number, block.first_row),
       postact_copies({}, c.postact_columns, c.features, block.number, block.first_row);
   const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
@@ -177,8 +193,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
     const unsigned column = static_cast<unsigned>(feature), gate = kGated ? gate_column(column, up) : column;
     const int column_of_thread = feature_that_exists(extent, at.feature());
-    const T* preact = static_cast<const T*>(c.preact) + block.first_row * pitch + gate + column_of_thread;
-    const T* dpostact = static_cast<const T*>(c.dpostact) + block.first_row * features + column + column_of_thread;
+    const T* preact = preacts + gate + column_of_thread;
+    const T* dpostact = dpostacts + column + column_of_thread;
     with_form<kGated>(c.activation, [&](auto function) INLINE {
 #pragma unroll kBackwardUnroll
       for (int i = 0; i < kTileRows; ++i) {
@@ -209,6 +225,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
       const int owned = at.row() + at.c / 2;
       if (at.c % 2 == 0 && owned < block.rows)
         c.workspace[feature / kScaleBlock * c.tokens + block.first_row + owned] = sum;
+    }
+    if (const int64_t next = feature + kScaleBlock; next < end) {
+      const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
+      const T* gate = preacts + (kGated ? gate_column(static_cast<unsigned>(next), up) : next);
+      prefetch_tile(gate, pitch, coming);
+      if constexpr (kGated) prefetch_tile(gate + up, pitch, coming);
+      prefetch_tile(dpostacts + next, features, coming);
     }
     Tile<T> tile;
     shared.gate.waiting.take(tile, at, extent);

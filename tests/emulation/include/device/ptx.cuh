@@ -29,6 +29,7 @@ DEVICE void async_proxy_fence() {}
 DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 
 DEVICE void prefetch(const void* address) { emulation::check_memory(reinterpret_cast<uintptr_t>(address), 1, "prefetch"); }
+DEVICE void prefetch_l2(const void* address) { prefetch(address); }
 
 // Carried out as late as their wait allows.
 DEVICE void copy_async(void* to, const void* from) {
