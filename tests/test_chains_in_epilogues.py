@@ -28,7 +28,7 @@ from fusible import (
 E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
 D, BF16 = torch.float64, torch.bfloat16
 FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
-IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "rows")]
+IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows")]
 
 
 class Experts:
@@ -81,14 +81,19 @@ def check(names, dtype, ends, frozen=(), by_module=False):
         assert_close_to(fused[name], tensor, truth[name], name)
 
 
-CHAINS = st.tuples(
-    st.lists(st.sampled_from(IN_EPILOGUES), min_size=2, max_size=5).filter(
-        lambda names: sum(LINKS[name][1] == 2 for name in names) < 2
-    ),
-    st.booleans(),
-    st.sets(st.integers(0, 6), max_size=3),
-    st.booleans(),
-)
+def chains_of(names):
+    return st.tuples(
+        st.lists(st.sampled_from(names), min_size=2, max_size=5).filter(
+            lambda names: sum(LINKS[name][1] == 2 for name in names) < 2
+        ),
+        st.booleans(),
+        st.sets(st.integers(0, 6), max_size=3),
+        st.booleans(),
+    )
+
+
+CHAINS = chains_of(IN_EPILOGUES)
+CHAINS_WITH_COLUMNS = chains_of([*IN_EPILOGUES, *["groups"] * 6]).filter(lambda drawn: "groups" in drawn[0])
 
 
 @pytest.mark.parametrize("dtype", [D, BF16], ids=str)
@@ -100,6 +105,22 @@ def test_random_chains(dtype):
         check(names, dtype, *how)
 
     agree()
+
+
+def test_random_chains_with_columns_of_groups():
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(CHAINS_WITH_COLUMNS)
+    def agree(drawn):
+        names, *how = drawn
+        check(names, D, *how)
+
+    agree()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["first half", "both"])
+@pytest.mark.parametrize("names", [["silu", "groups"], ["swiglu", "groups", "tanh", "groups", "row"]], ids=str)
+def test_chains_with_columns_of_groups_in_half_precision(names, ends):
+    check(names, BF16, ends)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,19 @@ from test_pointwise import FUNCTIONS
 from test_replay import Runs, runs, same
 from torch import Tensor
 
-from fusible import Combine, Dispatch, GroupedLinear, Pointwise, RefusedError, Scale, Sequential, config, interleaved
+from fusible import (
+    Combine,
+    ConstantScale,
+    Dispatch,
+    GroupedLinear,
+    Pointwise,
+    RefusedError,
+    Scale,
+    Sequential,
+    SwiGLU,
+    config,
+    interleaved,
+)
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue
 from fusible.ops.kernels.jit.compiler import SpillError
@@ -171,7 +183,15 @@ class RoutedOfColumns(Routed):
         return Sequential(Dispatch(E), self.fc1, act, self.fc2, Combine())
 
 
-KINDS = [Experts, Routed, OfColumns, RoutedOfColumns]
+class ChainOfColumns(OfColumns):
+    """A chain with a function that reads a number of each group's columns."""
+
+    def build(self) -> Sequential:
+        sloped = Pointwise(lambda x, beta: torch.tanh(x * beta), columns={"beta": torch.rand(E, H) + 0.5})
+        return Sequential(self.fc1, SwiGLU(), sloped, ConstantScale(0.75), self.fc2)
+
+
+KINDS = [Experts, Routed, OfColumns, RoutedOfColumns, ChainOfColumns]
 
 
 @pytest.mark.parametrize("kind", KINDS)
