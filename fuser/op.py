@@ -230,7 +230,9 @@ class Op(nn.Module, ABC):
         """What fusions may read of the parameters; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
-        return tuple([(name, type(p), p.dtype, p.device, p.requires_grad, p.shape) for name, p in self._named()])
+        return tuple(
+            [(name, type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape) for name, p in self._named()]
+        )
 
     def _named(self) -> Iterable[tuple[str, Tensor]]:
         if not self._modules:

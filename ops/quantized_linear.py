@@ -93,8 +93,8 @@ def applied(of_op: Recipe | None, dtype: torch.dtype) -> Float8Block | None:
     Raises:
         RefusedError: there is one that is not followed, under ``config(strict=True)``.
     """
-    recipe = in_force(of_op)
-    if recipe is None:
+    recipe: Any = active_config().recipe if of_op is None else of_op  # in_force, written out
+    if recipe is None or type(recipe) is NoRecipe:
         return None
     why = refusal(recipe, dtype)
     if why is None:

@@ -129,7 +129,7 @@ def assert_close_to(ours: Tensor, yardstick: Tensor, truth: Tensor, name: str = 
     """Relative Frobenius error, of the whole and of the worst row, against twice the yardstick's."""
     assert ours.shape == truth.shape, name
     tiny = torch.finfo(ours.dtype).eps * (64 if ours.dtype == torch.float64 else 0.5)
-    for kind, error in {"whole": _error, "worst row": _worst_row}.items():
+    for kind, error in {"whole": relative_error, "worst row": _worst_row}.items():
         got, allowed = error(ours, truth), 2 * error(yardstick, truth) + tiny
         assert got <= allowed, f"{name}: error of the {kind} is {got:.3e}, allowed {allowed:.3e}"
 
@@ -160,7 +160,8 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-def _error(a: Tensor, b: Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Frobenius; of zeros, that of the difference."""
     difference, norm = (a.double() - b.double()).norm(), b.double().norm()
     return float(difference / norm if norm else difference)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import steps
-from reference import assert_close_to
+from reference import assert_close_to, relative_error
 from test_pointwise_chain import LINKS
 
 from fusible import (
@@ -96,15 +96,34 @@ CHAINS = chains_of(IN_EPILOGUES)
 CHAINS_WITH_COLUMNS = chains_of([*IN_EPILOGUES, *["groups"] * 6]).filter(lambda drawn: "groups" in drawn[0])
 
 
-@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
-def test_random_chains(dtype):
+def test_random_chains():
     @settings(max_examples=120, deadline=None, derandomize=True)
     @given(CHAINS)
     def agree(drawn):
         names, *how = drawn
-        check(names, dtype, *how)
+        check(names, D, *how)
 
     agree()
+
+
+def test_random_chains_in_half_precision():
+    """Where few roundings meet, either way may be the closer one by chance: all chains together say which is."""
+    errors = []
+
+    @settings(max_examples=120, deadline=None, derandomize=True)
+    @given(CHAINS)
+    def collect(drawn):
+        names, *how = drawn
+        experts = Experts(names, BF16, *how)
+        fused, apart, truth = experts.run(), experts.run(fused=False), in_double(names, experts, how[0])
+        for name, tensor in apart.items():
+            of_fused, of_apart = (relative_error(each, truth[name]) for each in (fused[name], tensor))
+            assert of_fused <= 4 * of_apart + torch.finfo(BF16).eps, name
+            errors.append((of_fused, of_apart))
+
+    collect()
+    of_fused, of_apart = (sum(each) for each in zip(*errors, strict=True))
+    assert of_fused <= 1.1 * of_apart
 
 
 def test_random_chains_with_columns_of_groups():

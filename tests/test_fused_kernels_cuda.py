@@ -188,11 +188,11 @@ def test_graph_replay_with_other_sizes() -> None:
     forward(t), backward(t, preact)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = (*forward(t), *backward(t, preact))
+        replayed = (*forward(t), *backward(t, preact)[:4])
     for sizes in [(0, 131, 1, 0, 200, 5), (0, 0, 0, 0, 0, 0), (0, 0, 364, 0, 0, 0), (60, 60, 61, 61, 61, 61)]:
         t.sizes.copy_(torch.tensor(sizes))
         graph.replay()
-        direct, n = (*forward(t), *backward(t, preact)), sum(sizes)
+        direct, n = (*forward(t), *backward(t, preact)[:4]), sum(sizes)
         assert all(torch.equal(a[:n], b[:n]) for a, b in zip(replayed[:-1], direct[:-1], strict=True))
         assert torch.equal(replayed[-1], direct[-1]), "the bias of every group, empty or not"
 

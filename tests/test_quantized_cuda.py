@@ -50,8 +50,8 @@ def run(model, device, x, dy, **keywords):
 def assert_close(ours, theirs, bound):
     assert ours.keys() == theirs.keys()
     for name in ours:
-        far = (ours[name].float() - theirs[name].float()).norm() / theirs[name].float().norm()
-        assert far < bound, (name, float(far))
+        far, size = (ours[name].float() - theirs[name].float()).norm(), theirs[name].float().norm()
+        assert far <= bound * size, (name, float(far), float(size))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -110,6 +110,7 @@ def test_calls_are_replayed_with_the_same_bits():
     assert "not replayed" not in said, said
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 def test_a_cuda_graph_of_a_forward_and_backward():
     model = experts(fusible.Float8Block()).cuda()
     x, dy, sizes = tensor(810, H).cuda().requires_grad_(), tensor(810, H, seed=2).cuda(), torch.tensor(SIZES).cuda()

@@ -13,7 +13,7 @@ from test_replay import Runs, runs, same
 from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
-from fusible.ops.fused import routed_mlp
+from fusible.ops.fused import routed_forward
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 __all__ = ["runs"]
@@ -175,7 +175,7 @@ def test_large_rows_are_launched_one_by_one(runs: Runs, monkeypatch: pytest.Monk
     """A replay has all memory at once, and could not let go of any before its end."""
     layer = Layer()
     first = layer.step()
-    monkeypatch.setattr(routed_mlp, "REPLAYED_UP_TO", 1)
+    monkeypatch.setattr(routed_forward, "REPLAYED_UP_TO", 1)
     layer = Layer()
     for _ in range(4):
         assert same(layer.step(), first)

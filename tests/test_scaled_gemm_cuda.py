@@ -33,7 +33,7 @@ def test_one_group_of_every_size(variant: int) -> None:
         check_wgrad("cuda", WgradCase((size,), tail=size % 3, variant=variant))
 
 
-@pytest.mark.parametrize(("dtype", "factors"), product(DTYPES, [False, True]), ids=str)
+@pytest.mark.parametrize(("dtype", "factors"), list(product(DTYPES, [False, True])), ids=str)
 def test_results(dtype: torch.dtype, factors: bool) -> None:
     bias = torch.bfloat16 if factors else None
     check_gemm("cuda", Case(RAGGED, k=1040, n=1544, out_dtype=dtype, bias=bias, factors=factors))
@@ -48,7 +48,9 @@ def test_weight_gradients(variant: int) -> None:
     check_wgrad("cuda", WgradCase((1, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 160, 161), variant=variant))
 
 
-@pytest.mark.parametrize(("dtype", "accumulate", "separate"), product(DTYPES, [False, True], [False, True]), ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "accumulate", "separate"), list(product(DTYPES, [False, True], [False, True])), ids=str
+)
 def test_weight_gradients_of_every_kind(dtype: torch.dtype, accumulate: bool, separate: bool) -> None:
     if accumulate and dtype != torch.float32:
         pytest.skip("sums are in fp32 alone")

@@ -3,7 +3,6 @@
 #pragma once
 #include <cstdint>
 #include <iosfwd>
-#include <iterator>
 
 #include "fusible/dtype.h"
 

@@ -62,7 +62,10 @@ class Plan:
 
     def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
         """:meth:`check`, or what it said of these shapes before."""
-        shapes = tuple([value.shape for value in values])
+        try:
+            shapes = tuple([value.shape for value in values])
+        except RuntimeError:  # a nested tensor has none
+            return self.check(values, runtime)
         checked = passed.get(shapes)
         if checked is None:
             checked = self.check(values, runtime)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
 
 def vectors_of(act: Activated | Pointwise | PointwiseChain) -> Tensor | None:
     """[K, E, F]: the numbers of each group's columns that the activation of a match reads; None: it reads none."""
-    return None if isinstance(act, Activated) else link_rows.stacked_vectors(_link_of(act), dict(act.inputs()))
+    return None if _is_built_in(type(act)) else link_rows.stacked_vectors(_link_of(act), dict(act.inputs()))
 
 
 def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
@@ -100,8 +102,13 @@ def keyword_of(role: str, keyword: str) -> str | None:
     return "scales" if role.partition(".")[0] == "act" and keyword != _SIZES else None
 
 
-def _link_of(act: Pointwise | PointwiseChain) -> Link:
-    link = act.link
+@cache
+def _is_built_in(kind: type) -> bool:
+    return issubclass(kind, Activated)
+
+
+def _link_of(act: Any) -> Link:
+    link: Link | None = act.link
     assert link is not None
     return link
 

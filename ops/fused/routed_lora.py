@@ -27,7 +27,7 @@ from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import ACTIVATION, spec_of, with_activation
-from .routed_mlp import replay_unless_large
+from .routed_forward import replay_unless_large
 from .routed_pattern import routed, with_as_many_groups
 
 

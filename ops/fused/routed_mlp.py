@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Gradient, Grads, Pattern, optional, register_fusion
-from ...fuser.replay import capture
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
@@ -39,12 +38,11 @@ from .activation_role import (
 )
 from .grouped_mlp import GroupedMLP
 from .pointwise_chain import PointwiseChain
-from .routed_forward import forward, gathered, routed_mlp
+from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
 
 _SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
 _WEIGHT = frozenset({"weight"})
-REPLAYED_UP_TO = 16 << 20  # bytes of the rows of x; a training step of more takes the device longer than the host
 
 
 def _pattern() -> Pattern:
@@ -216,12 +214,6 @@ class RoutedMLP(FusedOp):
         before = self.scale is not None or reads_a_row(self.act)
         there = {"scale": before, "out_scale": self.out_scale is not None}
         return [keyword for role, keyword in _SCALES.items() if there[role]]
-
-
-def replay_unless_large(tokens: Tensor, rows: int) -> None:
-    """A replay has all its memory at once. Where rows are large, launches one by one need less, and hide the host."""
-    if rows * tokens.shape[1] * tokens.element_size() > REPLAYED_UP_TO:
-        capture.refuse("memory of large rows is let go of between launches")
 
 
 def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:

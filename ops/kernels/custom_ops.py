@@ -59,11 +59,8 @@ def kernel(
         op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
         position = next(i for i, parameter in enumerate(signature.parameters) if hints[parameter] in _TENSORS)
         crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
-        codecs = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
-        codecs |= {p: codecs[p].with_default() for p in added}
-        if obeys_switches:
-            codecs["switches"] = codec_of(str).named("switches")
-        codecs = dict(sorted(codecs.items(), key=lambda item: item[1].has_default))
+        of_parameters = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
+        codecs = _in_order(of_parameters, obeys_switches, added)
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
         allocates = _define(op, function, allocate, *new)
         if "out" in codecs:
@@ -89,6 +86,14 @@ def kernel(
         return cast(F, door)
 
     return declared
+
+
+def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
+    """Those of a schema: the switches after what it has always had, then what has a default."""
+    codecs = codecs | {p: codecs[p].with_default() for p in added}
+    if obeys_switches:
+        codecs["switches"] = codec_of(str).named("switches")
+    return dict(sorted(codecs.items(), key=lambda item: item[1].has_default))
 
 
 def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:

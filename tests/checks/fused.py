@@ -381,10 +381,10 @@ def check_weights_and_biases_anywhere_in_memory(device: str) -> None:
         )
         first = kernels.grouped_linear_activation_backward(t.dy, t.w2, preact, t.sizes, spec, **wants)
         second = kernels.grouped_linear_activation_backward(t.dy, w2, preact, t.sizes, spec, **wants)
-        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, second, strict=True))
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first[:4], second[:4], strict=True))
         turned = [w.mT.contiguous().mT for w in w1]
         other = kernels.grouped_linear_activation(t.x, turned, t.sizes, spec, bias=bias, **how)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, other, strict=True))
         turned = [w.mT.contiguous().mT for w in w2]
         third = kernels.grouped_linear_activation_backward(t.dy, turned, preact, t.sizes, spec, **wants)
-        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first, third, strict=True))
+        assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first[:4], third[:4], strict=True))
