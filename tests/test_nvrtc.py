@@ -56,7 +56,7 @@ def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) 
     assert op.spec.program is not None
     layout, vectors = Layout.NN if backward else Layout.NT, vectors_of(op)
     of_columns = None if vectors is None else vectors.dtype, vectors is not None and backward
-    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, False, *of_columns)
+    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, False, False, *of_columns)
 
 
 FUNCTIONS = {
