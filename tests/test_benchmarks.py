@@ -32,7 +32,7 @@ from fusible.benchmarks import (
     loss_curves,
     plots,
     pointwise,
-    quantised_errors,
+    quantized_errors,
     roofline,
     routing,
     timing,
@@ -600,11 +600,11 @@ def test_a_tree_that_does_not_start_is_an_error(tmp_path):
 
 
 def test_errors_of_recipes_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    quantised_errors.main(["--tokens", "64", "--features", "128", "--columns", "64", "--groups", "2"])
+    quantized_errors.main(["--tokens", "64", "--features", "128", "--columns", "64", "--groups", "2"])
 
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines()]
     errors = {name.strip(): [float(e) for cell in cells for e in cell.split("/")] for _, name, *cells, _ in lines[2:]}
-    assert list(errors) == list(quantised_errors.RECIPES)
+    assert list(errors) == list(quantized_errors.RECIPES)
     assert all(0.001 < error < 0.003 for error in errors["bfloat16"])
     assert all(0.02 < error < 0.05 for error in errors["Float8Block()"])
     assert all(0.05 < error < 0.2 for error in errors["NVFP4()"])

@@ -52,7 +52,7 @@ def with_activation_of_groups(pattern: Pattern) -> Pattern:
         .where("act reads a number for each column, the same for all groups", _reads_columns_of_groups)
         .where("act reads a number for each column before gate and up meet", _reads_columns_after_gate)
         .where("act and fc1 read different split_sizes", _shares_groups)
-        .where("act reads a number for each column, which quantised products do not", _is_unquantised_with_columns)
+        .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
     )
 
 
@@ -113,7 +113,7 @@ def _link_of(act: Any) -> Link:
     return link
 
 
-def _is_unquantised_with_columns(match: Match) -> bool:
+def _is_unquantized_with_columns(match: Match) -> bool:
     return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 

@@ -1,6 +1,6 @@
 """How far products of quantised operands are from exact ones, by recipe: relative Frobenius errors, on a CPU.
 
-``python -m fusible.benchmarks.quantised_errors`` prints Markdown: y, dx and dW of a grouped linear, multiplied exactly,
+``python -m fusible.benchmarks.quantized_errors`` prints Markdown: y, dx and dW of a grouped linear, multiplied exactly,
 so that only the rounding of operands counts; and first those of a linear in bfloat16. NVFP4 rounds to the nearest here.
 """
 
