@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,11 +14,16 @@ from .problem import Result
 
 @dataclass(frozen=True)
 class Contestant:
-    """A forward, and the leaves whose gradients its backward gives: x, scales, then W1 and W2, whole or by expert."""
+    """A forward, and the leaves whose gradients its backward gives: x, scales, then W1 and W2, whole or by expert.
+
+    Attributes:
+        rounding: the relative error that its operands have before anything is multiplied; 0: that of their dtype.
+    """
 
     forward: Callable[[], Tensor]
     leaves: tuple[Tensor, ...]
     dy: Tensor
+    rounding: float = field(default=0.0, kw_only=True)
 
     def backward(self, y: Tensor) -> tuple[Tensor, ...]:
         """The gradients, from what a forward gave."""

@@ -17,6 +17,9 @@ from .peers import PEERS
 from .problem import Problem
 
 STREAMS = 4
+RECIPES = {"Float8Block": fusible.Float8Block(), "Float8Block-float32": fusible.Float8Block(scales="float32")}
+"""Those that linears follow, by the names of the command line."""
+_ROUNDING_OF_E4M3 = 2**-4  # what several roundings of 4 significant bits add up to
 
 
 def experts(problem: Problem) -> fusible.Sequential:
@@ -44,6 +47,17 @@ def unfused(problem: Problem) -> Contestant:
             return whole.forward()
 
     return Contestant(forward, whole.leaves, problem.dy)
+
+
+def under_recipe(problem: Problem, name: str) -> Contestant:
+    """The same layer under a recipe, its weights quantised at every forward."""
+    whole, recipe = fused(problem), RECIPES[name]
+
+    def forward() -> Tensor:
+        with fusible.config(recipe=recipe):
+            return whole.forward()
+
+    return Contestant(forward, whole.leaves, problem.dy, rounding=_ROUNDING_OF_E4M3)
 
 
 def loop(problem: Problem) -> Contestant:

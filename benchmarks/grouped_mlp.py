@@ -23,7 +23,7 @@ import torch
 
 from .arguments import add_plot_argument, command
 from .contestant import Contestant
-from .contestants import CONTESTANTS, race, refusal
+from .contestants import CONTESTANTS, RECIPES, race, refusal, under_recipe
 from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
@@ -57,7 +57,8 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
     errors = {name: problem.errors(c.result()) for name, c in contestants.items() if name != YARDSTICK}
     allowed = {name: 2 * error + tiny for name, error in errors.get("loop", {}).items()}
     for name, found in errors.items():
-        bad = {tensor: error for tensor, error in found.items() if not error <= allowed.get(tensor, tiny)}  # or NaN
+        rounding = contestants[name].rounding
+        bad = {t: error for t, error in found.items() if not error <= allowed.get(t, tiny) + rounding}  # or NaN
         if bad:
             raise InaccurateError(f"{name}: relative errors {bad}, allowed {allowed or tiny}")
     return {name: max(found.values()) for name, found in errors.items()}
@@ -143,6 +144,7 @@ def _problem(args: argparse.Namespace, distribution: str) -> Problem:
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
     """Measures the contestants and reports them; returns their operations a second, in trillions."""
     contestants, left_out = taking_part(problem, args.contestants)
+    contestants |= {f"fused, {recipe}": under_recipe(problem, recipe) for recipe in args.recipe}
     print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
     measured = measure(problem, contestants, args.rounds)
     text = "\n".join(
@@ -158,6 +160,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench mlp", __doc__)
     add_size_arguments(parser, tokens=1024)
     add_run_arguments(parser, [*CONTESTANTS, *PEERS], rounds=30)
+    parser.add_argument("--recipe", choices=RECIPES, nargs="+", default=[], help="also the fused experts under these")
     add_plot_argument(parser)
     return parser.parse_args(argv)
 

@@ -522,6 +522,22 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
 
 
+def test_bench_mlp_under_recipes(capsys):
+    sizes = ["--experts", "4", "--features", "256", "--hidden", "128", "--tokens", "16", "--dtype", "bf16"]
+    grouped_mlp.main([*sizes, "--rounds", "1", "--contestants", "fused", "loop", "--recipe", "Float8Block"])
+
+    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert names[2:] == ["fused", "loop", "fused, Float8Block"]
+
+
+def test_a_wrong_result_under_a_recipe_is_refused():
+    case = problem(torch.bfloat16)
+    right = CONTESTANTS["fused"](case)
+    wrong = replace(right, forward=lambda: 1.2 * right.forward(), rounding=0.0625)
+    with pytest.raises(InaccurateError, match="fused"):
+        grouped_mlp.check(case, {"fused": wrong})
+
+
 def test_float32_beside_bfloat16(capsys):
     float32.main(["--preset", "small", "--tokens", "16", "--rounds", "1"])
 
