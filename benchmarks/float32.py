@@ -53,9 +53,9 @@ def seconds(preset: Preset, tokens: int, rounds: int, device: str) -> tuple[floa
         step = {"step": step_of(preset, tokens, dtype, device)}
         return interleaved(step, rounds, device, steady=device == "cuda")["step"]
 
-    half, single = measured(torch.bfloat16), measured(torch.float32)
+    short, full = measured(torch.bfloat16), measured(torch.float32)
     with tf32():
-        return half, single, measured(torch.float32)
+        return short, full, measured(torch.float32)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for name in args.preset:
-            half, *others = seconds(PRESETS[name], args.tokens, args.rounds, device)
-            rows.append([name, f"{half * 1e3:.2f}", *[f"{each * 1e3:.2f} ({each / half:.1f} ×)" for each in others]])
+            short, *others = seconds(PRESETS[name], args.tokens, args.rounds, device)
+            rows.append([name, f"{short * 1e3:.2f}", *[f"{each * 1e3:.2f} ({each / short:.1f} ×)" for each in others]])
     print(markdown([f"{args.tokens} tokens, {device}, ms", "bfloat16", "float32", "float32 with TF32"], rows))
 
 

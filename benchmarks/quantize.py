@@ -162,8 +162,8 @@ def measure(part: Part, rounds: int, device: str) -> dict[str, float]:
     """
     if (why := quantize.refusal(part.problem)) is not None:
         raise RuntimeError(f"{part.name}: {why}")
-    half = torch.empty(moved_bytes(part.problem) // 2, dtype=torch.uint8, device=device)
-    copy = partial(torch.empty_like(half).copy_, half)
+    source = torch.empty(moved_bytes(part.problem) // 2, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
     ways: dict[str, Callable[[], Any]] = {"fusible": partial(quantize.run, part.problem), "copy": copy, **part.peers}
     return interleaved(ways, rounds, device)
 

@@ -127,11 +127,11 @@ def forward(o: Operands, tiles: Sequence[int]) -> dict[str, Function]:
     functions: dict[str, Function] = {} if tiles else {"ours": lambda: _ran(problem)}
     for tile in tiles:
         functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
-    plain = torch.empty_like(out)
+    by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
-        gemm.launch(Layout.NT, o.x, o.weight, plain, o.sizes)
-        return plain
+        gemm.launch(Layout.NT, o.x, o.weight, by_bfloat16, o.sizes)
+        return by_bfloat16
 
     return functions | {"bf16": bf16} | _torch_forward(problem)
 
@@ -193,11 +193,11 @@ def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Fu
     sums = torch.zeros(experts, columns, features, device="cuda")
     adding = replace(problem, out=sums, accumulate=True)
     functions["fp32 +="] = lambda: _ran(adding)
-    plain = torch.empty_like(out)
+    by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
-        gemm.launch(Layout.TN, o.dy, o.x, plain, o.sizes)
-        return plain
+        gemm.launch(Layout.TN, o.dy, o.x, by_bfloat16, o.sizes)
+        return by_bfloat16
 
     return functions | {"bf16": bf16}
 

@@ -332,7 +332,7 @@ def test_sizes_beyond_the_rows_are_clamped(dtype):
     op, x = layer(dtype), on_device(T, K, dtype=dtype)
     beyond = op(x, split_sizes=sizes_of([200, 200, -5, 7, 0]))
     torch.cuda.synchronize()
-    reported = device_refusal(torch.cuda.current_device()) is None
+    reported = dtype == BF16 or device_refusal(torch.cuda.current_device()) is None  # the loop on its own reports none
     with pytest.raises(RuntimeError, match="group 1 is 200, more than") if reported else nullcontext():
         check_device_errors()
     within = op(x, split_sizes=sizes_of([200, 56, 0, 0, 0]))

@@ -6,21 +6,18 @@ import models
 import pytest
 import torch
 from checks import wrong_sizes
+from checks.device import needs_hopper
 from checks.wrong_sizes import CASES, raised
 from graph_nodes import captured
 
 import fusible
 from fusible import GroupedLinear
 from fusible.fuser import replay
-from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import Layout
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or hopper.device_refusal(torch.cuda.current_device()) is not None,
-        reason="needs a Hopper GPU and the built extension",
-    ),
+    needs_hopper,
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
 ]
 
