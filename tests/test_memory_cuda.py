@@ -137,7 +137,7 @@ def test_repeated_steps_do_not_grow() -> None:
         step.backward(step.forward())
 
     deadline = time.monotonic() + 10
-    while torch.cuda.memory_allocated() != live and time.monotonic() < deadline:
+    while torch.cuda.memory_allocated() > live and time.monotonic() < deadline:
         time.sleep(0.01)  # autograd's thread lets go of the last results after they have been returned
-    assert torch.cuda.memory_allocated() == live
+    assert torch.cuda.memory_allocated() <= live  # the first step's results may still have been live
     assert torch.cuda.memory_reserved() == reserved
