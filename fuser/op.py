@@ -131,6 +131,7 @@ class Op(nn.Module, ABC):
         layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
         checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
             those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
+        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
         values_checked_on_host: the keywords of whose tensors :meth:`check` may look at the values on the host, where
             nobody waits for them; None: of any. What an op before gives has no values yet.
     """
@@ -149,6 +150,7 @@ class Op(nn.Module, ABC):
     checks_values: bool = True
     values_checked_on_host: frozenset[str] | None = None
     replayable: bool = False
+    eager_only: str | None = None
     attribute_version: int = 0
     decision_version: int = 0
     _standalone: ClassVar[StandaloneRunner]

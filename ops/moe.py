@@ -72,14 +72,14 @@ class Dispatch(Op):
         check_floats(x)
         if len(x.shape) != 2:
             raise ArgumentError(f"x must be tokens [T, H], got shape {list(x.shape)}; flatten the leading dimensions")
-        _check_slots("top_k_index", top_k_index, x, "int32 or int64", _INDICES.__contains__)
-        _check_slots("top_k_weights", top_k_weights, x, "floating-point", _is_floating_point)
+        check_slots("top_k_index", top_k_index, x, "int32 or int64", _INDICES.__contains__)
+        check_slots("top_k_weights", top_k_weights, x, "floating-point", _is_floating_point)
         if top_k_index.shape != top_k_weights.shape:
             raise ArgumentError(
                 f"top_k_index and top_k_weights must have one shape [T, k], "
                 f"got {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
             )
-        rows, index = top_k_index.numel(), _index_dtype(top_k_index, self.num_experts, x)
+        rows, index = top_k_index.numel(), index_dtype(top_k_index, self.num_experts, x)
         scales = torch.promote_types(top_k_weights.dtype, torch.float32)
         return {
             "y": TensorSpec((rows, x.shape[1]), x.dtype, x.device),
@@ -154,7 +154,7 @@ def _is_floating_point(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point
 
 
-def _check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
+def check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
     if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[0] != x.shape[0]:
         came = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ArgumentError(f"{name} must be [T, k], T={x.shape[0]} as x has tokens, got {came}")
@@ -164,6 +164,6 @@ def _check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callabl
         raise ArgumentError(f"{name} must be on {x.device}, as x, got {tensor.device}; move it there")
 
 
-def _index_dtype(top_k_index: Tensor, num_experts: int, x: TensorSpec) -> torch.dtype:
+def index_dtype(top_k_index: Tensor, num_experts: int, x: TensorSpec) -> torch.dtype:
     native = permutation.refusal(top_k_index, num_experts, x.dtype) is None
     return torch.int32 if native else torch.int64

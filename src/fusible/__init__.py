@@ -72,7 +72,7 @@ from .ops import (
 )
 from .ops.layers import MoE, MoEOutput, Router, Routes
 
-from . import functional, integrations, testing  # isort: skip  containers learn the layouts of others
+from . import ep, functional, integrations, testing  # isort: skip  containers learn the layouts of others
 
 __version__ = "0.1.0"
 
@@ -140,6 +140,7 @@ __all__ = [
     "__version__",
     "check_device_errors",
     "config",
+    "ep",
     "explain",
     "functional",
     "grouped_gemm",

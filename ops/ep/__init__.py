@@ -1,0 +1,8 @@
+"""Expert parallelism: each rank owns some experts, and tokens travel to them and back."""
+
+from .combine import EPCombine
+from .dispatch import EPDispatch
+from .errors import CapacityError, PeerError
+from .group import Group, Statistics
+
+__all__ = ["CapacityError", "EPCombine", "EPDispatch", "Group", "PeerError", "Statistics"]

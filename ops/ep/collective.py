@@ -1,0 +1,328 @@
+"""The transport ``collective``: ``all_to_all_single`` of the process group, on any backend. It is the reference.
+
+A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by rank,
+then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of what
+travels come from one gather of counts, for which the host waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ...fuser import tracing as trace
+from .. import routing as permutation
+from ..routing import Routing
+from .errors import CapacityError, PeerError
+from .settings import Settings
+from .transport import Exchange
+
+_HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens, gradients wanted
+_WANTED = ("x", "top_k_weights")
+
+
+class Arrivals(NamedTuple):
+    """The rows of this rank's experts, as they come from all ranks.
+
+    Attributes:
+        from_rank: how many come from each rank.
+        order: [n], for each row the place at which it arrives.
+        split_sizes: int32 [E / R].
+    """
+
+    from_rank: tuple[int, ...]
+    order: Tensor
+    split_sizes: Tensor
+
+
+class Sums(NamedTuple):
+    """For sums of the rows of a token that one rank owns (``combine="reduced"``).
+
+    Attributes:
+        here: of the rows of this rank's experts, for each (rank, token) that has some.
+        back: of the sums that come back, for each token of this rank.
+        to_rank, from_rank: how many sums go to each rank, and come from it.
+    """
+
+    here: Routing
+    back: Routing
+    to_rank: tuple[int, ...]
+    from_rank: tuple[int, ...]
+
+
+class CollectiveTable(NamedTuple):
+    """The slots of this rank in the order in which they travel, and the rows that it owns.
+
+    Attributes:
+        routing: of the slots of this rank, by expert.
+        to_rank: how many of its rows go to each rank.
+    """
+
+    exchange: Exchange
+    routing: Routing
+    to_rank: tuple[int, ...]
+    arrivals: Arrivals
+    num_rows: int
+    sums: Sums | None
+
+    @property
+    def split_sizes(self) -> Tensor:
+        """int32 [E / R]."""
+        return self.arrivals.split_sizes
+
+    @property
+    def row_of_slot(self) -> Tensor:
+        """[T, k], among the rows of this rank's slots."""
+        return self.routing.row_of_slot
+
+
+class CollectiveTransport:
+    """See the file."""
+
+    name = "collective"
+
+    def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
+        self._settings, self._group = settings, process_group
+        self._rank, self._ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._capacity = settings.rows(self._ranks)
+        self._required = self._dropped = 0
+
+    def route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
+        experts = self._settings.num_experts
+        ids = torch.where((top_k_index >= 0) & (top_k_index < experts), top_k_index, experts)
+        routing = permutation.route(ids, experts, self._settings.dtype)
+        counts = self._gathered_counts(exchange, routing, top_k_index.shape[0], wanted)
+        kept = self._kept(exchange, counts)
+        if kept is not counts:
+            ids = _without_dropped(ids, routing, kept[self._rank].to(ids.device))
+            routing = permutation.route(ids, experts, self._settings.dtype)
+        by_owner = kept.view(self._ranks, self._ranks, -1)
+        to_rank = tuple(by_owner[self._rank].sum(1).tolist())
+        arrivals = _arrivals(by_owner[:, self._rank], ids.device)
+        rows = sum(arrivals.from_rank) if self._capacity is None else self._capacity
+        table = CollectiveTable(exchange, routing, to_rank, arrivals, rows, None)
+        return table if self._settings.combine == "exact" else table._replace(sums=self._sums(table))
+
+    def _gathered_counts(
+        self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]
+    ) -> Tensor:
+        """[R, E], on the host: the rows that each rank has for each expert."""
+        flags = sum(1 << bit for bit, name in enumerate(_WANTED) if name in wanted)
+        header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
+        mine = torch.cat((header, routing.split_sizes))
+        found = mine.new_empty(self._ranks * mine.numel())
+        self._wait(_gather(found, mine, self._group), exchange.named("dispatch"))
+        table = found.view(self._ranks, -1).cpu()
+        self._compare(exchange, table[:, :_HEADER].tolist())
+        return table[:, _HEADER:].long()
+
+    def _compare(self, exchange: Exchange, headers: Sequence[Sequence[int]]) -> None:
+        """Raises where ranks do not do the same."""
+        for rank, (lane, number, _, flags) in enumerate(headers):
+            if (lane, number) != exchange:
+                raise PeerError(
+                    f"rank {rank} is at {Exchange(lane, number).named('dispatch')}, this rank at "
+                    f"{exchange.named('dispatch')}; all ranks must run the same layers in the same order"
+                )
+            if flags != headers[self._rank][3]:
+                raise PeerError(
+                    f"rank {rank} wants gradients of {_named(flags)} in {exchange.named('dispatch')}, this rank of "
+                    f"{_named(headers[self._rank][3])}; set requires_grad alike on all ranks, also where there are no "
+                    "tokens"
+                )
+
+    def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
+        """The counts, without rows for which their owner has no room."""
+        owned = counts.view(self._ranks, self._ranks, -1).sum((0, 2))
+        required, owner = (int(each) for each in owned.max(0))
+        self._required = max(self._required, required)
+        if self._capacity is None or required <= self._capacity:
+            return counts
+        if self._settings.overflow == "raise":
+            raise CapacityError(self._overflow(exchange, required, owner))
+        kept = _clipped(counts.view(self._ranks, self._ranks, -1), self._capacity).view_as(counts)
+        self._dropped += int(counts.sum() - kept.sum())
+        return kept
+
+    def _overflow(self, exchange: Exchange, required: int, owner: int) -> str:
+        given = self._settings.capacity
+        how = f" ({given} x max_tokens x top_k)" if isinstance(given, float) else ""
+        return (
+            f"{exchange.named('dispatch')}: rank {owner} had to own {required} rows, its capacity is "
+            f"{self._capacity}{how}; make the group with capacity={required} or more, 'worst' or 'exact', or with "
+            "overflow='drop'"
+        )
+
+    def _sums(self, table: CollectiveTable) -> Sums:
+        """For each token, which of its rows lie with one rank; found from the slots, which travel as rows do."""
+        slots = table.routing.slot_of_row[: sum(table.to_rank)].to(torch.int64)
+        kind = table.exchange.named("dispatch")
+        arrived = self._exchanged(slots, table.to_rank, table.arrivals.from_rank, kind)
+        sources = torch.repeat_interleave(torch.tensor(table.arrivals.from_rank)).to(slots.device)
+        here, to_rank = _by_token(arrived, sources, table.arrivals.order, self._settings, self._ranks)
+        owners = torch.repeat_interleave(torch.tensor(table.to_rank)).to(slots.device)
+        back, from_rank = _sums_by_rank(slots, owners, table.routing.row_of_slot.shape, self._ranks)
+        return Sums(here, back, to_rank, from_rank)
+
+    def pull(self, tokens: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+        spread = permutation.permute(tokens, table.routing, fill=False)[: sum(table.to_rank)]
+        return self._arrived(spread, table, kind)
+
+    def pull_numbers(self, numbers: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+        scales = permutation.scales_of(table.routing, numbers)[: sum(table.to_rank)]
+        return self._arrived(scales, table, kind)
+
+    def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+        """Q rows or numbers by expert, from those of this rank's slots."""
+        arrivals, named = table.arrivals, table.exchange.named(kind)
+        arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)
+        rows = mine.new_empty(table.num_rows, *mine.shape[1:])
+        count = arrivals.order.shape[0]
+        torch.index_select(arrived, 0, arrivals.order, out=rows[:count])
+        rows[count:].zero_()
+        return rows
+
+    def pull_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+        if table.sums is None:
+            return permutation.unpermute(self._returned(rows, table, kind), table.routing)
+        sums = table.sums
+        mine = permutation.unpermute(_with_zero(rows[: table.arrivals.order.shape[0]]), sums.here)
+        back = self._exchanged(mine, sums.to_rank, sums.from_rank, table.exchange.named(kind))
+        return permutation.unpermute(_with_zero(back), sums.back)
+
+    def return_numbers(self, numbers: Tensor, table: CollectiveTable, dtype: torch.dtype, kind: str) -> Tensor:
+        return permutation.by_slot(self._returned(numbers, table, kind), table.routing, dtype)
+
+    def _returned(self, rows: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+        """The rows or numbers of this rank's slots, those of no expert zero, from Q rows by expert."""
+        order, slots = table.arrivals.order, table.routing.slot_of_row.shape[0]
+        leaving = rows.new_empty(order.shape[0], *rows.shape[1:])
+        leaving.index_copy_(0, order, rows[: order.shape[0]])
+        back = rows.new_empty(slots, *rows.shape[1:])
+        sent = sum(table.to_rank)
+        self._exchange(back[:sent], leaving, table.arrivals.from_rank, table.to_rank, table.exchange.named(kind))
+        back[sent:].zero_()
+        return back
+
+    def row_buffer(self, table: CollectiveTable) -> Tensor | None:
+        return None
+
+    def statistics(self) -> Mapping[str, int]:
+        return {"required": self._required, "dropped": self._dropped}
+
+    def foresee(self, kind: str, *tensors: Tensor) -> None:
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
+
+    def _exchanged(self, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str) -> Tensor:
+        arrived = rows.new_empty(sum(from_rank), *rows.shape[1:])
+        self._exchange(arrived, rows, to_rank, from_rank, named)
+        return arrived
+
+    def _exchange(
+        self, arrived: Tensor, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str
+    ) -> None:
+        """So many rows to each rank, and so many from each, in the order of ranks."""
+        sizes = [*from_rank], [*to_rank]
+        self._wait(
+            lambda: dist.all_to_all_single(arrived, rows.contiguous(), *sizes, group=self._group, async_op=True), named
+        )
+
+    def _wait(self, start: Any, named: str) -> None:
+        """Starts a collective and waits for it: on a host until it is there, on a device as the device will."""
+        try:
+            work = start()
+            seconds = self._settings.timeout
+            if seconds and dist.get_backend(self._group) == "gloo":
+                work.wait(timedelta(seconds=seconds))
+            else:
+                work.wait()  # NCCL has the timeout of the process group, and a watchdog
+        except RuntimeError as error:
+            raise PeerError(f"a rank did not take part in {named}: {error}") from error
+
+
+def _gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
+    """One name for two: ``all_gather_into_tensor`` is to be called ``all_gather_single``."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return lambda: gather(found, mine, group=group, async_op=True)
+
+
+def _named(flags: int) -> str:
+    return " and ".join(name for bit, name in enumerate(_WANTED) if flags >> bit & 1) or "nothing"
+
+
+def _clipped(counts: Tensor, capacity: int) -> Tensor:
+    """[R, R, E / R] of rank, owner and expert, without the rows past the capacity, in the order of experts, then ranks."""
+    in_order = counts.permute(1, 2, 0).flatten(1)
+    before = in_order.cumsum(1) - in_order
+    kept = torch.minimum(in_order, (capacity - before).clamp(min=0))
+    ranks = counts.shape[0]
+    return kept.view(ranks, -1, ranks).permute(2, 0, 1).contiguous()
+
+
+def _without_dropped(ids: Tensor, routing: Routing, kept: Tensor) -> Tensor:
+    """The ids, those of slots past the first ``kept`` of their expert replaced by that of no expert."""
+    experts = kept.shape[0]
+    counts = routing.split_sizes.long()
+    starts = torch.cat((counts.cumsum(0) - counts, counts.sum(0, keepdim=True)))
+    ends = torch.cat((starts[:-1] + kept, starts[-1:] + ids.numel()))
+    index = ids.long()
+    return torch.where(routing.row_of_slot.long() < ends[index], ids, experts)
+
+
+def _arrivals(counts: Tensor, device: torch.device) -> Arrivals:
+    """From the counts [R, E / R] of the rows that come."""
+    starts = counts.flatten().cumsum(0).view_as(counts) - counts  # they come by rank, then expert
+    chunks, total = counts.t().flatten(), int(counts.sum())
+    shift = starts.t().flatten() - (chunks.cumsum(0) - chunks)
+    sizes, shift = chunks.to(device), shift.to(device)
+    order = torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=device)
+    return Arrivals(tuple(counts.sum(1).tolist()), order, counts.sum(0).to(device, torch.int32))
+
+
+def _by_token(
+    slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int
+) -> tuple[Routing, tuple[int, ...]]:
+    """Which rows are of one token of one rank, in the order of its slots; and how many tokens each rank has here.
+
+    Args:
+        slots, sources: of the rows in the order of arrival: the slot, and its rank.
+        order: for each row of the experts, where it arrives.
+    """
+    k = settings.top_k
+    by_slot, arrival = torch.sort(sources * (settings.max_tokens * k) + slots)
+    tokens, place, counts = torch.unique_consecutive(by_slot // k, return_inverse=True, return_counts=True)
+    row_of_arrival = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    column = torch.arange(slots.shape[0], device=slots.device) - (counts.cumsum(0) - counts)[place]
+    rows = order.new_full((tokens.shape[0], k), order.shape[0])
+    rows[place, column] = row_of_arrival[arrival]
+    of_rank = torch.bincount(tokens // settings.max_tokens, minlength=ranks)
+    return _sums_of(rows, order.shape[0]), tuple(of_rank.tolist())
+
+
+def _sums_by_rank(
+    slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int
+) -> tuple[Routing, tuple[int, ...]]:
+    """Where the sums of a rank's tokens come back, by owner, then token; and how many come from each owner."""
+    tokens, k = shape
+    there = slots.new_zeros(ranks, tokens, dtype=torch.bool)
+    there[owners, slots // max(1, k)] = True
+    place = there.flatten().cumsum(0).view_as(there) - 1
+    from_rank = tuple(there.sum(1).tolist())
+    rows = torch.where(there, place, sum(from_rank)).t().contiguous()
+    return _sums_of(rows, sum(from_rank)), from_rank
+
+
+def _sums_of(rows: Tensor, count: int) -> Routing:
+    """For the sums of the rows of each line; a row from ``count`` on adds nothing."""
+    return Routing(rows.new_tensor([count], dtype=torch.int32), rows.flatten(), rows, is_native=False)
+
+
+def _with_zero(rows: Tensor) -> Tensor:
+    """The rows, and behind them one that adds nothing."""
+    return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))

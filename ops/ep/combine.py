@@ -1,0 +1,74 @@
+"""``EPCombine``: rows of experts back to the ranks of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...fuser import ArgumentError, Grads, Op, TensorSpec
+from ...fuser import tracing as trace
+from .dispatch import TokensForeseen, check_lane, check_rows_of, summed
+from .group import Group
+
+
+class EPCombine(Op):
+    """Rows [Q, H] of this rank's experts to tokens [T, H]: the sum of each token's rows, from all ranks.
+
+    Each sum is as ``combine`` of the group says. It does not apply the routing weights; put ``Scale()`` in front of it,
+    or an activation that scales. It ends the exchange that the :class:`EPDispatch` of the same group and lane began.
+
+    Args:
+        group: of the ranks.
+        lane: which of the group's lanes it uses.
+
+    Keywords:
+        row_of_slot: int32 or int64 [T, k], from the :class:`EPDispatch`.
+
+    Raises:
+        TypeError: ``group`` is no :class:`Group`.
+        ValueError: the group has no such lane.
+        ArgumentError: in a call, rows that do not fit the group.
+        PeerError: a rank did not come.
+        RuntimeError: the :class:`EPDispatch` is missing, or of another group or lane.
+    """
+
+    checks_values = False
+    values_checked_on_host = frozenset()
+    eager_only = "it waits for other ranks"
+
+    class Saved(NamedTuple):
+        table: Any
+
+    def __init__(self, group: Group, lane: int = 0) -> None:
+        super().__init__()
+        self.group, self.lane = group, check_lane("EPCombine", group, lane)
+
+    def check(self, x: TensorSpec, *, row_of_slot: Tensor) -> TensorSpec:
+        check_rows_of(self.group, x, "rows [Q, H]")
+        rows = self.group.local_capacity
+        if rows is not None and x.shape[0] != rows:
+            raise ArgumentError(f"x must be the {rows} rows of the EPDispatch before it, got {list(x.shape)}")
+        return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype, x.device)
+
+    def fwd(self, x: Tensor, *, row_of_slot: Tensor) -> tuple[Tensor, Saved]:
+        if trace.active():
+            table: Any = TokensForeseen(*row_of_slot.shape)
+        else:
+            table = self.group.lane(self.lane).end(row_of_slot)
+        return summed(self.group, x, table, "combine"), self.Saved(table)
+
+    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+        return {"x": lambda: self._spread(saved, dy)}
+
+    def _spread(self, saved: Saved, dy: Tensor) -> Tensor:
+        """[Q, H]: the gradient of each row is that of its token's sum."""
+        if isinstance(saved.table, TokensForeseen):
+            rows = dy.new_empty(self.group.local_capacity or saved.table.tokens * saved.table.top_k, dy.shape[1])
+            self.group.mover.foresee("combine backward", rows)
+            return rows
+        with self.group.moving() as transport:
+            return transport.pull(dy, saved.table, "combine backward")
+
+    def extra_repr(self) -> str:
+        return f"{self.group!r}, lane={self.lane}"

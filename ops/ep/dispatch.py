@@ -1,0 +1,178 @@
+"""``EPDispatch``: tokens to the ranks that own their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import tracing as trace
+from ..checks import check_floats
+from ..moe import check_slots, index_dtype
+from .group import Group
+
+
+class EPDispatch(Op):
+    """Tokens [T, H] of each rank to rows [Q, H] of the experts that this rank owns, from the tokens of all ranks.
+
+    Rows are sorted by expert, then rank, token and slot. Those past the last expert are a tail, and zero. Later ops
+    read its extra outputs by name:
+
+    ===============  ============================  ========================================================
+    name             shape, dtype                  contents
+    ===============  ============================  ========================================================
+    ``split_sizes``  [E / R], int32                the number of rows of each expert of this rank
+    ``scales``       [Q], at least float32         the routing weight of each row, differentiable
+    ``row_of_slot``  [T, k], int32 or int64        for the :class:`EPCombine` of the same group and lane
+    ===============  ============================  ========================================================
+
+    All ranks must call it alike, those without tokens too.
+
+    Args:
+        group: of the ranks.
+        lane: which of the group's lanes it uses.
+
+    Keywords:
+        top_k_index: int32 or int64 [T, k]: the experts of each token, of all ranks. One below 0, or of ``num_experts``
+            or more, is of no expert.
+        top_k_weights: floating-point [T, k]: the routing weights.
+
+    Raises:
+        TypeError: ``group`` is no :class:`Group`.
+        ValueError: the group has no such lane.
+        ArgumentError: in a call, tokens, ids or weights that do not fit the group.
+        CapacityError: a rank would own more rows than there is room for.
+        PeerError: a rank did not come, or did something else.
+        RuntimeError: the last exchange of the lane has had no :class:`EPCombine`, or the group is closed.
+    """
+
+    extra_outputs = ("split_sizes", "scales", "row_of_slot")
+    output_to_caller = dict.fromkeys(extra_outputs, False)
+    checks_values = False
+    values_checked_on_host = frozenset()
+    eager_only = "it waits for other ranks"
+
+    class Saved(NamedTuple):
+        table: Any
+        weights_dtype: torch.dtype
+
+    def __init__(self, group: Group, lane: int = 0) -> None:
+        super().__init__()
+        self.group, self.lane = group, check_lane("EPDispatch", group, lane)
+
+    def check(self, x: TensorSpec, *, top_k_index: Tensor, top_k_weights: Tensor) -> Mapping[str, TensorSpec]:
+        settings = self.group.settings
+        check_rows_of(self.group, x, "tokens [T, H]")
+        check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
+        check_slots("top_k_weights", top_k_weights, x, "floating-point", lambda dtype: dtype.is_floating_point)
+        for name, slots in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+            if slots.shape[1] != settings.top_k:
+                raise ArgumentError(
+                    f"{name} must be [T, {settings.top_k}], as the group has top_k={settings.top_k}, "
+                    f"got {list(slots.shape)}"
+                )
+        if x.shape[0] > settings.max_tokens:
+            raise ArgumentError(
+                f"x has {x.shape[0]} tokens, the group has max_tokens={settings.max_tokens}; make one for more"
+            )
+        return self._outputs(x, top_k_index, top_k_weights)
+
+    def _outputs(self, x: TensorSpec, top_k_index: Tensor, top_k_weights: Tensor) -> dict[str, TensorSpec]:
+        """What is known of them before ranks have met."""
+        rows = self.group.local_capacity
+        index = index_dtype(top_k_index, self.group.settings.num_experts, x)
+        known = {
+            "split_sizes": TensorSpec((self.group.num_local_experts,), torch.int32, x.device),
+            "row_of_slot": TensorSpec(tuple(top_k_index.shape), index, x.device),
+        }
+        if rows is not None:
+            scales = torch.promote_types(top_k_weights.dtype, torch.float32)
+            known["y"] = TensorSpec((rows, x.shape[1]), x.dtype, x.device)
+            known["scales"] = TensorSpec((rows,), scales, x.device)
+        return known
+
+    def fwd(
+        self, x: Tensor, *, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
+    ) -> tuple[Outputs, Saved]:
+        if trace.active():
+            return self._foreseen(x, top_k_index, top_k_weights)
+        lane = self.group.lane(self.lane)
+        exchange = lane.begin()
+        with self.group.moving() as transport:
+            table = transport.route(exchange, top_k_index, needs_grad)
+            rows = transport.pull(x, table, "dispatch")
+            scales = transport.pull_numbers(top_k_weights, table, "dispatch")
+        lane.opened(table)
+        outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
+        return outputs, self.Saved(table, top_k_weights.dtype)
+
+    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Outputs, Saved]:
+        """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
+        rows = self.group.local_capacity or top_k_index.numel()
+        outputs = {
+            "y": x.new_empty(rows, x.shape[1]),
+            "split_sizes": x.new_empty(self.group.num_local_experts, dtype=torch.int32),
+            "scales": x.new_empty(rows, dtype=torch.promote_types(top_k_weights.dtype, torch.float32)),
+            "row_of_slot": torch.empty_like(top_k_index, dtype=torch.int64),
+        }
+        self.group.mover.foresee("dispatch", outputs["y"], outputs["scales"])
+        trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
+        return outputs, self.Saved(TokensForeseen(*top_k_index.shape), top_k_weights.dtype)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
+        grads: dict[str, Gradient] = {
+            "x": lambda: summed(self.group, dy, saved.table, "dispatch backward"),
+            "top_k_weights": lambda: self._weight_grads(saved, scales),
+        }
+        return grads
+
+    def _weight_grads(self, saved: Saved, dscales: Tensor) -> Tensor:
+        if isinstance(saved.table, TokensForeseen):
+            self.group.mover.foresee("dispatch backward", dscales)
+            return dscales.new_empty(saved.table, dtype=saved.weights_dtype)
+        with self.group.moving() as transport:
+            return transport.return_numbers(dscales, saved.table, saved.weights_dtype, "dispatch backward")
+
+    def extra_repr(self) -> str:
+        return f"{self.group!r}, lane={self.lane}"
+
+
+class TokensForeseen(NamedTuple):
+    """In place of a table, of a run without data."""
+
+    tokens: int
+    top_k: int
+
+
+def summed(group: Group, rows: Tensor, table: Any, kind: str) -> Tensor:
+    """[T, H]: the sums of the rows of each token of this rank, from the rows [Q, H] of all ranks."""
+    if isinstance(table, TokensForeseen):
+        group.mover.foresee(kind, rows)
+        return rows.new_empty(table.tokens, rows.shape[1])
+    with group.moving() as transport:
+        return transport.pull_sum(rows, table, kind)
+
+
+def check_lane(op: str, group: Group, lane: int) -> int:
+    """The lane of a group that an op is built with."""
+    if not isinstance(group, Group):
+        raise TypeError(f"{op}: group must be a fusible.ep.Group, got a {type(group).__name__}")
+    lanes = group.settings.lanes
+    if type(lane) is not int or not 0 <= lane < lanes:
+        raise ValueError(f"{op}: lane must be one of the {lanes} lanes of the group, counted from 0, got {lane!r}")
+    return lane
+
+
+def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
+    """Tokens or rows of a group have its columns and its dtype."""
+    check_floats(x)
+    if len(x.shape) != 2:
+        raise ArgumentError(f"x must be {form}, got shape {list(x.shape)}; flatten the leading dimensions")
+    settings = group.settings
+    if x.shape[1] != settings.hidden:
+        raise ArgumentError(f"x must have {settings.hidden} columns, as the group, got shape {list(x.shape)}")
+    if x.dtype != settings.dtype:
+        raise ArgumentError(f"x must be of {settings.dtype}, as the group, got {x.dtype}; cast it, or make another group")

@@ -1,0 +1,240 @@
+"""``Group``: the ranks that share the experts of a layer, and how they exchange rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import distributed as dist
+
+from .collective import CollectiveTransport
+from .errors import PeerError
+from .settings import Settings
+from .transport import Exchange, Table, Transport
+
+
+class Statistics(NamedTuple):
+    """What a group has done so far.
+
+    Attributes:
+        exchanges: calls of its dispatches on this rank.
+        required: the largest number of rows that any rank had to own in one of them.
+        dropped: rows of all ranks that were left out for want of room.
+    """
+
+    exchanges: int
+    required: int
+    dropped: int
+
+
+class Lane:
+    """A sequence of exchanges, of which one is under way at a time."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.exchanges = 0
+        self._open: Table | None = None
+
+    def begin(self) -> Exchange:
+        """The next exchange.
+
+        Raises:
+            RuntimeError: the last one has had no combine.
+        """
+        if self._open is not None:
+            raise RuntimeError(
+                f"EPDispatch: exchange {self._open.exchange.number} on lane {self.index} has had no EPCombine yet; "
+                "use another lane of the group for exchanges that overlap, or group.reset() after an exception"
+            )
+        self.exchanges += 1
+        return Exchange(self.index, self.exchanges - 1)
+
+    def opened(self, table: Table) -> None:
+        """Notes that rows are with their experts."""
+        self._open = table
+
+    def end(self, row_of_slot: torch.Tensor) -> Table:
+        """The table of the exchange that is under way, which ends.
+
+        Raises:
+            RuntimeError: there is none, or it is not that of these slots.
+        """
+        table = self._open
+        if table is None:
+            raise RuntimeError(
+                f"EPCombine: no EPDispatch is open on lane {self.index}; each EPDispatch takes one EPCombine, "
+                "of the same group and lane"
+            )
+        if table.row_of_slot.data_ptr() != row_of_slot.data_ptr() or table.row_of_slot.shape != row_of_slot.shape:
+            raise RuntimeError(
+                f"EPCombine: row_of_slot is not that of the EPDispatch that is open on lane {self.index}; "
+                "give what that one returned, or combine on its group and lane"
+            )
+        self._open = None
+        return table
+
+    def reset(self) -> None:
+        """Forgets what is under way."""
+        self._open = None
+
+
+class Group:
+    """Ranks that share the experts of layers: each owns ``num_experts / ranks`` of them, in order.
+
+    Making one is collective: every rank of the process group makes it, with the same arguments. It serves any number
+    of layers. See :class:`EPDispatch` and :class:`EPCombine`, which are built with it.
+
+    Args:
+        process_group: of ``torch.distributed``; None: of all ranks.
+        num_experts: E, of all ranks together; a multiple of the number of ranks.
+        max_tokens: the largest number of tokens that a rank gives to a call. Ranks may give different numbers, or none.
+        top_k: k, the experts that each token chooses.
+        hidden: H, the columns of a token.
+        dtype: of tokens and rows.
+        capacity: how many rows a rank can own at once: a factor of ``max_tokens * top_k`` (a float), rows (an int),
+            ``"worst"``: as many as there can be, or ``"exact"``: as many as come, for which the host waits.
+        overflow: ``"raise"``: a rank that would own more is a :class:`CapacityError` on all ranks. ``"drop"``: the
+            last rows in the order of experts are left out, always the same ones, and counted.
+        combine: ``"exact"``: the rows of a token are summed by its own rank, in float32, in the order of its slots,
+            and rounded once: the bits of one process that has all experts. ``"reduced"``: each rank sums its rows of a
+            token, and one row a rank travels. That moves less, rounds twice, and the bits depend on the ranks.
+        transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"auto"``: the best that runs here.
+        lanes: how many exchanges may be under way at once, for microbatches that overlap.
+        timeout: seconds to wait for a peer; 0: for ever.
+
+    Attributes:
+        rank, size: of this rank; how many there are.
+        local_experts: the slice of the experts that this rank owns.
+        local_capacity: Q, the number of rows that :class:`EPDispatch` gives; None: as many as come.
+        transport: the name of the transport; ``transport_reason``: why it.
+
+    Raises:
+        ValueError: an argument is wrong, or ranks differ in one.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        max_tokens: int,
+        top_k: int,
+        hidden: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity: float | int | str = 2.0,
+        overflow: str = "raise",
+        combine: str = "exact",
+        transport: str = "auto",
+        lanes: int = 1,
+        timeout: float = 60.0,
+    ) -> None:
+        self.settings = Settings(
+            *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine, transport, lanes, timeout)
+        )
+        self.process_group = process_group if process_group is not None else _world()
+        self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        _agree(self.settings, self.size, self.process_group)
+        owned = num_experts // self.size
+        self.local_experts = slice(self.rank * owned, (self.rank + 1) * owned)
+        self.local_capacity = self.settings.rows(self.size)
+        self.transport, self.transport_reason = "collective", "the one transport that runs on every backend"
+        self._mover: Transport = CollectiveTransport(self.settings, self.process_group)
+        self._lanes = [Lane(i) for i in range(lanes)]
+        self._ended: Exception | None = None
+
+    @property
+    def num_local_experts(self) -> int:
+        """E / R, the experts that this rank owns."""
+        return self.local_experts.stop - self.local_experts.start  # type: ignore[no-any-return]
+
+    def lane(self, index: int) -> Lane:
+        """One of its lanes, for an op that is about to use it.
+
+        Raises:
+            PeerError: the group has failed.
+            RuntimeError: it is closed.
+        """
+        self.check()
+        return self._lanes[index]
+
+    @contextmanager
+    def moving(self) -> Iterator[Transport]:
+        """The transport; for the body, in which rows move. A peer that fails it fails the group."""
+        self.check()
+        try:
+            yield self._mover
+        except PeerError as error:
+            self._ended = error
+            raise
+
+    @property
+    def mover(self) -> Transport:
+        """The transport, for what moves nothing."""
+        return self._mover
+
+    def check(self) -> None:
+        """Raises what has ended the group, if anything has.
+
+        Raises:
+            PeerError: a rank did not come to an exchange.
+            RuntimeError: the group is closed.
+        """
+        if self._ended is not None:
+            _raise_again(self._ended)
+
+    def statistics(self) -> Statistics:
+        """What it has done so far."""
+        return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
+
+    def reset(self) -> None:
+        """Forgets exchanges that an exception has left open. Collective: all ranks must call it."""
+        self.check()
+        for lane in self._lanes:
+            lane.reset()
+        dist.barrier(self.process_group)
+
+    def close(self) -> None:
+        """Ends its use; an op of it that is called later raises. Collective, so that no rank still needs another."""
+        if self._ended is None:
+            dist.barrier(self.process_group)
+            self._ended = RuntimeError("the expert-parallel group is closed; make another one")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # a copy of a layer exchanges its rows with the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an expert-parallel Group cannot be pickled; save the state_dict of the model")
+
+    def __repr__(self) -> str:
+        s = self.settings
+        return f"Group(rank {self.rank} of {self.size}, {s.num_experts} experts, {self.transport})"
+
+
+def _world() -> dist.ProcessGroup:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("Group: call torch.distributed.init_process_group() first, or give a process group")
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> None:
+    """Raises on all ranks alike where the settings of one are wrong, or are not those of the others."""
+    found: list[Any] = [None] * ranks
+    problem = settings.problem(ranks)
+    dist.all_gather_object(found, (settings, problem), process_group)
+    if problem is not None:
+        raise ValueError(f"Group: {problem}")
+    for rank, (_, other) in enumerate(found):
+        if other is not None:
+            raise ValueError(f"Group: on rank {rank}, {other}")
+    difference = settings.difference([theirs for theirs, _ in found])
+    if difference is not None:
+        raise ValueError(f"Group: {difference}")
+
+
+def _raise_again(error: Exception) -> NoReturn:
+    """A new error of the same words: one that is raised twice would collect tracebacks, and what they hold."""
+    raise type(error)(str(error))

@@ -1,0 +1,92 @@
+"""What all ranks of a group must agree on, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+OVERFLOW = ("raise", "drop")
+COMBINE = ("exact", "reduced")
+TRANSPORTS = ("auto", "collective", "symmetric")
+CAPACITIES = ("exact", "worst")
+
+
+class Settings(NamedTuple):
+    """The arguments of a :class:`Group`, by which its ranks are compared.
+
+    Attributes:
+        capacity: as given: a factor of ``max_tokens * top_k``, a number of rows, ``"exact"`` or ``"worst"``.
+    """
+
+    num_experts: int
+    max_tokens: int
+    top_k: int
+    hidden: int
+    dtype: torch.dtype
+    capacity: float | int | str
+    overflow: str
+    combine: str
+    transport: str
+    lanes: int
+    timeout: float
+
+    def problem(self, ranks: int) -> str | None:
+        """What is wrong with them, for so many ranks; None: nothing."""
+        return next(self._problems(ranks), None)
+
+    def _problems(self, ranks: int) -> Iterator[str]:
+        for name in ("num_experts", "max_tokens", "top_k", "hidden", "lanes"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                yield f"{name} must be a positive int, got {value!r}"
+        if self.num_experts % ranks:
+            yield (
+                f"num_experts must be a multiple of the number of ranks, as each owns equally many; "
+                f"got {self.num_experts} experts for {ranks} ranks"
+            )
+        if not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point and self.dtype.itemsize > 1):
+            yield f"dtype must be a floating-point dtype of at least 16 bits, got {self.dtype!r}"
+        choices = {"overflow": OVERFLOW, "combine": COMBINE, "transport": TRANSPORTS}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                yield f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
+        if not _is_number(self.timeout) or self.timeout < 0:
+            yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
+        if not self._is_capacity():
+            yield (
+                "capacity must be a factor of max_tokens * top_k (a float), a number of rows (an int), "
+                f"'exact' or 'worst', got {self.capacity!r}"
+            )
+
+    def _is_capacity(self) -> bool:
+        if isinstance(self.capacity, str):
+            return self.capacity in CAPACITIES
+        return _is_number(self.capacity) and math.isfinite(self.capacity) and self.capacity > 0
+
+    def rows(self, ranks: int) -> int | None:
+        """How many rows a rank can own at once; None: as many as come."""
+        slots, worst = self.max_tokens * self.top_k, self.worst(ranks)
+        if self.capacity == "exact":
+            return None
+        if isinstance(self.capacity, str):
+            return worst
+        return min(worst, self.capacity if type(self.capacity) is int else math.ceil(self.capacity * slots))
+
+    def worst(self, ranks: int) -> int:
+        """How many rows a rank owns if every token chooses as many of its experts as it can, each once."""
+        return ranks * self.max_tokens * self.top_k
+
+    def difference(self, others: Sequence[Settings]) -> str | None:
+        """Which rank has other settings, and where; None: none has."""
+        for rank, other in enumerate(others):
+            for name, mine, theirs in zip(self._fields, self, other, strict=True):
+                if mine != theirs:
+                    return f"rank {rank} has {name}={theirs!r}, this rank has {mine!r}; give all ranks the same"
+        return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value

@@ -1,0 +1,86 @@
+"""What moves rows between ranks: the interface behind which transports stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Exchange(NamedTuple):
+    """One use of a lane: rows to their experts, and back. Its backward is part of it.
+
+    Attributes:
+        lane: whose; ``number``: how many there were on it before.
+    """
+
+    lane: int
+    number: int
+
+    def named(self, kind: str) -> str:
+        """What errors call a part of it: ``kind`` is dispatch, combine, or the backward of one."""
+        return f"{kind} of exchange {self.number} on lane {self.lane}"
+
+
+class Table(Protocol):
+    """Where the slots of all ranks have their rows; a named tuple, so that a backward may keep it.
+
+    Attributes:
+        exchange: whose it is.
+        split_sizes: int32 [E / R]: the number of rows of each expert of this rank.
+        row_of_slot: [T, k]: which row each slot of this rank is, by a numbering of the transport.
+        num_rows: Q, the number of rows that hold those of this rank's experts, and a tail.
+    """
+
+    @property
+    def exchange(self) -> Exchange: ...
+    @property
+    def split_sizes(self) -> Tensor: ...
+    @property
+    def row_of_slot(self) -> Tensor: ...
+    @property
+    def num_rows(self) -> int: ...
+
+
+class Transport(Protocol):
+    """Moves rows between the ranks of a group. All ranks call the same methods in the same order.
+
+    Rows of experts are sorted by expert, then rank, token and slot, as one process has them that has the tokens of all
+    ranks in turn. What is behind them, up to Q rows, is a tail.
+    """
+
+    name: str
+
+    def route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> Any:
+        """The :class:`Table` of the ids [T, k]; an id below 0, or of E or more, is of no expert.
+
+        Args:
+            wanted: the gradients that the backward of the dispatch will be asked for, which ranks must agree on.
+
+        Raises:
+            CapacityError: a rank would own more rows than there is room for.
+            PeerError: a rank did not come.
+        """
+
+    def pull(self, tokens: Tensor, table: Any, kind: str) -> Tensor:
+        """Rows [Q, H] of this rank's experts, from the tokens [T, H] of all ranks. The tail is zero."""
+
+    def pull_sum(self, rows: Tensor, table: Any, kind: str) -> Tensor:
+        """Tokens [T, H] of this rank: the sums of their rows, from the rows [Q, H] of all ranks."""
+
+    def pull_numbers(self, numbers: Tensor, table: Any, kind: str) -> Tensor:
+        """One number [Q] a row, in float32 at least, from those [T, k] of the slots of all ranks. The tail is zero."""
+
+    def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:
+        """Of each slot [T, k] the number of its row, from those [Q] of all ranks; 0 for slots of no expert."""
+
+    def row_buffer(self, table: Any) -> Tensor | None:
+        """[Q, H]: memory from which :meth:`pull_sum` moves rows without a copy; None: there is none such."""
+
+    def statistics(self) -> Mapping[str, int]:
+        """The largest number of rows that a rank had to own, and the number of rows left out, so far."""
+
+    def foresee(self, kind: str, *tensors: Tensor) -> None:
+        """Tells a trace what a move of such tensors runs."""
