@@ -32,6 +32,7 @@ BUILD = Path(
 LIBRARY = BUILD / "_C.so"  # copied to where setuptools wants it
 ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
 FLAGS = f"-O3 -std=c++20 {ARCHITECTURE} -Xcompiler -fPIC,-fvisibility=hidden,-Wall -Xptxas -v -Icsrc"
+XLA_HEADERS = Path("third_party", "xla_ffi")
 OLDEST_NVCC = (12, 4)
 PACKAGES = Path("src")  # not the root, where an import would find the tree instead of what is installed
 OPS = Path("fusible", "ops")
@@ -148,7 +149,7 @@ def write_ninja_file(nvcc: str) -> None:
     lines = [
         f"builddir = {BUILD}",
         "rule compile",
-        f"  command = {nvcc} {FLAGS} $python -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
+        f"  command = {nvcc} {FLAGS} $extra -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; exit 1)",
         "  description = nvcc $in",
         "  depfile = $out.d",
         "  deps = gcc",
@@ -160,7 +161,9 @@ def write_ninja_file(nvcc: str) -> None:
     for source in sources():
         lines.append(f"build {object_of(source)}: compile {source}")
         if source.name == "bindings.cpp":  # the only one that sees Python: a new environment rebuilds this object alone
-            lines.append(f"  python = {python}")
+            lines.append(f"  extra = {python}")
+        if source.parent.name == "xla":
+            lines.append(f"  extra = -isystem {XLA_HEADERS}")
         objects.append(str(object_of(source)))
     lines += [f"build {LIBRARY}: link {' '.join(objects)}", f"default {LIBRARY}", ""]
     (ROOT / BUILD).mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@
 #include "fusible/routing.h"
 #include "kernels/activation_params.h"
 #include "keyword_call.h"
+#include "xla/handlers.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -110,6 +111,13 @@ void def_capture(py::module_& module) {
            "addresses of the tensors and of the allocations that lie `apart`, then that of scratch memory.");
 }
 
+// XLA's handlers by name, as jax registers them.
+py::dict xla_handlers() {
+  py::dict all;
+  for (const auto& [name, function] : fusible::xla_ffi::handlers()) all[name] = py::capsule(function);
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -176,6 +184,9 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
+  module.attr("XLA_FFI_API") = py::make_tuple(fusible::xla_ffi::api_version().first,
+                                              fusible::xla_ffi::api_version().second);
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("FP32_OUTPUT_TILE_VARIANTS") = tile_variants(true);
 }

@@ -1,4 +1,4 @@
-"""The compiled extension: CUDA kernels behind plain integers. `ops/kernels/hopper` is its only caller."""
+"""The compiled extension: CUDA kernels behind plain integers. `ops/kernels/hopper` calls it, and jax its handlers."""
 
 from typing import TypedDict
 
@@ -9,6 +9,7 @@ BACKWARD_VARIANTS: list[int]
 PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 PAIR_ACTIVATION_PARAMS_BYTES: int  # with a second pair of operands
+XLA_FFI_API: tuple[int, int]  # the version of XLA's foreign function interface that the handlers were compiled for
 TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
@@ -39,6 +40,7 @@ class DeviceProperties(TypedDict):
     l2_bytes: int
 
 def cuda_version() -> int: ...
+def xla_handlers() -> dict[str, object]: ...
 def device_properties(device: int) -> DeviceProperties: ...
 def raise_wrong_sizes(device: int) -> None: ...
 def grouped_gemm(

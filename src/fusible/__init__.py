@@ -1,78 +1,83 @@
 """Fusible operations: write basic ops in sequence, and let the compiler pick the kernels."""
 
-from .fuser import (
-    ArgumentError,
-    Buffer,
-    Composite,
-    DoubleBackwardError,
-    Explanation,
-    FusedOp,
-    Grads,
-    Keyword,
-    Match,
-    ModelExplanation,
-    Op,
-    OpGraph,
-    Pattern,
-    RefusedError,
-    Sequential,
-    TensorSpec,
-    config,
-    explain,
-    optional,
-    register_fusion,
-    unregister,
-)
-from .ops import (
-    GEGLU,
-    GLU,
-    GRAD_INPUT_BUFFER_KEY,
-    MXFP8,
-    NVFP4,
-    OUTPUT_BUFFER_KEY,
-    QGEGLU,
-    Activation,
-    AddExtraInput,
-    Bias,
-    ClampedSwiGLU,
-    Combine,
-    ConstantScale,
-    Delayed,
-    Dispatch,
-    Float8Block,
-    Float8Row,
-    Float8Tensor,
-    GLUScale,
-    GroupedLinear,
-    GroupedLinearGLU,
-    GroupedLoRA,
-    GroupedMLP,
-    GroupedTensor,
-    Identity,
-    Linear,
-    MakeExtraOutput,
-    NoRecipe,
-    Pointwise,
-    PointwiseChain,
-    QuantizedGroupedTensor,
-    ReGLU,
-    RoutedLoRA,
-    RoutedMLP,
-    Scale,
-    ScaledActivation,
-    ScaledClampedSwiGLU,
-    ScaledSwiGLU,
-    SReGLU,
-    SwiGLU,
-    check_device_errors,
-    grouped_gemm,
-    interleaved,
-    quantize_,
-    same_weights,
-)
-from .ops.layers import MoE, MoEOutput, Router, Routes
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from . import ep, functional, integrations, testing  # isort: skip  containers learn the layouts of others
+from .integrations.on_import import after_import
+
+if TYPE_CHECKING:
+    from . import ep, functional, integrations, jax, testing
+    from .fuser import (
+        ArgumentError,
+        Buffer,
+        Composite,
+        DoubleBackwardError,
+        Explanation,
+        FusedOp,
+        Grads,
+        Keyword,
+        Match,
+        ModelExplanation,
+        Op,
+        OpGraph,
+        Pattern,
+        RefusedError,
+        Sequential,
+        TensorSpec,
+        config,
+        explain,
+        optional,
+        register_fusion,
+        unregister,
+    )
+    from .ops import (
+        GEGLU,
+        GLU,
+        GRAD_INPUT_BUFFER_KEY,
+        MXFP8,
+        NVFP4,
+        OUTPUT_BUFFER_KEY,
+        QGEGLU,
+        Activation,
+        AddExtraInput,
+        Bias,
+        ClampedSwiGLU,
+        Combine,
+        ConstantScale,
+        Delayed,
+        Dispatch,
+        Float8Block,
+        Float8Row,
+        Float8Tensor,
+        GLUScale,
+        GroupedLinear,
+        GroupedLinearGLU,
+        GroupedLoRA,
+        GroupedMLP,
+        GroupedTensor,
+        Identity,
+        Linear,
+        MakeExtraOutput,
+        NoRecipe,
+        Pointwise,
+        PointwiseChain,
+        QuantizedGroupedTensor,
+        ReGLU,
+        RoutedLoRA,
+        RoutedMLP,
+        Scale,
+        ScaledActivation,
+        ScaledClampedSwiGLU,
+        ScaledSwiGLU,
+        SReGLU,
+        SwiGLU,
+        check_device_errors,
+        grouped_gemm,
+        interleaved,
+        quantize_,
+        same_weights,
+    )
+    from .ops.layers import MoE, MoEOutput, Router, Routes
 
 __version__ = "0.1.0"
 
@@ -153,3 +158,22 @@ __all__ = [
     "testing",
     "unregister",
 ]
+
+_PACKAGES = ("fuser", "ops", "ops.layers")  # where the other names are
+_MODULES = frozenset(("ep", "functional", "fuser", "jax", "ops", "testing"))
+after_import(f"{__name__}.fuser", f"{__name__}.ops")  # whoever has the compiler has the fusions
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for, so that ``import fusible.jax`` imports no torch."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    packages = [import_module(f"{__name__}.{package}") for package in _PACKAGES]
+    value = next(vars(package)[name] for package in packages if name in vars(package))
+    return globals().setdefault(name, value)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -9,12 +9,16 @@ FOLDER = Path(__file__).parent
 NOTE = Path("ops", "left_out.txt")  # setup.py writes it where it leaves the kernels out
 
 
+def left_out_reason(folder: Path = FOLDER) -> str:
+    """Why the kernels of the package in this folder were not built."""
+    note = folder / NOTE
+    return note.read_text().strip() if note.is_file() else "nothing was built for this folder"
+
+
 def missing_kernels(folder: Path = FOLDER) -> str | None:
     """Why the package in this folder has no kernels; None: it has them, and they load."""
     if find_spec("fusible.ops._C") is None:
-        note = folder / NOTE
-        reason = note.read_text().strip() if note.is_file() else "nothing was built for this folder"
-        return f"not built ({reason})"
+        return f"not built ({left_out_reason(folder)})"
     try:
         from .ops import _C  # noqa: F401
     except ImportError as error:

@@ -21,7 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BUILD = ROOT / "build" / "emulation"
 HEADERS = HERE / "headers.h"
-EMULATED = {path.name for path in (HERE / "include" / "device").iterdir()}
+XLA_HEADERS = ROOT / "third_party" / "xla_ffi"
+EMULATED = {path.relative_to(HERE / "include") for path in (HERE / "include").rglob("*.*h")}
 FLAGS = [
     "-std=c++20",
     "-fPIC",
@@ -81,7 +82,7 @@ def copy_sources(csrc: Path, to: Path) -> list[Path]:
         unfinished = to.with_suffix(".new")
         shutil.rmtree(unfinished, ignore_errors=True)
         for path in sorted(csrc.rglob("*.*")):
-            if path.parent.name == "device" and path.name in EMULATED:
+            if path.relative_to(csrc) in EMULATED:
                 continue
             target = unfinished / path.relative_to(csrc)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +163,7 @@ def _build(csrc: Path, workers: int, show: Callable[[str], None]) -> Path:
     headers = [p for folder in (HERE, copy) for p in sorted(folder.rglob("*.*h"))]
     python = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
     includes = [f"-I{HERE / 'include'}", f"-I{copy}", f"-I{HERE}", f"-isystem{find_cuda()}", *python]
+    includes.append(f"-isystem{XLA_HEADERS}")
     seed = digest(headers, " ".join(command(HERE / "runtime.cpp", BUILD, includes[:1])))
     includes.insert(0, f"-I{precompiled(includes, seed)}")
     objects = {source: BUILD / f"{source.stem}_{digest([source], seed)}.o" for source in sources}

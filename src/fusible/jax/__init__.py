@@ -1,0 +1,12 @@
+"""Grouped products and experts for jax: the Hopper kernels as custom calls of XLA, ``jax.lax.ragged_dot`` elsewhere.
+
+Importing this imports neither torch nor the rest of ``fusible``.
+"""
+
+from .errors import ArgumentError, RefusedError
+from .gemm import grouped_gemm, ragged_dot
+from .mlp import grouped_mlp
+from .report import info
+from .settings import config
+
+__all__ = ["ArgumentError", "RefusedError", "config", "grouped_gemm", "grouped_mlp", "info", "ragged_dot"]

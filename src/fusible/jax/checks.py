@@ -1,0 +1,54 @@
+"""What a call asks of its arguments: raised while it is traced, as shapes and dtypes are known there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import ArgumentError
+
+
+def check_array(function: str, name: str, array: Any, dimensions: int | None = None) -> None:
+    """An array of real numbers with so many dimensions."""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ArgumentError(f"{function}: {name} must be an array, got a {type(array).__name__}")
+    if dimensions is not None and array.ndim != dimensions:
+        raise ArgumentError(f"{function}: {name} must have {dimensions} dimensions, got shape {list(array.shape)}")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ArgumentError(f"{function}: {name} must hold real numbers, got {array.dtype}")
+    if jnp.dtype(array.dtype).itemsize == 1:
+        raise ArgumentError(f"{function}: {name} must hold numbers of at least 16 bits, got {array.dtype}")
+
+
+def check_sizes(function: str, name: str, sizes: Any, groups: int | None = None) -> None:
+    """A number for each group, on the device or not."""
+    if not hasattr(sizes, "shape") or sizes.ndim != 1 or sizes.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
+        came = f"{sizes.dtype} {list(sizes.shape)}" if hasattr(sizes, "shape") else f"a {type(sizes).__name__}"
+        raise ArgumentError(f"{function}: {name} must be an int32 or int64 array [G], got {came}")
+    if groups is not None and sizes.shape[0] != groups:
+        raise ArgumentError(f"{function}: {name} must have a size for each of {groups} groups, got {sizes.shape[0]}")
+
+
+def check_shape(function: str, name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """An operand beside the others."""
+    check_array(function, name, array)
+    if tuple(array.shape) != shape:
+        raise ArgumentError(f"{function}: {name} must be {list(shape)}, got shape {list(array.shape)}")
+
+
+def check_one_dtype(function: str, **arrays: Any) -> None:
+    """Operands that are multiplied."""
+    dtypes = {name: array.dtype for name, array in arrays.items()}
+    if len(set(dtypes.values())) > 1:
+        came = ", ".join(f"{name} has {dtype}" for name, dtype in dtypes.items())
+        raise ArgumentError(f"{function}: operands of one dtype expected; {came}")
+
+
+def check_depths(function: str, names: tuple[str, str], depths: tuple[int, int]) -> None:
+    """The contracted dims are equal."""
+    if depths[0] != depths[1]:
+        raise ArgumentError(
+            f"{function}: contracts {depths[0]} of {names[0]} with {depths[1]} of {names[1]}; they must be equal"
+        )

@@ -1,0 +1,115 @@
+"""The compiled extension without torch: whether it can be used here, and its handlers, registered with jax once."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import installation
+
+HOPPER = "9.0"
+_NAME = "fusible.ops._C"
+
+
+class Version(NamedTuple):
+    """Of XLA's foreign function interface."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+class Kernels(NamedTuple):
+    """The extension, and the platform of jax whose devices its handlers launch on."""
+
+    library: Any
+    platform: str
+
+    def target(self, name: str) -> str:
+        """What a handler is called in compiled programs, which keep the name; hence the number."""
+        return f"fusible_{name}_v1"
+
+
+@cache
+def kernels() -> Kernels:
+    """The extension, its handlers registered.
+
+    Raises:
+        ImportError: it cannot be used here, and why.
+    """
+    found = Kernels(_load(), "cuda")
+    if (why := version_refusal(Version(*found.library.XLA_FFI_API), jaxlib_version())) is not None:
+        raise ImportError(why)
+    register(found)
+    return found
+
+
+def register(found: Kernels) -> None:
+    """Makes the handlers known to XLA, each once: XLA refuses a name that it has with another address."""
+    platform = "CUDA" if found.platform == "cuda" else found.platform
+    for name, handler in found.library.xla_handlers().items():
+        jax.ffi.register_ffi_target(found.target(name), handler, platform=platform)
+
+
+def version_refusal(handlers: Version, jaxlib: Version) -> str | None:
+    """Why jaxlib would refuse handlers; None: it takes them. A handler that it refuses breaks every later call of jax."""
+    if handlers.major == jaxlib.major and handlers.minor <= jaxlib.minor:
+        return None
+    return (
+        f"is built for version {handlers} of XLA's foreign function interface, and jaxlib has {jaxlib}; "
+        "install a newer jaxlib"
+    )
+
+
+@cache
+def jaxlib_version() -> Version:
+    """What the headers of the jaxlib that is installed say."""
+    text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    numbers = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
+    major, minor = (int(number[1]) if number else -1 for number in numbers)
+    return Version(major, minor)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why the extension cannot be used with this jax, whatever the device; None: it can."""
+    try:
+        kernels()
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def device_refusal() -> str | None:
+    """Why the GPUs of the process cannot run the kernels; None: all of them can."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return "needs a CUDA device, and jax sees none"
+    others = {str(device.compute_capability) for device in devices} - {HOPPER}
+    return f"needs GPUs of compute capability {HOPPER}, got {', '.join(sorted(others))}" if others else None
+
+
+def _load() -> Any:
+    """The module, by its path: importing its package would import torch. With torch, both have one module."""
+    if _NAME in sys.modules:
+        return sys.modules[_NAME]
+    files = [installation.FOLDER / "ops" / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
+    path = next((file for file in files if file.exists()), None)
+    if path is None:
+        raise ImportError(f"is not built ({installation.left_out_reason()})")
+    spec = spec_from_file_location(_NAME, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return sys.modules.setdefault(_NAME, module)

@@ -1,0 +1,108 @@
+"""The same on any device, by jax's own ``ragged_dot``: sums in float32 at least, rounded once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .activation import Activation, activate
+from .calls import Layout, output_shape
+
+_WGRAD = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
+
+
+def product(
+    layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any
+) -> jax.Array:
+    """One product a group; rows past the last group are zero, or what ``into`` has there."""
+    out = _multiply(layout, a, b, sizes, jnp.promote_types(dtype, jnp.float32))
+    if bias is not None:
+        out = out + of_rows(bias, sizes, a.shape[0]).astype(out.dtype)
+    if row_scale is not None:
+        out = jnp.where(in_a_group(sizes, a.shape[0])[:, None], out * row_scale[:, None].astype(out.dtype), 0)
+    return (out if into is None else into.astype(out.dtype) + out).astype(dtype)
+
+
+def _multiply(layout: Layout, a: Any, b: Any, sizes: Any, dtype: Any) -> jax.Array:
+    if a.size == 0 or b.size == 0:
+        return jnp.zeros(output_shape(layout, a, b, sizes), dtype)
+    if layout is Layout.TN:
+        return jax.lax.ragged_dot_general(a, b, sizes, _WGRAD, preferred_element_type=dtype)
+    weights = jnp.swapaxes(b, 1, 2) if layout is Layout.NT else b
+    return jax.lax.ragged_dot(a, weights, sizes, preferred_element_type=dtype)
+
+
+def linear_activation(
+    layout: Layout, spec: Activation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
+) -> tuple[jax.Array, jax.Array]:
+    """See :func:`calls.linear_activation`."""
+    preact = product(layout, x.dtype, x, w, sizes, bias, None, None)
+    return postact(preact, spec, scales), preact if keep_preact else preact[:0]
+
+
+def postact(preact: Any, spec: Activation, scales: Any) -> jax.Array:
+    """The activation times the scales of the rows, in the dtype of the pre-activation."""
+    value = activate(preact, spec)
+    return (value if scales is None else value * scales[:, None].astype(value.dtype)).astype(preact.dtype)
+
+
+def linear_activation_backward(
+    layout: Layout, spec: Activation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """See :func:`calls.linear_activation_backward`."""
+    wide = jnp.promote_types(dy.dtype, jnp.float32)
+    return through_activation(product(layout, wide, dy, w, sizes, None, None, None), spec, bias_dtype, sizes, preact, scales)
+
+
+def through_activation(
+    dpostact: Any, spec: Activation, bias_dtype: Any, sizes: Any, preact: Any, scales: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The same from the gradient of the scaled hidden rows."""
+    value, pull = jax.vjp(lambda rows: activate(rows, spec), preact.astype(dpostact.dtype))
+    factor = 1 if scales is None else scales[:, None].astype(value.dtype)
+    (dpreact,) = pull(dpostact * factor)
+    dpreact = dpreact.astype(preact.dtype)
+    valid = in_a_group(sizes, value.shape[0])
+    dscales = jnp.zeros((0,), jnp.float32)
+    if scales is not None:
+        dscales = jnp.where(valid, jnp.sum(dpostact * value, axis=1), 0).astype(scales.dtype)
+    dbias = jnp.zeros((0, preact.shape[1]), jnp.float32)
+    if bias_dtype is not None:
+        dbias = column_sums(bias_dtype, dpreact, sizes, None)
+    return dpreact, dscales, (value * factor).astype(preact.dtype), dbias
+
+
+def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Array:
+    """See :func:`calls.column_sums`."""
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    wide = wide if scale is None else wide * scale[:, None].astype(wide.dtype)
+    wide = jnp.where(in_a_group(sizes, rows.shape[0])[:, None], wide, 0)
+    groups = group_of_rows(sizes, rows.shape[0])
+    return jax.ops.segment_sum(wide, groups, num_segments=sizes.shape[0]).astype(dtype)
+
+
+def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
+    """See :func:`calls.row_dots`; in float64 for rows of that dtype."""
+    wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+    dots = jnp.sum(wide * of_rows(vectors, sizes, rows.shape[0]).astype(wide.dtype), axis=1)
+    return jnp.where(in_a_group(sizes, rows.shape[0]), dots, 0)
+
+
+def of_rows(vectors: Any, sizes: Any, rows: int) -> jax.Array:
+    """The vector [G, N] of the group of each row [T, N]; zero past the last group."""
+    return jnp.where(in_a_group(sizes, rows)[:, None], vectors[group_of_rows(sizes, rows)], 0)
+
+
+def group_of_rows(sizes: Any, rows: int) -> jax.Array:
+    """The group of each row [T]; the last one for rows past the last group."""
+    groups = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows, dtype=sizes.dtype), side="right")
+    return jnp.minimum(groups, sizes.shape[0] - 1)
+
+
+def in_a_group(sizes: Any, rows: int) -> jax.Array:
+    """Whether each row [T] belongs to a group."""
+    return jnp.arange(rows, dtype=sizes.dtype) < jnp.sum(sizes)

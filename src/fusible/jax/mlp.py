@@ -1,0 +1,209 @@
+"""``grouped_mlp``: the experts of a mixture-of-experts layer, with one gradient for all of it.
+
+With s the probabilities before the second linear and o those after it, per row: ``y = o (W2 (s act(W1 x + b1)) + b2)``.
+The backward keeps x and the pre-activation, and computes the activation again, as GroupedMLP in ``ops/fused`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.ad_checkpoint
+
+from . import dispatch
+from .activation import Activation, activation as activation_of
+from .calls import Layout
+from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sizes
+from .errors import ArgumentError
+from .gemm import no_gradient
+from .versions import vary_alike
+
+_NAME = "grouped_mlp"
+PREACT = "fusible_pre"
+"""What policies of ``jax.checkpoint`` call the pre-activation, which the backward keeps."""
+
+
+class Form(NamedTuple):
+    """What of a call is no array.
+
+    Attributes:
+        kn: weights are [G, in, out] rather than [G, out, in].
+        probs_at_output: the probabilities scale the output of the second linear rather than its input.
+    """
+
+    activation: Activation
+    kn: bool
+    probs_at_output: bool
+
+    @property
+    def forward(self) -> Layout:
+        """Of both products."""
+        return Layout.NN if self.kn else Layout.NT
+
+    @property
+    def backward(self) -> Layout:
+        """Of the gradients of their inputs."""
+        return Layout.NT if self.kn else Layout.NN
+
+    def wgrad(self, inputs: Any, grads: Any, sizes: Any, dtype: Any) -> jax.Array:
+        """The gradient of weights, as they lie."""
+        a, b = (inputs, grads) if self.kn else (grads, inputs)
+        return dispatch.product(Layout.TN, dtype, a, b, sizes)
+
+
+def grouped_mlp(
+    x: Any,
+    w13: Any,
+    w2: Any,
+    sizes: Any,
+    probs: Any = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleave: int | None = None,
+    limit: float | None = None,
+    alpha: float = 1.0,
+    linear_offset: float = 0.0,
+    b13: Any = None,
+    b2: Any = None,
+    weight_layout: str = "kn",
+    probs_at: str = "activation",
+) -> jax.Array:
+    """The experts of a layer: two linears of G groups, an activation in between, and a probability for each row.
+
+    On Hopper the activation is a part of the first product, and its backward one of the second's. Rows past the last
+    group take no part, and are zero in the result and in gradients.
+
+    Args:
+        x: rows [..., H], sorted by group.
+        w13: gate and up of each group: [G, H, 2F], or [G, 2F, H] for ``weight_layout="nk"``; without a gate F columns.
+        w2: [G, F, H], or [G, H, F].
+        sizes: int32 or int64 [G], the rows of each group.
+        probs: [...], a factor for each row, of any float dtype.
+        activation: silu, gelu (by erf), gelu_tanh, quick_gelu, relu, relu2 or sigmoid.
+        gated: ``act(gate) * (up + linear_offset)`` rather than ``act(x)``.
+        interleave: so many columns of gate alternate with as many of up; None: gate is the first half.
+        limit: gate is clamped to at most this, up to within plus and minus this.
+        alpha: the slope inside silu.
+        linear_offset: added to up.
+        b13, b2: biases [G, 2F] and [G, H].
+        weight_layout: ``"kn"`` [G, in, out] or ``"nk"`` [G, out, in].
+        probs_at: ``"activation"``: before the second linear; ``"output"``: after it, with its bias.
+
+    Returns:
+        [..., H], in the dtype of x.
+
+    Raises:
+        ArgumentError: arguments that do not fit; raised while tracing.
+    """
+    spec = activation_of(activation, gated, limit, alpha, linear_offset, interleave)
+    form = Form(spec, _choice("weight_layout", weight_layout, "kn", "nk"), _choice("probs_at", probs_at, "output", "activation"))
+    _check(form, x, w13, w2, sizes, probs, b13, b2)
+    rows = x.reshape(-1, x.shape[-1])
+    factors = None if probs is None else probs.reshape(-1)
+    return _mlp(form, *vary_alike(rows, w13, w2, sizes, factors, b13, b2)).reshape(x.shape)
+
+
+def _choice(name: str, value: Any, chosen: str, other: str) -> bool:
+    if value not in (chosen, other):
+        raise ArgumentError(f"{_NAME}: {name} must be {chosen!r} or {other!r}, got {value!r}")
+    return bool(value == chosen)
+
+
+def _check(form: Form, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> None:
+    check_array(_NAME, "x", x)
+    for name, weight in (("w13", w13), ("w2", w2)):
+        check_array(_NAME, name, weight, 3)
+    check_one_dtype(_NAME, x=x, w13=w13, w2=w2)
+    (first_in, first_out), (second_in, second_out) = (
+        w.shape[1:] if form.kn else w.shape[:0:-1] for w in (w13, w2)
+    )
+    groups, spec = w13.shape[0], form.activation
+    if x.ndim < 1 or spec.gated and first_out % (2 * (spec.block or 1)):
+        raise ArgumentError(f"{_NAME}: w13 has {first_out} columns, which do not divide into gate and up")
+    check_depths(_NAME, ("x", "w13"), (x.shape[-1], first_in))
+    check_depths(_NAME, ("the activation", "w2"), (spec.columns(first_out), second_in))
+    check_depths(_NAME, ("x", "the columns of w2"), (x.shape[-1], second_out))
+    check_shape(_NAME, "w2", w2, (groups, *w2.shape[1:]))
+    check_sizes(_NAME, "sizes", sizes, groups)
+    for name, array, shape in (("probs", probs, x.shape[:-1]), ("b13", b13, (groups, first_out)), ("b2", b2, (groups, second_out))):
+        if array is not None:
+            check_shape(_NAME, name, array, shape)
+
+
+class Saved(NamedTuple):
+    """What the forward leaves for the backward."""
+
+    x: Any
+    w13: Any
+    w2: Any
+    sizes: Any
+    probs: Any
+    b13: Any
+    b2: Any
+    preact: Any
+
+
+def _forward(form: Form, keep: bool, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> Any:
+    before, after = (None, probs) if form.probs_at_output else (probs, None)
+    hidden, preact = dispatch.linear_activation(form.forward, form.activation, keep, x, w13, sizes, b13, before)
+    return dispatch.product(form.forward, x.dtype, hidden, w2, sizes, b2, after), preact
+
+
+def _primal(form: Form, *arrays: Any) -> jax.Array:
+    y: jax.Array = _forward(form, False, *arrays)[0]
+    return y
+
+
+def _fwd(form: Form, *arrays: Any) -> tuple[jax.Array, Saved]:
+    y, preact = _forward(form, True, *arrays)
+    return y, Saved(*arrays, jax.ad_checkpoint.checkpoint_name(preact, PREACT))
+
+
+def _bwd(form: Form, saved: Saved, dy: Any) -> Any:
+    grads = _first_order(form, saved, dy)
+    return grads.x, grads.w13, grads.w2, no_gradient(saved.sizes), grads.probs, grads.b13, grads.b2
+
+
+class Grads(NamedTuple):
+    """Of each operand; None for one that is not there."""
+
+    x: Any
+    w13: Any
+    w2: Any
+    probs: Any
+    b13: Any
+    b2: Any
+
+
+def _backward(form: Form, saved: Saved, dy: Any) -> Grads:
+    x, w13, w2, sizes, probs, b13, b2, preact = saved
+    bias_dtype = None if b13 is None else b13.dtype
+    dpreact, dprobs, hidden, db13 = dispatch.linear_activation_backward(
+        form.backward, form.activation, bias_dtype, dy, w2, sizes, preact, probs
+    )
+    at_output = probs if form.probs_at_output else None
+    if at_output is not None and b2 is not None:
+        dots = dispatch.row_dots(dy, b2, sizes)
+        dprobs = (dprobs.astype(dots.dtype) + dots).astype(probs.dtype)
+    return Grads(
+        x=dispatch.product(form.backward, x.dtype, dpreact, w13, sizes),
+        w13=form.wgrad(x, dpreact, sizes, w13.dtype),
+        w2=form.wgrad(hidden, dy, sizes, w2.dtype),
+        probs=None if probs is None else dprobs,
+        b13=None if b13 is None else db13,
+        b2=None if b2 is None else dispatch.column_sums(b2.dtype, dy, sizes, at_output),
+    )
+
+
+def _refuse(form: Form, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "fusible.jax.grouped_mlp: second derivatives are not supported; write the layer with grouped_gemm, which has them"
+    )
+
+
+_first_order = jax.custom_jvp(_backward, nondiff_argnums=(0,))
+_first_order.defjvp(_refuse)
+_mlp = jax.custom_vjp(_primal, nondiff_argnums=(0,))
+_mlp.defvjp(_fwd, _bwd)

@@ -1,0 +1,34 @@
+"""What runs in this process, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from . import dispatch, extension
+
+
+def info() -> dict[str, Any]:
+    """What is here: versions, the devices that jax sees, and why jax's own products run, if they do.
+
+    Returns:
+        ``jax``; ``ffi_api``, the version of XLA's foreign function interface of jaxlib; ``handlers_api``, that of our
+        handlers, None where they cannot be used; ``targets``, their names in compiled programs; ``devices``;
+        ``fallback``, the reason why ``jax.lax.ragged_dot`` runs, or None where kernels do.
+    """
+    usable = extension.unavailable() is None
+    return {
+        "jax": jax.__version__,
+        "ffi_api": str(extension.jaxlib_version()),
+        "handlers_api": str(extension.Version(*extension.kernels().library.XLA_FFI_API)) if usable else None,
+        "targets": targets() if usable else [],
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "fallback": dispatch.device_refusal(),
+    }
+
+
+def targets() -> list[str]:
+    """What our custom calls are called in compiled programs; for ``jax.export``, which asks for them by name."""
+    kernels = extension.kernels()
+    return [kernels.target(name) for name in kernels.library.xla_handlers()]

@@ -1,0 +1,53 @@
+"""The switches of this package. They are read while a function is traced, so what is compiled already keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import local
+
+BACKENDS = ("auto", "hopper", "xla")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :func:`config` sets."""
+
+    backend: str = "auto"
+    strict: bool = False
+
+
+class _OfThread(local):
+    settings = Settings()
+
+
+_thread = _OfThread()
+
+
+def active() -> Settings:
+    """The switches in force in this thread."""
+    return _thread.settings
+
+
+@contextmanager
+def config(*, backend: str | None = None, strict: bool | None = None) -> Iterator[Settings]:
+    """Changes the given switches for what is traced in the body of the ``with``, in this thread.
+
+    Args:
+        backend: ``"auto"``: the Hopper kernels where all GPUs of the process can run them. ``"hopper"``: them, even if
+            there is no such GPU, to export for one. ``"xla"``: ``jax.lax.ragged_dot`` everywhere.
+        strict: raise :class:`RefusedError` where ``jax.lax.ragged_dot`` would run instead of the kernels.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    before = _thread.settings
+    changes = {"backend": backend, "strict": strict}
+    _thread.settings = replace(before, **{name: value for name, value in changes.items() if value is not None})  # type: ignore[arg-type]
+    try:
+        yield _thread.settings
+    finally:
+        _thread.settings = before
