@@ -30,6 +30,7 @@ class Config:
     """What :func:`config` sets; see there. Those in force are one object wherever they are equal.
 
     Attributes:
+        recompute: fused experts keep their input in place of the pre-activation.
         same_weights: what ops make of their weights may be kept between calls; set by ``fusible.same_weights()``.
     """
 
@@ -39,6 +40,7 @@ class Config:
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
     recipe: Hashable | None = None
+    recompute: bool = False
     same_weights: bool = False
 
     @cached_property
@@ -118,6 +120,7 @@ def config(
     disable_fusions: Collection[str] | None = None,
     debug: bool | None = None,
     recipe: Hashable | None = None,
+    recompute: bool | None = None,
 ) -> Iterator[Config]:
     """Changes the given switches for the body of the ``with``.
 
@@ -133,6 +136,9 @@ def config(
         debug: also check what needs a device synchronisation, such as the values of split sizes.
         recipe: what ops that have no recipe of their own quantise their operands by, such as
             ``fusible.Float8Block()``; ``fusible.NoRecipe()`` for nothing.
+        recompute: ``GroupedMLP`` and ``RoutedMLP`` keep their input alone for the backward, and compute the first
+            linear again there: the same gradients, bit for bit, from less memory. Ops that are not fused into one of
+            these, and quantised ones, keep what they always do.
 
     Raises:
         ValueError: an unknown backend; a string for ``disable_fusions``; a recipe that is no frozen dataclass.
@@ -150,6 +156,7 @@ def config(
         "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
         "debug": debug,
         "recipe": recipe,
+        "recompute": recompute,
     }
     changes = {name: value for name, value in arguments.items() if value is not None}
     with changed(**changes) as switches:

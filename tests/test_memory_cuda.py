@@ -13,6 +13,8 @@ from models import mlp
 from reference import unit
 from torch import Tensor
 
+from fusible import config
+
 pytestmark = [
     pytest.mark.cuda,
     needs_hopper,
@@ -126,6 +128,39 @@ def test_buffers_of_the_caller_take_nothing_more() -> None:
     watch = Watch()
     step.backward(y)
     assert watch.live <= SMALL
+
+
+def test_a_long_backward_frees_each_buffer_after_its_last_reader() -> None:
+    """At its activation: the pre-activation's gradient and the hidden rows; the results come when these have gone."""
+    features, hidden, rows = 1024, 2048, 32768
+    model = mlp(E, features, hidden, bias=False, device="cuda", dtype=BF16)
+    x, scales, dy = tensor(rows, features), tensor(rows, dtype=torch.float32), tensor(rows, features, grad=False)
+    sizes = torch.full((E,), rows // E, device="cuda")
+
+    def step() -> int:
+        y = model(x, split_sizes=sizes, scales=scales)
+        watch = Watch()
+        torch.autograd.grad(y, [x, scales, *model.parameters()], dy)
+        return watch.peak
+
+    peaks = [step() for _ in range(4)]  # the second tries to capture the backward, and holds what it reads
+
+    of_weights = x.nbytes + model[0].weight.nbytes + 2 * hidden * rows  # dx, and the first weight's with its operands
+    assert max(peaks[2:]) <= max(6 * hidden * rows, of_weights) + SMALL
+
+
+def test_recomputing_keeps_the_input_alone() -> None:
+    step = Step()
+    expected = step.backward(step.forward())
+    with config(recompute=True):
+        step.backward(step.forward())
+        watch = Watch()
+        y = step.forward()
+    kept = watch.live - y.nbytes
+    got = step.backward(y)
+
+    assert kept <= SMALL
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_repeated_steps_do_not_grow() -> None:

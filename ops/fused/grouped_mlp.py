@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser import tracing as trace
+from ...fuser.config import active_config
+from ...fuser.replay import capture
 from .. import kernels
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
@@ -49,6 +52,7 @@ from .activation_role import (
 from .fc1 import FC1, FirstLinear, Part, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
+REPLAYED_UP_TO = 1 << 39  # operations of a backward: more take the device longer than the host takes to launch them
 _FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
 
 
@@ -89,6 +93,7 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: Tensor | None
+        recompute: bool = False  # the pre-activation, from x
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
@@ -108,11 +113,12 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        vectors = vectors_of(self.act)
+        vectors, needs_preact = vectors_of(self.act), _through(needs_grad) or _trains(needs_grad)
+        recompute = needs_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
-            *(names_of(FC1, needs_grad), autocast_dtype),
-            keep_preact=_through(needs_grad) or _trains(needs_grad),
+            *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
+            keep_preact=needs_preact and not recompute,
             tail_unspecified=True,
             x_is_inner=x_is_inner,
             vectors=vectors,
@@ -125,7 +131,7 @@ class GroupedMLP(FusedOp):
             "row_scale": flat(out_scale_scales),
         }
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, recompute)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -169,6 +175,10 @@ class GroupedMLP(FusedOp):
         rows = as_rows(dy)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
+        self._replay_unless_long(rows.shape[0])
+        if saved.recompute:
+            assert isinstance(saved.fc1.x, Tensor)
+            saved = self.recomputed(saved, saved.fc1.x)
         activated = self.through_fc2(saved, rows, needs_grad)
         fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
         grads: dict[str, Gradient] = filed(_FC2, fc2)
@@ -227,6 +237,39 @@ class GroupedMLP(FusedOp):
             values=not inner.isdisjoint(("bias", "bias_scale")),
         )
         return through_activation(recipe, copies, weight, saved.preact, sizes, spec, total, wanted)
+
+    def _replay_unless_long(self, rows: int) -> None:
+        """A replay has all its memory at once; launches one by one need less, and a long backward hides the host."""
+        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
+        if 4 * rows * values > REPLAYED_UP_TO:  # of both gradients, 2 operations for each row and value of a weight
+            capture.refuse("memory is let go of between the launches of a long backward")
+
+    def _recomputes(self) -> bool:
+        """Whether the backward computes the pre-activation again, as the switches say."""
+        if not active_config().recompute:
+            return False
+        if in_force(self.fc1.recipe) is not None:
+            trace.note("recompute: quantised experts keep the pre-activation")
+            return False
+        trace.note("recompute: the pre-activation is computed again in the backward")
+        return True
+
+    def recomputed(self, saved: Saved, x: Tensor) -> Saved:
+        """With the pre-activation, from the rows of x: by the kernel of the forward, so that its bits are the same."""
+        fc1 = saved.fc1
+        preact, _ = kernels.grouped_linear_activation(
+            x,
+            fc1.weight,  # type: ignore[arg-type]
+            fc1.split_sizes,
+            spec_of(self.act),
+            keep_preact=True,
+            tail_unspecified=True,
+            vectors=saved.vectors,
+            bias=fc1.bias,
+            bias_scale=flat(fc1.bias_scale),
+            scales=flat(saved.scales),
+        )
+        return saved._replace(preact=preact)
 
     def _bias(self) -> kernels.Matrices | None:
         return self.fc2.matrices("bias") if self.fc2.has_bias else None
@@ -304,6 +347,13 @@ class GroupedMLP(FusedOp):
                 do = do + (bias_dots if bias_scale is None else bias_dots * bias_scale)
             grads["out_scale_scales"] = do.to(out_scales.dtype).view_as(out_scales)
         return grads
+
+
+@lru_cache(maxsize=4096)
+def _kept_for_fc1(needs_grad: frozenset[str], has_bias: bool, recompute: bool) -> frozenset[str]:
+    """The gradients that decide what is kept of the first linear: all that it reads, where it is computed again."""
+    everything = {"x", "weight", *(["bias_scale"] if has_bias else [])} if recompute else set()
+    return names_of(FC1, needs_grad) | everything
 
 
 @lru_cache(maxsize=4096)

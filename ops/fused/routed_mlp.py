@@ -126,7 +126,7 @@ class RoutedMLP(FusedOp):
         trains = None
         if saved.fc1.recipe is None:
             saved = saved._replace(fc1=saved.fc1._replace(x=None))
-            trains = tokens if "fc1.weight" in needs else None
+            trains = tokens if "fc1.weight" in needs or saved.recompute else None
         kept = _with_split_sizes(saved, None)
         return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
@@ -167,6 +167,9 @@ class RoutedMLP(FusedOp):
         replay_unless_large(dy, routing.row_of_slot.numel())
         if mlp.fc1.recipe is not None:
             return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
+        if mlp.recompute:
+            assert saved.tokens is not None
+            mlp = experts.recomputed(mlp, permutation.permute(saved.tokens, routing, fill=False))
         rows = permutation.permute(dy, routing, fill=False)
         pre, dots, hidden, bias, vectors = experts.through_fc2(mlp, rows, needs)
         grads: dict[str, Gradient] = {"fc1.bias": bias, **vector_grads(self.act, vectors, needs)}
