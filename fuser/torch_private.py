@@ -271,3 +271,7 @@ def core_decompositions() -> dict[Any, Any]:
     """Torch's decompositions into core operations. Else: none, and kernels know fewer functions."""
     table = private_of_module("torch._decomp", "core_aten_decompositions")
     return {} if table is None else dict(table().items())
+
+
+current_graph_task: Callable[[], int] = private("_C._current_graph_task_id") or (lambda: -1)
+"""Which backward runs in this thread; -1: none. Where torch does not say, none ever does."""

@@ -135,7 +135,7 @@ def check_parameter(
 ) -> None:
     """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
 
-    ``device`` is that of ``x``; None where that is not known yet. One that ``is_quantized`` has e4m3 elements.
+    ``device`` is that of ``x``; None where that is not known yet. One that ``is_quantized`` has elements of 8 bits.
 
     It runs at every call on a host, so it reads attributes and calls nothing.
     """
@@ -153,9 +153,9 @@ def check_parameter(
         )
     dtype = parameter.dtype
     if is_quantized:
-        if dtype != torch.float8_e4m3fn or parameter.requires_grad:
+        if dtype not in (torch.float8_e4m3fn, torch.uint8) or parameter.requires_grad:
             raise ArgumentError(
-                f"{name}: expected a frozen parameter of float8_e4m3fn, as it was quantised, got {dtype}"
+                f"{name}: expected a frozen parameter of float8_e4m3fn, or uint8, as it was quantised, got {dtype}"
             )
         return
     if not dtype.is_floating_point or dtype.itemsize == 1:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
-from . import kernels
+from . import delayed_scales, kernels
 from . import quantized_linear as quantized
 from .checks import (
     check_buffer,
@@ -26,10 +26,12 @@ from .checks import (
 )
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
-from .quantized.copies import SCALES, BlockedColumns, QuantizedWeight
-from .quantized.recipe import Float8Block, Recipe
-from .quantized_linear import TokenCopies, TransposedWeight
-from .quantized_weights import copies_of_weight, match_state
+from .quantized import operands
+from .quantized.copies import Columns, WeightOperand
+from .quantized.recipe import NVFP4, Recipe
+from .quantized.schemes import Copy
+from .quantized_linear import TokenCopies
+from .quantized_weights import match_state, operands_of
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -81,15 +83,15 @@ class GroupedLinear(WeightGrads):
     recipe: Recipe | None = None
 
     class Saved(NamedTuple):
-        x: Tensor | BlockedColumns | None
-        weight: Matrices | TransposedWeight | QuantizedWeight | None
+        x: Tensor | Columns | None
+        weight: Matrices | WeightOperand | Copy | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
         grad_input: CallerBuffer | None
         x_shape: tuple[int, ...]
         zero_tail: bool
-        recipe: Float8Block | None = None
+        recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -122,6 +124,7 @@ class GroupedLinear(WeightGrads):
             data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
             self.add_expert_parameter("bias", data, single_grouped_bias)
         self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
+        delayed_scales.register(self, recipe, num_groups, device)
         required = type(self).keywords["bias_scale"]._replace(required=True)
         others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}
         self.keywords = {**others, "bias_scale": required} if self.scale_bias else others
@@ -134,7 +137,8 @@ class GroupedLinear(WeightGrads):
             nn.init.uniform_(parameter, -bound, bound)
 
     def _matrix_shape(self) -> tuple[int, int]:
-        shape = self.out_features, self.in_features
+        packed = 2 if self.is_quantized and isinstance(self.recipe, NVFP4) else 1  # values in a byte
+        shape = self.out_features, self.in_features // packed
         return shape[::-1] if self.transposed_weight else shape
 
     def decision_key(self) -> tuple[Any, ...]:
@@ -203,7 +207,7 @@ class GroupedLinear(WeightGrads):
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        recipe = quantized.applied(self.recipe, rows.dtype)
+        recipe = quantized.applied(self, rows.dtype)
         factors: dict[str, Any] = {
             "out": None if output is None else output.view(-1, self.out_features),
             "bias": self.matrices("bias") if self.has_bias else None,
@@ -221,7 +225,7 @@ class GroupedLinear(WeightGrads):
 
     def quantized_fwd(
         self,
-        recipe: Float8Block,
+        recipe: Recipe,
         x: Tensor,
         rows: Tensor | TokenCopies,
         split_sizes: Tensor,
@@ -237,35 +241,39 @@ class GroupedLinear(WeightGrads):
             factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
         """
         if isinstance(rows, Tensor):
-            rows = quantized.copies_of(recipe, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
-        weight, back = self._weight_copies(recipe, "x" in needs_grad)
+            encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
+            wanted = {"rows": True, "wgrad": "weight" in needs_grad}
+            rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
+        weight, back = self._weight_operands(recipe, "x" in needs_grad)
         assert rows.rows is not None
         y = quantized.product(rows.rows, weight, split_sizes, rows.dtype, **factors)
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
-    def _weight_copies(
-        self, recipe: Float8Block, back: bool
-    ) -> tuple[QuantizedWeight, TransposedWeight | QuantizedWeight | None]:
+    def _weight_operands(self, recipe: Recipe, back: bool) -> tuple[WeightOperand, WeightOperand | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
-            weight = QuantizedWeight(self.one_parameter("weight"), None, self.get_buffer(SCALES))
-            return weight, weight if back else None
-        power_of_two = quantized.is_power_of_two(recipe)
-        weight = copies_of_weight(self.matrices("weight"), power_of_two=power_of_two, both=back)
-        return weight, quantized.transposed(weight) if back else None
+            data = kernels.problem.stacked(self.matrices("weight"))
+            copy = Copy(data, *self.quantized_buffers())
+            return operands.of_rowwise(recipe, copy), copy if back else None
+        matrices = self.matrices("weight")
+        if delayed_scales.is_delayed(recipe):
+            weight = kernels.problem.stacked(matrices)
+            encode = delayed_scales.encode_of_weight(self, recipe, weight)
+            return quantized.weight_operands(recipe, weight, back, encode)
+        return operands_of(recipe, matrices, back)
 
     def saved(
         self,
         x: Tensor,
-        rows: Tensor | BlockedColumns | None,
-        weight: Matrices | TransposedWeight | QuantizedWeight | None,
+        rows: Tensor | Columns | None,
+        weight: Matrices | WeightOperand | Copy | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
         needs_grad: frozenset[str],
         x_is_inner: bool,
-        recipe: Float8Block | None = None,
+        recipe: Recipe | None = None,
     ) -> Saved:
         """What the wanted gradients need, and no more."""
         copies = x_is_inner and grad_input is not None and "x" in needs_grad
@@ -292,8 +300,9 @@ class GroupedLinear(WeightGrads):
         rows = as_rows(dy)
         if saved.recipe is None:
             return self.grads_of(saved, rows, rows, needs_grad)
-        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad}
-        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted)
+        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
+        encode = delayed_scales.encode_of_tokens(self, saved.recipe, rows, saved.split_sizes, is_gradient=True)
+        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted, encode=encode)
         return self.grads_of(saved, copies, rows, needs_grad)
 
     def grads_of(
@@ -324,6 +333,16 @@ class GroupedLinear(WeightGrads):
             return kernels.column_sums(dy, split_sizes, self.one_parameter("bias").dtype, scale)
 
         return {"bias": gradient}
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether it has scales of steps before."""
+        return delayed_scales.has_buffers(self)
+
+    def trace_refusal(self) -> str | None:
+        if delayed_scales.is_delayed(quantized.followed_by(self)):
+            return "delayed scales are kept in buffers, which compiled code does not write"
+        return super().trace_refusal()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         match_state(self, state_dict, prefix)
@@ -364,10 +383,9 @@ def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Ten
     """``dy W`` as rows."""
     if isinstance(dy, TokenCopies):
         assert dy.rows is not None
-        weight = saved.weight
-        weight = quantized.turned(weight) if isinstance(weight, QuantizedWeight) else weight
-        assert isinstance(weight, TransposedWeight)
-        return quantized.input_grad(dy.rows, weight, saved.split_sizes, dy.dtype, out)
+        assert saved.recipe is not None
+        weight = quantized.transposed_operand(saved.recipe, saved.weight)
+        return quantized.product(dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
     dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
     assert isinstance(dx, Tensor)
     return dx

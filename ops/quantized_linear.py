@@ -1,7 +1,8 @@
 """The products of a grouped linear whose operands are quantised, forward and backward, on tensors.
 
 Forward ``y = x W^T`` reads rows of ``x``; ``dx = dy W`` rows of ``dy`` and the transposed bytes of the weight; ``dW =
-dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised.
+dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise for
+``Float8Block``; for other recipes PyTorch does, into the operands of ``quantized/operands.py``.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from torch import Tensor
 from ..fuser import ArgumentError, RefusedError
 from ..fuser import tracing as trace
 from ..fuser.config import active_config
+from ..fuser.replay import capture
 from . import kernels
 from .activation_spec import ActivationSpec
-from .kernels import Matrices
+from .kernels import Layout, Matrices
+from .kernels.problem import nbytes, stacked
 from .kernels.quantized import (
     quantize_activation,
     quantize_activation_backward,
@@ -25,8 +28,12 @@ from .kernels.quantized import (
     scaled_wgrad,
     zero_tail,
 )
-from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
-from .quantized.recipe import Float8Block, NoRecipe, Recipe
+from .quantized import operands
+from .quantized.copies import Columns, ColumnValues, Rows, RowValues, WeightOperand
+from .quantized.nvfp4 import product_factors
+from .quantized.operands import WeightOperands
+from .quantized.recipe import Float8Block, Float8Tensor, NoRecipe, Recipe
+from .quantized.schemes import Copy
 
 
 class TokenCopies(NamedTuple):
@@ -41,11 +48,11 @@ class TokenCopies(NamedTuple):
     number: int
     dtype: torch.dtype
     values: Tensor | None
-    rows: QuantizedRows | None
-    columns: BlockedColumns | None
+    rows: Rows | None
+    columns: Columns | None
 
     @property
-    def for_wgrad(self) -> Tensor | BlockedColumns | None:
+    def for_wgrad(self) -> Tensor | Columns | None:
         """What the gradient of a weight reads."""
         return self.values if self.columns is None else self.columns
 
@@ -63,18 +70,6 @@ class GatheredTokens(NamedTuple):
     top_k: int
 
 
-class TransposedWeight(NamedTuple):
-    """A weight for the gradient of rows.
-
-    Attributes:
-        data: e4m3 [E, K, N].
-        scales: those of the weight itself, float32 [E, blocks of N, blocks of K].
-    """
-
-    data: Tensor
-    scales: Tensor
-
-
 def check_recipe(op: str, recipe: Any) -> None:
     """Raises :class:`ArgumentError` for what is no recipe."""
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -87,45 +82,66 @@ def in_force(of_op: Recipe | None) -> Recipe | None:
     return None if isinstance(recipe, NoRecipe) else recipe
 
 
-def applied(of_op: Recipe | None, dtype: torch.dtype) -> Float8Block | None:
-    """The recipe that products of rows of this dtype follow; None: they are not quantised, and a trace is told why.
+def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
+    """The recipe that the products of a linear follow for rows of this dtype; None: none, and a trace is told why.
 
     Raises:
         RefusedError: there is one that is not followed, under ``config(strict=True)``.
     """
+    of_op = linear.recipe
     recipe: Any = active_config().recipe if of_op is None else of_op  # in_force, written out
     if recipe is None or type(recipe) is NoRecipe:
         return None
-    why = refusal(recipe, dtype)
+    why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
     if why is None:
-        assert isinstance(recipe, Float8Block)
-        return recipe
+        followed: Recipe = recipe
+        return followed
     if active_config().strict:
         raise RefusedError(f"strict: the linear is not quantised, because {why}")
     trace.note(f"not quantised: {why}")
     return None
 
 
-def refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """Why products of rows of this dtype do not follow the recipe; None: they do."""
-    name = type(recipe).__name__
-    if not isinstance(recipe, Float8Block):
-        return f"{name} has storage and quantisers, and no grouped linear yet"
-    if recipe.gradient != "e4m3":
-        return f"{name}(gradient={recipe.gradient!r}) has no products yet"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"{name} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    return None
+def followed_by(linear: Any) -> Recipe | None:
+    """The recipe that the products of a linear follow for rows of a dtype that is quantised."""
+    recipe = in_force(linear.recipe)
+    return None if recipe is None or refusal(linear, recipe) is not None else recipe
+
+
+def dtype_refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
+    """Why rows of this dtype are not quantised; None: they are."""
+    if dtype in (torch.bfloat16, torch.float16):
+        return None
+    return f"{type(recipe).__name__} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+
+
+def refusal(linear: Any, recipe: Recipe) -> str | None:
+    """Why a linear does not follow a recipe, whatever its rows; None: it does."""
+    if isinstance(recipe, Float8Tensor) and recipe.delayed is not None and not linear.keeps_scales:
+        return "a linear keeps the scales of steps before only for a recipe=Float8Tensor(delayed=...) of its own"
+    return operands.format_refusal(recipe, linear.in_features, linear.out_features)
+
+
+def has_kernels(recipe: Recipe, is_gradient: bool) -> bool:
+    """Whether our own kernels quantise rows for this recipe."""
+    return isinstance(recipe, Float8Block) and not (is_gradient and recipe.gradient != "e4m3")
+
+
+def wgrad_is_quantized(recipe: Recipe) -> bool:
+    """Whether weight gradients are products of copies."""
+    return getattr(recipe, "wgrad", "float8") == "float8"
 
 
 def copies_of(
-    recipe: Float8Block,
+    recipe: Recipe,
     tokens: Tensor | GatheredTokens,
     split_sizes: Tensor,
     *,
     rows: bool,
     wgrad: bool,
     values: bool = False,
+    is_gradient: bool = False,
+    encode: Tensor | None = None,
 ) -> TokenCopies:
     """The copies of ``tokens`` [T, K].
 
@@ -134,19 +150,36 @@ def copies_of(
         rows: whether a product of rows reads them.
         wgrad: whether the gradient of a weight does.
         values: whether something else reads what was not quantised.
+        encode: what the values of each group are multiplied by, where scales come from steps before.
     """
     options: dict[str, Any] = {}
     if isinstance(tokens, GatheredTokens):
         tokens, *gather = tokens
         options = dict(zip(("slot_of_row", "top_k"), gather, strict=True))
     number = options["slot_of_row"].shape[0] if options else tokens.shape[0]
-    columns = wgrad and recipe.wgrad == "float8"
+    columns = wgrad and wgrad_is_quantized(recipe)
     kept = tokens if not options and (values or (wgrad and not columns)) else None
     if not rows and not columns:
         return TokenCopies(number, tokens.dtype, kept, None, None)
-    options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
-    copies = quantize_rows(tokens, split_sizes, **options)
-    return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
+    if has_kernels(recipe, is_gradient):
+        assert isinstance(recipe, Float8Block)
+        options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
+        copies = quantize_rows(tokens, split_sizes, **options)
+        return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
+    source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
+    wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient, "encode": encode}
+    copied = operands.of_tokens(recipe, source, split_sizes, **wanted)
+    names = [name for name in ("rows", "columns") if wanted[name]]
+    note_quantiser(recipe, f"rows {'+'.join(names)}", nbytes(source, *(copied.rows or ()), *(copied.columns or ())))
+    return TokenCopies(number, tokens.dtype, kept, *copied)
+
+
+def note_quantiser(recipe: Recipe, copies: str, size: int) -> None:
+    """Tells a trace, or a capture, that PyTorch quantises something."""
+    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
+    if trace.active():
+        why = f"no kernels for {type(recipe).__name__}"
+        trace.record(trace.KernelCall("torch (quantise)", why, 0, size, f"torch, {copies}, {size / 1e6:.1f} MB"))
 
 
 def is_power_of_two(recipe: Float8Block) -> bool:
@@ -154,36 +187,29 @@ def is_power_of_two(recipe: Float8Block) -> bool:
     return recipe.scales == "power_of_two"
 
 
-def transposed(weight: QuantizedWeight) -> TransposedWeight | None:
-    """What of a weight's copies the gradient of rows reads; None if they are not there."""
-    return None if weight.transposed is None else TransposedWeight(weight.transposed, weight.scales)
-
-
-def turned(weight: QuantizedWeight) -> TransposedWeight:
-    """The transposed bytes of a weight that has none, as a pass over it."""
-    return TransposedWeight(weight.data.view(torch.uint8).mT.contiguous().view(weight.data.dtype), weight.scales)
-
-
-def product(
-    rows: QuantizedRows, weight: QuantizedWeight, split_sizes: Tensor, dtype: torch.dtype, **options: Any
-) -> Tensor:
+def product(rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
+    if isinstance(rows, RowValues):
+        options["alpha"] = _factors(rows.amax, weight.amax)
+        y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
+        assert isinstance(y, Tensor)
+        return y
+    assert weight.scales is not None
+    if weight.column_scale is not None:
+        options["column_scale"] = weight.column_scale
     return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
 
 
-def input_grad(
-    dy: QuantizedRows, weight: TransposedWeight, split_sizes: Tensor, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
-    """``dy W`` by group, of this dtype."""
-    options: dict[str, Any] = {"out_dtype": dtype} if out is None else {"out": out}
-    return scaled_gemm(*dy, weight.data, weight.scales.mT, split_sizes, **options)
+def _factors(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """What the product of each group is multiplied by; None: it is right as it is."""
+    return None if a is None or b is None else product_factors(a, b)
 
 
 def weight_grad(
-    a: BlockedColumns,
-    b: BlockedColumns,
+    a: Columns,
+    b: Columns,
     split_sizes: Tensor,
     rows: int,
     *,
@@ -192,13 +218,25 @@ def weight_grad(
     beta: float | None = None,
 ) -> Matrices:
     """The product of two columnwise copies by group, with the keywords of a ``Wgrad``."""
+    if isinstance(a, ColumnValues):
+        assert isinstance(b, ColumnValues)
+        options: dict[str, Any] = {"out": out, "out_dtype": out_dtype, "beta": beta}
+        options["alpha"] = _factors(a.amax, b.amax)
+        return kernels.grouped_gemm(Layout.TN, a.data, b.data, a.split_sizes, **options)
+    assert not isinstance(b, ColumnValues)
     if out is None:
         return scaled_wgrad(*a, *b, split_sizes, rows=rows, out_dtype=out_dtype)
     return scaled_wgrad(*a, *b, split_sizes, rows=rows, out=out, accumulate=beta is not None)
 
 
+def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
+    """What the gradient of rows reads, of what a forward has saved of a weight."""
+    operand: WeightOperand = operands.turned(recipe, weight) if isinstance(weight, Copy) else weight
+    return operand
+
+
 def quantized_hidden(
-    recipe: Float8Block,
+    recipe: Recipe,
     preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
@@ -206,13 +244,13 @@ def quantized_hidden(
     copied: bool,
 ) -> Tensor | TokenCopies:
     """``act(preact) * scales``, rounded; ``copied``: the copy that a product of rows reads, and no more."""
-    if copied:
+    if copied and isinstance(recipe, Float8Block):
         power_of_two = is_power_of_two(recipe)
         copies = quantize_activation(preact, split_sizes, activation, scales=scales, power_of_two=power_of_two)
         return TokenCopies(preact.shape[0], preact.dtype, None, copies.rows, None)
     postact = kernels.activate(preact, activation, scales)
     zero_tail(postact, split_sizes)
-    return postact
+    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False) if copied else postact
 
 
 class ThroughActivation(NamedTuple):
@@ -228,7 +266,7 @@ class ThroughActivation(NamedTuple):
     dy: TokenCopies
     preact: TokenCopies | None
     scales: Tensor | None
-    postact: Tensor | BlockedColumns | None
+    postact: Tensor | Columns | None
 
 
 class Wanted(NamedTuple):
@@ -246,9 +284,9 @@ class Wanted(NamedTuple):
 
 
 def through_activation(
-    recipe: Float8Block,
+    recipe: Recipe,
     dy: TokenCopies,
-    weight: TransposedWeight,
+    weight: WeightOperand,
     preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
@@ -257,9 +295,10 @@ def through_activation(
 ) -> ThroughActivation:
     """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
     assert dy.rows is not None
-    dpostact = input_grad(dy.rows, weight, split_sizes, dy.dtype)
-    if wanted.values or recipe.wgrad != "float8":
+    dpostact = product(dy.rows, weight, split_sizes, dy.dtype)
+    if wanted.values or not has_kernels(recipe, True) or not wgrad_is_quantized(recipe):
         return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
+    assert isinstance(recipe, Float8Block)
     out = quantize_activation_backward(
         *(dpostact, preact, split_sizes, activation),
         scales=scales,
@@ -274,7 +313,7 @@ def through_activation(
 
 
 def _by_two_passes(
-    recipe: Float8Block,
+    recipe: Recipe,
     dy: TokenCopies,
     dpostact: Tensor,
     preact: Tensor,
@@ -291,6 +330,7 @@ def _by_two_passes(
         rows=wanted.inner_rows,
         wgrad=wanted.inner_weight,
         values=wanted.values,
+        is_gradient=True,
     )
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
@@ -302,11 +342,12 @@ def _by_two_passes(
 
 
 def hidden_for_wgrad(
-    recipe: Float8Block, preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None
-) -> Tensor | BlockedColumns | None:
+    recipe: Recipe, preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None
+) -> Tensor | Columns | None:
     """``act(preact) * scales`` as the gradient of a weight reads it."""
-    if recipe.wgrad != "float8":
-        return kernels.activate(preact, activation, scales)
+    if not isinstance(recipe, Float8Block) or not wgrad_is_quantized(recipe):
+        postact = kernels.activate(preact, activation, scales)
+        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True).for_wgrad
     return quantize_activation(
         *(preact, split_sizes, activation),
         scales=scales,
@@ -314,3 +355,11 @@ def hidden_for_wgrad(
         want_rows=False,
         want_columns=True,
     ).columns
+
+
+def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor | None = None) -> WeightOperands:
+    """A weight that PyTorch quantises, as products read it."""
+    read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
+    size = nbytes(weight, *read.forward, *(read.backward or ()))
+    note_quantiser(recipe, f"weight {'both' if both else 'rows'}", size)
+    return read

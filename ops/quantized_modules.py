@@ -6,36 +6,45 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError
+from .delayed_scales import is_delayed
 from .grouped_linear import GroupedLinear
-from .quantized.copies import SCALES
-from .quantized.recipe import Float8Block, Recipe
-from .quantized_linear import is_power_of_two, refusal
-from .quantized_weights import copies_of_weight
+from .kernels.problem import stacked
+from .quantized import operands
+from .quantized.copies import AMAX, SCALES
+from .quantized.recipe import Float8Block, NoRecipe, Recipe
+from .quantized.schemes import Copy
+from .quantized_linear import refusal
+from .quantized_weights import operands_of
 
 
 def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     """Quantises the weight of each :class:`GroupedLinear` of a module, in place, and returns the module.
 
-    ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales
-    [E, ceil(N / 128), ceil(K / 128)], as checkpoints of quantised models have them. Linears multiply rows of 16 bits by
-    it, which they quantise. Gradients of ``x``, the bias and scales flow as before. A weight that is quantised
-    already stays as it is.
+    ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales: of
+    ``Float8Block`` [E, ceil(N / 128), ceil(K / 128)], as checkpoints of quantised models have them, of ``Float8Row``
+    [E, N], of ``Float8Tensor`` [E], of ``MXFP8`` e8m0 [E, N, ceil(K / 32)]. Under ``NVFP4`` it is uint8 [E, N, K / 2]
+    with scales of e4m3 [E, N, K / 16] and a buffer ``weight_amax`` [E]. Weights of one parameter an expert stay so,
+    beside one buffer. Linears multiply rows of 16 bits by them, which they quantise. Gradients of ``x``, the bias and
+    scales flow as before. A weight that is quantised already stays as it is.
 
     Raises:
-        ArgumentError: another recipe than ``Float8Block``; a linear with a weight for each expert.
+        ArgumentError: what is no recipe; one with delayed scales; sizes that it has no blocks for.
     """
     linears = [each for each in module.modules() if isinstance(each, GroupedLinear) and not each.is_quantized]
-    why = refusal(recipe, torch.bfloat16)
-    if why is not None:
-        raise ArgumentError(f"quantize_: {why}")
-    for linear in linears:
-        if linear.per_group["weight"]:
-            raise ArgumentError(
-                "quantize_: a weight for each expert is not quantised yet; use single_grouped_weight=True"
-            )
+    for why in [_refusal(recipe, linear) for linear in linears]:
+        if why is not None:
+            raise ArgumentError(f"quantize_: {why}")
     for linear in linears:
         _quantize(linear, recipe)
     return module
+
+
+def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
+    if not isinstance(recipe, Recipe) or isinstance(recipe, NoRecipe):
+        return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
+    if is_delayed(recipe):
+        return "a weight that stays as it is has no steps before; use Float8Tensor()"
+    return refusal(linear, recipe)
 
 
 def holding(weight: Tensor, scales: Tensor, recipe: Float8Block) -> GroupedLinear:
@@ -50,7 +59,20 @@ def holding(weight: Tensor, scales: Tensor, recipe: Float8Block) -> GroupedLinea
 
 @torch.no_grad()
 def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
-    copies = copies_of_weight(linear.matrices("weight"), power_of_two=is_power_of_two(recipe), both=False)  # type: ignore[arg-type]
+    copy = _copy_of(linear, recipe)
     linear.transposed_weight, linear.recipe, linear.is_quantized = False, recipe, True
-    linear.weight = nn.Parameter(copies.data, requires_grad=False)
-    linear.register_buffer(SCALES, copies.scales)
+    parts = copy.data if linear.per_group["weight"] else [copy.data]
+    for name, part in zip(linear.parameter_names("weight"), parts, strict=True):
+        linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
+    linear.register_buffer(SCALES, copy.scales)
+    if copy.amax is not None:
+        linear.register_buffer(AMAX, copy.amax)
+
+
+def _copy_of(linear: GroupedLinear, recipe: Recipe) -> Copy:
+    weight = linear.matrices("weight")
+    if not isinstance(recipe, Float8Block):
+        return operands.rowwise_copy(recipe, stacked(weight))
+    data, scales, *_ = operands_of(recipe, weight, False).forward
+    assert scales is not None
+    return Copy(data, scales)

@@ -65,7 +65,7 @@ def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype
         assert isinstance(out, Tensor)
         return out
     if isinstance(x.recipe, NVFP4):
-        sizes = (sizes.clamp(min=0) + nvfp4.NV_BLOCK - 1) // nvfp4.NV_BLOCK * nvfp4.NV_BLOCK
+        sizes = nvfp4.filled_up(sizes)
     return _product(Layout.TN, _columnwise(dy), _columnwise(x), sizes, dtype)
 
 

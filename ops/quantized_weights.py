@@ -7,7 +7,7 @@ weights without counting. So copies are kept only where a caller promises that t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,15 +20,18 @@ from ..fuser.replay import capture
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
-from .quantized.copies import SCALES, QuantizedWeight
-from .quantized.reference import dequantize_weight
+from .quantized.copies import AMAX, SCALES, WeightOperand
+from .quantized.operands import WeightOperands, rowwise_copy, transposed
+from .quantized.recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.schemes import Copy, scheme_of
+from .quantized_linear import is_power_of_two, weight_operands
 
 
 class _Kept(NamedTuple):
     """Copies, and the weight that they are of: alive, its address stays its own."""
 
     weight: Matrices
-    copies: QuantizedWeight
+    copies: WeightOperands
 
 
 _kept: dict[tuple[Any, ...], _Kept] = {}
@@ -57,19 +60,27 @@ def same_weights() -> Iterator[None]:
             _kept.clear()
 
 
-def copies_of_weight(weight: Matrices, *, power_of_two: bool, both: bool) -> QuantizedWeight:
-    """The copies of a weight [E, N, K]; ``both``: also the transposed bytes, which the gradient of rows reads."""
+def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
+    """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
     one = first(weight)
     if not active_config().same_weights or trace.active() or trace.has_no_data(one):
-        return quantize_weight(weight, power_of_two=power_of_two, both=both)
+        return _quantized(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
-    key = power_of_two, *_identity(weight)
+    key = recipe, *_identity(weight)
     kept = _kept.get(key)
-    if kept is None or (both and kept.copies.transposed is None):
-        kept = _kept[key] = _Kept(weight, quantize_weight(weight, power_of_two=power_of_two, both=both))
+    if kept is None or (both and kept.copies.backward is None):
+        kept = _kept[key] = _Kept(weight, _quantized(recipe, weight, both))
     return kept.copies
+
+
+def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
+    """By our own kernels for ``Float8Block``, else by PyTorch."""
+    if not isinstance(recipe, Float8Block):
+        return weight_operands(recipe, weight, both)
+    copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
+    return WeightOperands(WeightOperand(copies.data, copies.scales), transposed(copies) if both else None)
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:
@@ -84,18 +95,40 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
 
     A weight that is not quantised becomes one that is, or the other way, with a warning: its values have been rounded.
     """
-    name, scales_name = f"{prefix}weight", f"{prefix}{SCALES}"
-    weight, scales = state_dict.get(name), state_dict.get(scales_name)
+    one, scales_name, amax_name = (f"{prefix}{name}" for name in ("weight", SCALES, AMAX))
+    many = [f"{one}{i}" for i in range(linear.num_groups)]
+    weight, scales = state_dict.get(one), state_dict.get(scales_name)
+    if weight is None and all(isinstance(state_dict.get(name), Tensor) for name in many):
+        weight = torch.stack([state_dict[name].data for name in many])
     if not isinstance(weight, Tensor):
         return
     if linear.is_quantized and scales is None and weight.dtype.itemsize > 1:
-        power_of_two = getattr(linear.recipe, "scales", "") == "power_of_two"
-        copies = quantize_weight(weight, power_of_two=power_of_two)
-        state_dict |= {name: copies.data, scales_name: copies.scales}
-    elif linear.is_quantized and isinstance(scales, Tensor) and scales.dtype != torch.float32:
+        copy = rowwise_copy(linear.recipe, weight)
+        values = {one: copy.data, scales_name: copy.scales, amax_name: copy.amax}
+        _replace(state_dict, many, {name: value for name, value in values.items() if value is not None})
+    elif linear.is_quantized and isinstance(scales, Tensor) and isinstance(linear.recipe, Float8Block):
         state_dict[scales_name] = scales.float()
     elif not linear.is_quantized and isinstance(scales, Tensor):
-        warnings.warn(f"{name} is quantised and the module is not: its rounded values are loaded", stacklevel=2)
-        values = dequantize_weight(QuantizedWeight(weight, None, scales.float()), 1)
-        state_dict[name] = values.mT if linear.transposed_weight else values
+        warnings.warn(f"{one} is quantised and the module is not: its rounded values are loaded", stacklevel=2)
+        recipe = _recipe_of(weight, scales)
+        scales = scales.float() if isinstance(recipe, Float8Block) else scales
+        copy = Copy(weight, scales, state_dict.pop(amax_name, None))
+        rounded = scheme_of(recipe).weight_values(copy, 1)
+        _replace(state_dict, many, {one: rounded.mT if linear.transposed_weight else rounded})
         del state_dict[scales_name]
+
+
+def _replace(state_dict: dict[str, Any], names: Iterable[str], by: Mapping[str, Tensor]) -> None:
+    for name in names:
+        state_dict.pop(name, None)
+    state_dict.update(by)
+
+
+def _recipe_of(weight: Tensor, scales: Tensor) -> Recipe:
+    """One that a quantised weight may come from, by the form of its scales; all such have the same values."""
+    if weight.dtype == torch.uint8:
+        return NVFP4()
+    if scales.dtype == torch.float8_e8m0fnu and scales.shape[1] == weight.shape[1]:
+        return MXFP8()
+    by_dimensions: dict[int, Recipe] = {1: Float8Tensor(), 2: Float8Row()}
+    return by_dimensions.get(scales.dim(), Float8Block())

@@ -148,8 +148,7 @@ def test_what_is_no_recipe_is_refused(recipe):
     ("recipe", "dtype", "why"),
     [
         (RECIPE, torch.float32, "Float8Block quantises bfloat16 or float16, not float32"),
-        (fusible.Float8Row(), torch.bfloat16, "Float8Row has storage and quantisers, and no grouped linear yet"),
-        (fusible.Float8Block(gradient="e5m2"), torch.bfloat16, "gradient='e5m2'"),
+        (fusible.MXFP8(), torch.float32, "MXFP8 quantises bfloat16 or float16, not float32"),
     ],
 )
 def test_what_is_not_followed_says_why(recipe, dtype, why):

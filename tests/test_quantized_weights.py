@@ -210,8 +210,9 @@ def test_a_state_dict_of_either_kind_is_loaded():
 @pytest.mark.parametrize(
     ("recipe", "options", "why"),
     [
-        (fusible.Float8Row(), {}, "Float8Row has storage and quantisers"),
-        (RECIPE, {"single_grouped_weight": False}, "single_grouped_weight=True"),
+        (fusible.Float8Tensor(delayed=fusible.Delayed()), {}, "has no steps before; use Float8Tensor()"),
+        (fusible.NoRecipe(), {}, r"recipe must be one such as fusible.Float8Block\(\)"),
+        ("float8", {}, r"recipe must be one such as fusible.Float8Block\(\)"),
     ],
 )
 def test_what_cannot_stay_quantised_says_why(recipe, options, why):

@@ -58,7 +58,7 @@ def forward(
         copied: whether hidden rows that follow a recipe are wanted as the copies that the second linear reads.
     """
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
-    recipe = applied(fc1.recipe, rows.dtype)
+    recipe = applied(fc1, rows.dtype)
     if recipe is not None:
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent = bias_scale, grad_input

@@ -19,24 +19,26 @@ from ...fuser import tracing as trace
 from ...fuser.config import active_config
 from ...fuser.replay import capture
 from .. import kernels
+from ..delayed_scales import is_delayed
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
-from ..quantized.copies import BlockedColumns, QuantizedWeight
-from ..quantized.recipe import Float8Block
+from ..quantized.copies import Columns, WeightOperand
+from ..quantized.recipe import Recipe
+from ..quantized.schemes import Copy
 from ..quantized_linear import (
     GatheredTokens,
     ThroughActivation,
     TokenCopies,
-    TransposedWeight,
     Wanted,
     copies_of,
+    followed_by,
     hidden_for_wgrad,
-    in_force,
     quantized_hidden,
     through_activation,
-    turned,
+    transposed_operand,
+    wgrad_is_quantized,
 )
 from ..scale import Scale
 from . import fc1 as first_linear
@@ -72,7 +74,8 @@ _PATH = Pattern.path(
     .absent("output", "fc1")
     .absent("grad_input", "fc2")
     .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
-    .where("fc1 and fc2 have different recipes", lambda m: in_force(m.fc1.recipe) == in_force(m.fc2.recipe))
+    .where("fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2))
+    .where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
     .where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
     priority=30,
 )
@@ -136,7 +139,7 @@ class GroupedMLP(FusedOp):
 
     def quantized_fwd(
         self,
-        recipe: Float8Block,
+        recipe: Recipe,
         x: Tensor | GatheredTokens,
         split_sizes: Tensor,
         scales: Tensor | None,
@@ -191,7 +194,7 @@ class GroupedMLP(FusedOp):
         return grads | vector_grads(self.act, activated.vectors, needs_grad)
 
     def quantized_bwd(
-        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
+        self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
     ) -> Grads:
         """:meth:`bwd` of a call that followed a recipe.
 
@@ -208,26 +211,25 @@ class GroupedMLP(FusedOp):
             grads |= self.scale_grads(saved, values, through.scales, needs_grad)
         return grads
 
-    def reads_values(self, recipe: Float8Block, saved: Saved, needs_grad: frozenset[str]) -> bool:
+    def reads_values(self, recipe: Recipe, saved: Saved, needs_grad: frozenset[str]) -> bool:
         """Whether a backward reads the gradient of the output as it was before it is quantised."""
         biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
-        return biased or (recipe.wgrad != "float8" and _trains(needs_grad))
+        return biased or (not wgrad_is_quantized(recipe) and _trains(needs_grad))
 
     def _through_quantized(
-        self, recipe: Float8Block, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
+        self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
     ) -> ThroughActivation:
         """:meth:`through_fc2` of a call that followed a recipe."""
         sizes, weight, spec, trains = saved.fc2.split_sizes, saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
         through = weight is not None and _through(needs_grad)
-        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains)
+        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains, is_gradient=True)
         total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
         if not through:
             hidden = hidden_for_wgrad(recipe, saved.preact, sizes, spec, total) if trains else None
             return ThroughActivation(copies, None, None, hidden)
-        weight = turned(weight) if isinstance(weight, QuantizedWeight) else weight
-        assert isinstance(weight, TransposedWeight)
+        weight = transposed_operand(recipe, weight)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
             scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
@@ -280,7 +282,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or isinstance(weight, QuantizedWeight) or not _through(needs_grad):
+        if weight is None or isinstance(weight, Copy | WeightOperand) or not _through(needs_grad):
             of_groups = (vectors, None if vectors is None else sizes)
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total, *of_groups))
         return kernels.grouped_linear_activation_backward(
@@ -306,9 +308,9 @@ class GroupedMLP(FusedOp):
         self,
         saved: Saved,
         dy: Tensor,
-        postact: Tensor | BlockedColumns | None,
+        postact: Tensor | Columns | None,
         needs_grad: frozenset[str],
-        for_wgrad: Tensor | BlockedColumns | None = None,
+        for_wgrad: Tensor | Columns | None = None,
         number: int = 0,
     ) -> Grads:
         """Of the parameters and the bias scale of the second linear, by its names.

@@ -21,7 +21,7 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
 from ..kernels.custom_ops import kernel
-from ..quantized_linear import GatheredTokens, applied
+from ..quantized_linear import GatheredTokens, applied, wgrad_is_quantized
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
@@ -55,8 +55,8 @@ def forward(
     """
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
     factors = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
-    recipe = applied(mlp.fc1.recipe, tokens.dtype)
-    if recipe is not None and (recipe.wgrad == "float8" or "fc1.weight" not in needs_grad):
+    recipe = applied(mlp.fc1, tokens.dtype)
+    if recipe is not None and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):
         rows = gathered(tokens, routing)
         scales = factors.get("scales"), factors.get("out_scale_scales")
         y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)

@@ -18,14 +18,15 @@ from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
+from ..delayed_scales import is_delayed
 from ..gathered_wgrad import gathered_wgrad
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
-from ..quantized.recipe import Float8Block
-from ..quantized_linear import in_force
+from ..quantized.recipe import Recipe
+from ..quantized_linear import followed_by, in_force
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import (
@@ -65,7 +66,8 @@ def _pattern() -> Pattern:
         .absent("output", "fc2")
         .absent("grad_input", "fc1")
         .absent("grad_input", "fc2")
-        .where("fc1 and fc2 have different recipes", lambda m: in_force(m.fc1.recipe) == in_force(m.fc2.recipe))
+        .where("fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2))
+        .where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
     ),
     priority=40,
 )
@@ -188,7 +190,7 @@ class RoutedMLP(FusedOp):
 
     def _quantized_bwd(
         self,
-        recipe: Float8Block,
+        recipe: Recipe,
         saved: Saved,
         mlp: GroupedMLP.Saved,
         dy: Tensor,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ...fuser import tracing as trace
+from ...fuser.config import active_config
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
-from . import activate, activate_backward
+from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
 from .problem import Matrices, first
@@ -236,7 +237,7 @@ def quantize_activation_backward(
     return out._replace(dscales=grads.scales)
 
 
-@kernel(new_scaled_product, only_without_out=("out_dtype",))
+@kernel(new_scaled_product, only_without_out=("out_dtype",), added=("column_scale",))
 def scaled_gemm(
     a: Tensor,
     a_scales: Tensor,
@@ -250,8 +251,9 @@ def scaled_gemm(
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> Tensor:
-    """``row_scale * (A W^T + bias_scale * bias)`` of quantised rows and a quantised weight; see :class:`ScaledGemm`.
+    """``row_scale * (column_scale * A W^T + bias_scale * bias)`` of quantised operands; see :class:`ScaledGemm`.
 
     Args:
         a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
@@ -262,10 +264,8 @@ def scaled_gemm(
     fresh = out is None
     if out is None:
         out = new_scaled_product(a, weight, out_dtype)
-    rows = QuantizedRows(a, a_scales)
-    _multiply(
-        ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, row_scale, None, bias_scale, fresh)
-    )
+    rows, factors = QuantizedRows(a, a_scales), (row_scale, None, bias_scale)
+    _multiply(ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, *factors, fresh, column_scale))
     return out
 
 
@@ -319,7 +319,9 @@ def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     backend, reason = scaled_products(problem)
     operand = problem.a.data
-    if trace.active():
+    if operand.is_cuda and backend.NAME != HOPPER and active_config().backend != backend.NAME:
+        _multiply_in_16_bits(problem, reason)
+    elif trace.active():
         shown, name = reason if operand.is_cuda else "", f"{backend.NAME} (e4m3)"
         trace.record(trace.KernelCall(name, shown, problem.flops, problem.bytes, _configuration(problem)))
     elif operand.is_meta:
@@ -329,6 +331,14 @@ def _multiply(problem: Multiplying) -> None:
     elif isinstance(problem, ScaledWgrad) and not problem.accumulate:
         for each in (problem.out,) if isinstance(problem.out, Tensor) else problem.out:
             each.zero_()
+
+
+def _multiply_in_16_bits(problem: Multiplying, reason: str) -> None:
+    """As values in bfloat16, which waits for no device."""
+    trace.note(f"multiplied in 16 bits: {reason}")
+    dequantized.multiply(problem)
+    if problem.fresh and isinstance(problem, ScaledGemm):
+        zero_tail(problem.out, problem.split_sizes)
 
 
 def _configuration(problem: Quantizing | Multiplying) -> str:

@@ -164,7 +164,7 @@ class PermuteQuantizedRows:
 
 @dataclass(slots=True)
 class ScaledGemm:
-    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, group by group: rows times quantised weights.
+    """``out = row_scale * (alpha * column_scale * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
 
     The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
     S_b is the product of the bytes. It is rounded once.
@@ -179,7 +179,7 @@ class ScaledGemm:
         out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
         bias: [E, N], or E vectors [N]; None: there is none.
         row_scale: [T], a factor of each row; ``alpha``: [E], a factor of each product; ``bias_scale``: [T], a factor of
-            the bias in each row.
+            the bias in each row; ``column_scale``: float32 [E, N], a factor of each column of a group's product.
         fresh: ``out`` was allocated for this. Its rows past the last group must become zero.
     """
 
@@ -194,6 +194,7 @@ class ScaledGemm:
     alpha: Tensor | None = None
     bias_scale: Tensor | None = None
     fresh: bool = False
+    column_scale: Tensor | None = None
 
     @property
     def rows(self) -> int:

@@ -17,7 +17,7 @@ from ...fuser.runtime.residuals import Apart
 from ...fuser.tracing import WITHOUT_DATA
 from ..checks import check_parameter
 from ..kernels.problem import Matrices, first
-from ..quantized.copies import SCALES
+from ..quantized.copies import AMAX, SCALES
 from .group import ExpertGroup, as_one
 from .stored import drop_note
 
@@ -82,7 +82,8 @@ class ExpertParameters(Op):
                 check_parameter(name, self.one_parameter(name), *form)
                 continue
             group = self._group(name)
-            check_parameter(f"{name}0", group.tensors[0], shapes[name], device)
+            is_quantized = self.is_quantized and name == "weight"
+            check_parameter(f"{name}0", group.tensors[0], shapes[name], device, is_quantized)
             if not group.is_uniform() and (misfit := _misfit(name, group.tensors)):
                 raise ArgumentError(misfit)
 
@@ -152,7 +153,7 @@ class ExpertParameters(Op):
             else:
                 held += (self.one_parameter(name),)
         if self.is_quantized:
-            held += (self._buffers[SCALES],)  # type: ignore[arg-type]
+            held += self.quantized_buffers()
         others = self._modules or self._forward_pre_hooks or len(parameters) > self._count  # as _has_others
         return held + [p for _, p in self._others()] if others else held
 
@@ -162,7 +163,11 @@ class ExpertParameters(Op):
         for name, split in self.per_group.items():
             values = self._group(name).values() if split else self.one_parameter(name)
             tensors += (values,) if isinstance(values, Tensor) else values
-        return tensors + [self.get_buffer(SCALES)] if self.is_quantized else tensors
+        return [*tensors, *self.quantized_buffers()] if self.is_quantized else tensors
+
+    def quantized_buffers(self) -> list[Tensor]:
+        """The scales of a weight that stays quantised, and the amaxes of its groups, where these have scales."""
+        return [buffer for name in (SCALES, AMAX) if (buffer := self._buffers.get(name)) is not None]
 
     def _has_stand_ins(self, name: str) -> bool:
         """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""

@@ -16,7 +16,7 @@ from ...fuser.replay import capture
 from .. import kernels
 from ..checks import is_plain
 from ..kernels import Layout, Matrices
-from ..quantized.copies import BlockedColumns
+from ..quantized.copies import Columns
 from ..quantized_linear import weight_grad
 from .delayed import Delayed
 from .group import ExpertGroup
@@ -54,8 +54,8 @@ class WeightGrads(ExpertParameters):
 
     def weight_grads(
         self,
-        dy: Tensor | BlockedColumns | None,
-        x: Tensor | BlockedColumns | None,
+        dy: Tensor | Columns | None,
+        x: Tensor | Columns | None,
         split_sizes: Tensor,
         needs_grad: frozenset[str],
         rows: int = 0,
@@ -68,11 +68,12 @@ class WeightGrads(ExpertParameters):
         """
         if x is None or dy is None:
             return {}
-        if isinstance(x, BlockedColumns) or isinstance(dy, BlockedColumns):
-            assert isinstance(x, BlockedColumns)
-            assert isinstance(dy, BlockedColumns)
+        if isinstance(x, Columns) or isinstance(dy, Columns):
+            assert isinstance(x, Columns)
+            assert isinstance(dy, Columns)
             pair = (x, dy) if self.transposed_weight else (dy, x)
-            return self.delivered(partial(weight_grad, *pair, split_sizes, rows), (*x, *dy), needs_grad)
+            reads = tuple([tensor for tensor in (*x, *dy) if tensor is not None])
+            return self.delivered(partial(weight_grad, *pair, split_sizes, rows), reads, needs_grad)
         left, right = (x, dy) if self.transposed_weight else (dy, x)
         return self.delivered(partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes), (x, dy), needs_grad)
 

@@ -9,6 +9,8 @@ from torch import Tensor
 BLOCK = 128
 SCALES = "weight_scale_inv"
 """The buffer of the decode scales of a weight that stays quantised; checkpoints call it so."""
+AMAX = "weight_amax"
+"""The buffer [E] from which the scales of groups come, of a weight that stays quantised by ``NVFP4``."""
 
 
 class QuantizedRows(NamedTuple):
@@ -52,3 +54,51 @@ class QuantizedWeight(NamedTuple):
     data: Tensor
     transposed: Tensor | None
     scales: Tensor
+
+
+class WeightOperand(NamedTuple):
+    """A weight as one product of rows reads it: ``W`` for the forward, its transpose for the gradient of rows.
+
+    Attributes:
+        data: [E, M, K], contracted over K: bytes of 8 bits, or the values in bfloat16.
+        scales: of bytes, float32 [E, blocks of M, blocks of K]; None: ``data`` are values.
+        column_scale: float32 [E, M], a factor of each column of the product.
+        amax: float32 [E], from which the product has a factor of each group, under NVFP4.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+    column_scale: Tensor | None = None
+    amax: Tensor | None = None
+
+
+class RowValues(NamedTuple):
+    """Rows of tokens whose copies are multiplied exactly in 16 bits.
+
+    Attributes:
+        data: bfloat16 [T, K], but for the factors of groups.
+        amax: as of :class:`WeightOperand`.
+    """
+
+    data: Tensor
+    amax: Tensor | None = None
+
+
+class ColumnValues(NamedTuple):
+    """Tokens of each group, for a weight gradient that is computed exactly in 16 bits.
+
+    Attributes:
+        data: bfloat16 [R, K], but for the factors of groups.
+        split_sizes: int [E], the rows of each group, with those that fill its last block.
+        amax: as of :class:`WeightOperand`.
+    """
+
+    data: Tensor
+    split_sizes: Tensor
+    amax: Tensor | None = None
+
+
+Rows = QuantizedRows | RowValues
+"""What a product of rows reads of tokens."""
+Columns = BlockedColumns | ColumnValues
+"""What a weight gradient reads of tokens."""

@@ -87,7 +87,7 @@ def cast_e2m1_stochastic(values: Tensor, random: Tensor) -> Tensor:
     """
     table = from_e2m1(torch.arange(8, device=values.device))
     magnitude = values.abs().clamp(max=_E2M1_MAX).nan_to_num(nan=_E2M1_MAX)
-    below = (torch.searchsorted(table, magnitude, right=True) - 1).clamp(max=6)
+    below = (torch.searchsorted(table, magnitude.contiguous(), right=True) - 1).clamp(max=6)
     fraction = (magnitude - table[below]) / (table[below + 1] - table[below])
     code = (below + (random < fraction)).to(torch.uint8)
     return code | (torch.signbit(values) & ~values.isnan()).to(torch.uint8) << 3

@@ -41,30 +41,42 @@ class NVFP4Data(NamedTuple):
     amax: Tensor
 
 
-def quantize_rows(x: Tensor, split_sizes: Tensor, generator: torch.Generator | None = None) -> NVFP4Data:
-    """``x`` [T, K] in blocks of 1 x 16. With a generator values are rounded stochastically."""
+def quantize_rows(
+    x: Tensor, split_sizes: Tensor, generator: torch.Generator | None = None, is_stochastic: bool = False
+) -> NVFP4Data:
+    """``x`` [T, K] in blocks of 1 x 16.
+
+    Args:
+        generator: of the random numbers that values are rounded by; torch's own if ``is_stochastic`` without one.
+    """
     _check(x)
     blocks = split(x, -1, NV_BLOCK)
     group = groups_of(split_sizes, x.shape[0])
     amax = largest_by_group(amax_of(x, (1,)).squeeze(1), group, split_sizes.shape[0])
     by_row = F.pad(amax, (0, 1))[group].view(-1, 1, 1)
-    codes, scales = _quantize(blocks, (2,), by_row, generator)
+    codes, scales = _quantize(blocks, (2,), by_row, is_stochastic or generator is not None, generator)
     return NVFP4Data(pack(codes.flatten(1)), scales.squeeze(2), amax)
 
 
 def quantize_columns(
-    x: Tensor, split_sizes: Tensor, is_transformed: bool = True, generator: torch.Generator | None = None
+    x: Tensor,
+    split_sizes: Tensor,
+    is_transformed: bool = True,
+    generator: torch.Generator | None = None,
+    is_stochastic: bool = False,
 ) -> NVFP4Data:
     """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
         is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
+        generator, is_stochastic: as for :func:`quantize_rows`.
     """
     blocks = token_blocks(split_sizes, x.shape[0], NV_BLOCK)
     values = gather(x, blocks).transpose(1, 2)  # [blocks, K, 16]
     values = transform(values) if is_transformed else values
     amax = largest_by_group(amax_of(values, (1, 2)).flatten(), blocks.group, split_sizes.shape[0])
-    codes, scales = _quantize(values, (2,), amax[blocks.group].view(-1, 1, 1), generator)
+    by_block, is_random = amax[blocks.group].view(-1, 1, 1), is_stochastic or generator is not None
+    codes, scales = _quantize(values, (2,), by_block, is_random, generator)
     return NVFP4Data(pack(codes), scales, amax)
 
 
@@ -74,7 +86,7 @@ def quantize_weight(weight: Tensor) -> NVFP4Data:
     rows = weight.shape[1]
     amax = amax_of(weight, (1, 2)).flatten()
     blocks = split(split(weight, -1, NV_BLOCK), 1, NV_BLOCK)  # [E, blocks, 16, blocks, 16]
-    codes, scales = _quantize(blocks, (2, 4), amax.view(-1, 1, 1, 1, 1), None)
+    codes, scales = _quantize(blocks, (2, 4), amax.view(-1, 1, 1, 1, 1))
     by_row = scales.squeeze(4).repeat_interleave(NV_BLOCK, 2).flatten(1, 2)[:, :rows]
     return NVFP4Data(pack(codes.flatten(3).flatten(1, 2)[:, :rows]), by_row.contiguous(), amax)
 
@@ -85,7 +97,11 @@ def _check(x: Tensor) -> None:
 
 
 def _quantize(
-    x: Tensor, dims: tuple[int, ...], amax: Tensor, generator: torch.Generator | None
+    x: Tensor,
+    dims: tuple[int, ...],
+    amax: Tensor,
+    is_stochastic: bool = False,
+    generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Codes of the shape of ``x``, and scales, of a size of 1 in the dimensions that a block spans."""
     most = torch.full_like(amax, torch.finfo(torch.float32).max)
@@ -94,7 +110,7 @@ def _quantize(
     scales = cast(torch.minimum(amax_of(x, dims) * (encode_group * sixth), most), E4M3)
     encode = torch.minimum(1 / (scales.float() * (torch.ones_like(amax) / encode_group)), most)
     values = x.float() * encode
-    if generator is None:
+    if not is_stochastic:
         return cast_e2m1(values), scales
     random = torch.rand(values.shape, device=values.device, generator=generator)
     return cast_e2m1_stochastic(values, random), scales
@@ -116,6 +132,11 @@ def dequantize(quantised: NVFP4Data) -> Tensor:
     """bfloat16 [..., K], exactly the codes times the scales of their blocks; without the scales of the groups."""
     values = split(from_e2m1(unpack(quantised.data)), -1, NV_BLOCK)
     return (values * quantised.scales.float().unsqueeze(-1)).flatten(-2).bfloat16()
+
+
+def filled_up(split_sizes: Tensor) -> Tensor:
+    """The tokens of each group with those that fill its last block of 16."""
+    return (split_sizes.clamp(min=0) + NV_BLOCK - 1) // NV_BLOCK * NV_BLOCK
 
 
 def hadamard(device: torch.device | None = None) -> Tensor:

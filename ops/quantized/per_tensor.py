@@ -71,10 +71,14 @@ def transposed_rows(rows: Blocks, split_sizes: Tensor) -> Tensor:
     return data.transpose(1, 2).contiguous()
 
 
-def quantize_weight(weight: Tensor, is_power_of_two: bool, format: Format = E4M3) -> Blocks:
-    """Bytes [E, N, K] and a scale for each matrix [E]; the transposed copy has the same bytes."""
+def quantize_weight(
+    weight: Tensor, is_power_of_two: bool, format: Format = E4M3, encode: Tensor | None = None
+) -> Blocks:
+    """Bytes [E, N, K] and a scale for each matrix [E], from ``encode`` [E] if given; transposed bytes are the same."""
     amax = amax_of(weight, (1, 2))
-    encode = encode_scales(amax, is_power_of_two, format, weight.dtype)
+    if encode is None:
+        encode = encode_scales(amax, is_power_of_two, format, weight.dtype)
+    encode = encode.view(-1, 1, 1)
     return Blocks(cast(weight.float() * encode, format), decode_scales(encode, amax).flatten())
 
 

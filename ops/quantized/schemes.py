@@ -64,8 +64,11 @@ class Scheme(Protocol):
         """[E, N, K]."""
 
 
-def scheme_of(recipe: Recipe, is_gradient: bool = False) -> Scheme:
+def scheme_of(recipe: Recipe, is_gradient: bool = False, stochastic: bool = False) -> Scheme:
     """The copies under a recipe, of a gradient or of anything else.
+
+    Args:
+        stochastic: gradients may be rounded by random numbers, where the recipe says so; else to the nearest.
 
     Raises:
         ValueError: the recipe quantises nothing, or needs scales of steps before.
@@ -83,7 +86,7 @@ def scheme_of(recipe: Recipe, is_gradient: bool = False) -> Scheme:
         case MXFP8():
             return MXScheme()
         case NVFP4():
-            return NVScheme(recipe.hadamard)
+            return NVScheme(recipe.hadamard, stochastic and is_gradient and recipe.stochastic_rounding)
         case NoRecipe():
             raise ValueError("NoRecipe quantises nothing")
 
@@ -228,15 +231,17 @@ class MXScheme:
 
 @dataclass(frozen=True)
 class NVScheme:
-    """:class:`NVFP4`, rounded to the nearest; values include the scale of the group."""
+    """:class:`NVFP4`; values include the scale of the group."""
 
     is_transformed: bool
+    is_stochastic: bool = False
 
     def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*nvfp4.quantize_rows(x, split_sizes))
+        return Copy(*nvfp4.quantize_rows(x, split_sizes, is_stochastic=self.is_stochastic))
 
     def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*nvfp4.quantize_columns(x, split_sizes, self.is_transformed))
+        is_stochastic = self.is_stochastic
+        return Copy(*nvfp4.quantize_columns(x, split_sizes, self.is_transformed, is_stochastic=is_stochastic))
 
     def weight(self, weight: Tensor, halves: int) -> Copy:
         return Copy(*nvfp4.quantize_weight(weight))

@@ -155,6 +155,8 @@ def _gemm_refusal(p: ScaledGemm) -> str | None:
         return f"needs scales of weights of shape {grid}, got {list(p.weight_scales.shape)}"
     if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
         return "needs float32 scales"
+    if p.column_scale is not None:
+        return "has no factors of columns"
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
     return _layout_refusal("a", p.a.data) or _layout_refusal("the weight", p.weight) or _vectors_refusal(p)

@@ -56,7 +56,8 @@ def _weight_of(p: ScaledGemm, group: int) -> Tensor:
     """The matrix [N, K] of a group, float32."""
     weight = p.weight[group : group + 1]
     scales = reference.weight_scales(p.weight_scales[group : group + 1], weight.shape, p.halves)
-    return (weight.float() * scales)[0]
+    values = (weight.float() * scales)[0]
+    return values if p.column_scale is None else values * p.column_scale[group].unsqueeze(-1)
 
 
 def _multiply_columns(p: ScaledWgrad) -> None:

@@ -1,0 +1,60 @@
+"""Products of quantised operands as products of 16 bits: on a GPU whose kernels do not multiply the bytes.
+
+The values of e4m3 and e5m2 are exact in bfloat16, and stay so under scales that are powers of two. Under others they
+are rounded once more. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..quantized import reference
+from ..quantized.copies import BLOCK, BlockedColumns
+from . import grouped_gemm
+from .problem import Layout
+from .quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
+
+
+def multiply(problem: Multiplying) -> None:
+    """Computes ``problem.out``; rows past the last group stay as they are."""
+    if isinstance(problem, ScaledGemm):
+        _multiply_rows(problem)
+    else:
+        _multiply_columns(problem)
+
+
+def _multiply_rows(p: ScaledGemm) -> None:
+    a = reference.dequantize_rows(p.a).bfloat16()
+    grouped_gemm(
+        *(Layout.NT, a, _weight(p), p.split_sizes),
+        out=p.out,
+        alpha=p.alpha,
+        bias=p.bias,
+        bias_scale=p.bias_scale,
+        row_scale=p.row_scale,
+    )
+
+
+def _weight(p: ScaledGemm) -> Tensor:
+    """bfloat16 [E, N, K]."""
+    values = p.weight.float() * reference.weight_scales(p.weight_scales, p.weight.shape, p.halves)
+    return (values if p.column_scale is None else values * p.column_scale.unsqueeze(-1)).bfloat16()
+
+
+def _multiply_columns(p: ScaledWgrad) -> None:
+    """Blocks that are filled up with zeros are multiplied whole."""
+    sizes = _filled_up(p.split_sizes)
+    out = p.out if isinstance(p.out, Tensor) else list(p.out)
+    beta = 1.0 if p.accumulate else None
+    grouped_gemm(Layout.TN, _tokens(p.a), _tokens(p.b), sizes, out=out, beta=beta)
+
+
+def _filled_up(split_sizes: Tensor) -> Tensor:
+    """The tokens of each group with those that fill its last block."""
+    return (split_sizes.clamp(min=0) + BLOCK - 1) // BLOCK * BLOCK
+
+
+def _tokens(columns: BlockedColumns) -> Tensor:
+    """bfloat16 [blocks * 128, K]."""
+    values: Tensor = reference.dequantize_columns(columns).bfloat16()
+    return values.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,225 @@
+"""What the products of a linear read under each recipe.
+
+Kernels multiply bytes with scales of blocks of 128: those of ``Float8Block`` as they are, and those of other recipes
+where such scales say the same. The scale of a row or of a group is that of all its blocks. The scale of a weight's row
+is a factor of a column of the product. MXFP8 is regrouped if ``compute="fast"``. Else it is exact in bfloat16, as NVFP4
+is but for the scales of groups, and is multiplied there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import mxfp8, nvfp4, per_tensor
+from .copies import (
+    BLOCK,
+    BlockedColumns,
+    Columns,
+    ColumnValues,
+    QuantizedRows,
+    QuantizedWeight,
+    Rows,
+    RowValues,
+    WeightOperand,
+)
+from .formats import E4M3, FORMATS
+from .mxfp8 import MXColumns, MXRows
+from .nvfp4 import NVFP4Data
+from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
+from .reference import Blocks, groups_of, token_blocks
+from .schemes import Copy, scheme_of
+
+
+class Operands(NamedTuple):
+    """Of tokens; None for what nobody reads."""
+
+    rows: Rows | None
+    columns: Columns | None
+
+
+class WeightOperands(NamedTuple):
+    """Of a weight [E, N, K]: for the forward, and for the gradient of rows; None: nobody reads it."""
+
+    forward: WeightOperand
+    backward: WeightOperand | None
+
+
+def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:
+    """Why a weight of this size has no copies under the recipe; None: it has."""
+    for name, size in (("in", in_features), ("out", out_features)):
+        if isinstance(recipe, NVFP4) and size % nvfp4.NV_BLOCK:
+            return f"NVFP4 needs {name}_features that are multiples of {nvfp4.NV_BLOCK}, got {size}"
+    return None
+
+
+def of_tokens(
+    recipe: Recipe,
+    x: Tensor,
+    split_sizes: Tensor,
+    *,
+    rows: bool,
+    columns: bool,
+    is_gradient: bool = False,
+    encode: Tensor | None = None,
+) -> Operands:
+    """The operands of tokens [T, K] that are wanted.
+
+    Args:
+        encode: float32 [E], what the values of a group are multiplied by, where that is known before.
+    """
+    if isinstance(recipe, Float8Tensor):
+        return _of_groups(recipe, x, split_sizes, rows, columns, is_gradient, encode)
+    scheme = scheme_of(recipe, is_gradient, stochastic=True)
+    by_row = _rows_of(recipe, scheme.rows(x, split_sizes)) if rows else None
+    if not columns:
+        return Operands(by_row, None)
+    return Operands(by_row, _columns_of(recipe, scheme.columns(x, split_sizes), split_sizes, x.shape[0]))
+
+
+def _of_groups(
+    recipe: Float8Tensor,
+    x: Tensor,
+    split_sizes: Tensor,
+    rows: bool,
+    columns: bool,
+    is_gradient: bool,
+    encode: Tensor | None,
+) -> Operands:
+    """Both orientations have the same bytes and the same scales of groups."""
+    format = FORMATS[recipe.gradient] if is_gradient else E4M3
+    data, scales = per_tensor.quantize_rows(x, split_sizes, recipe.scales == "power_of_two", format, encode)
+    by_token = F.pad(scales, (0, 1), value=1.0)[groups_of(split_sizes, x.shape[0])]
+    by_row = _constant_along_rows(data, by_token) if rows else None
+    if not columns:
+        return Operands(by_row, None)
+    blocks = per_tensor.transposed_rows(Blocks(data, scales), split_sizes)
+    by_block = scales[token_blocks(split_sizes, x.shape[0]).group]
+    return Operands(by_row, BlockedColumns(blocks, by_block.unsqueeze(-1).expand(blocks.shape[:2]).contiguous()))
+
+
+def _constant_along_rows(data: Tensor, scales: Tensor) -> QuantizedRows:
+    """Rows with one scale each [T]."""
+    padded = F.pad(scales, (0, -scales.shape[0] % 4), value=1.0)
+    return QuantizedRows(data, padded.expand(_blocks(data.shape[1]), -1).contiguous())
+
+
+def _rows_of(recipe: Recipe, copy: Copy) -> Rows:
+    match recipe:
+        case Float8Row():
+            return _constant_along_rows(copy.data, copy.scales)
+        case MXFP8(compute="exact"):
+            return RowValues(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
+        case MXFP8():
+            return mxfp8.regroup_rows(MXRows(copy.data, copy.scales))
+        case NVFP4():
+            return RowValues(_without_group_scales(copy), copy.amax)
+    return QuantizedRows(copy.data, copy.scales)
+
+
+def _columns_of(recipe: Recipe, copy: Copy, split_sizes: Tensor, rows: int) -> Columns:
+    match recipe:
+        case Float8Row():
+            group = token_blocks(split_sizes, rows).group
+            return BlockedColumns(copy.data, copy.scales[group])
+        case MXFP8(compute="exact"):
+            columns = MXColumns(copy.data, copy.scales)
+            return ColumnValues(mxfp8.dequantize_columns(columns, split_sizes), split_sizes)
+        case MXFP8():
+            return mxfp8.regroup_columns(MXColumns(copy.data, copy.scales), split_sizes)
+        case NVFP4():
+            values = _without_group_scales(copy).transpose(1, 2).flatten(0, 1)
+            return ColumnValues(values, nvfp4.filled_up(split_sizes), copy.amax)
+    return BlockedColumns(copy.data, copy.scales)
+
+
+def _without_group_scales(copy: Copy) -> Tensor:
+    assert copy.amax is not None
+    return nvfp4.dequantize(NVFP4Data(copy.data, copy.scales, copy.amax))
+
+
+def of_weight(recipe: Recipe, weight: Tensor, both: bool, encode: Tensor | None = None) -> WeightOperands:
+    """The operands of a weight [E, N, K]; ``both``: also for the gradient of rows."""
+    rowwise = rowwise_copy(recipe, weight, encode)
+    if not both:
+        return WeightOperands(of_rowwise(recipe, rowwise), None)
+    if has_one_copy(recipe):
+        return WeightOperands(of_rowwise(recipe, rowwise), turned(recipe, rowwise))
+    columnwise = scheme_of(recipe).transposed_weight(weight, 1)
+    return WeightOperands(of_rowwise(recipe, rowwise), of_columnwise(recipe, columnwise))
+
+
+def rowwise_copy(recipe: Recipe, weight: Tensor, encode: Tensor | None = None) -> Copy:
+    """The copy of a weight [E, N, K] that the forward reads."""
+    if isinstance(recipe, Float8Tensor):
+        return Copy(*per_tensor.quantize_weight(weight, recipe.scales == "power_of_two", encode=encode))
+    return scheme_of(recipe).weight(weight, 1)
+
+
+def has_one_copy(recipe: Recipe) -> bool:
+    """Whether the transposed bytes of a weight are those of the weight, and its scales too."""
+    return isinstance(recipe, Float8Block | Float8Tensor) or recipe == MXFP8("fast")
+
+
+def of_rowwise(recipe: Recipe, copy: Copy) -> WeightOperand:
+    """For the forward."""
+    match recipe:
+        case Float8Row():
+            return WeightOperand(copy.data, _ones(copy.data), copy.scales)
+        case Float8Tensor():
+            return WeightOperand(copy.data, _of_all_blocks(copy.data, copy.scales))
+        case MXFP8(compute="exact"):
+            return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
+        case MXFP8():
+            regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), 1)
+            return WeightOperand(regrouped.data, regrouped.scales)
+        case NVFP4():
+            return WeightOperand(_without_group_scales(copy), amax=copy.amax)
+    return WeightOperand(copy.data, copy.scales)
+
+
+def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:
+    """For the gradient of rows, of a copy that was quantised for it."""
+    if isinstance(recipe, MXFP8):  # lies as the weight does
+        scales = copy.scales.view(torch.uint8).mT.contiguous().view(copy.scales.dtype)
+        return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data.mT, scales)))
+    return of_rowwise(recipe, copy)
+
+
+def turned(recipe: Recipe, rowwise: Copy) -> WeightOperand:
+    """For the gradient of rows, of the copy for the forward: its values, transposed.
+
+    The scale of a row is no factor of such a product, so the values of ``Float8Row`` are quantised again.
+    """
+    operand = of_rowwise(recipe, rowwise)
+    if isinstance(recipe, Float8Row):
+        scheme = scheme_of(recipe)
+        return of_columnwise(recipe, scheme.transposed_weight(scheme.weight_values(rowwise, 1), 1))
+    if operand.scales is None:
+        return operand._replace(data=operand.data.mT)
+    return transposed(QuantizedWeight(operand.data, None, operand.scales))
+
+
+def transposed(weight: QuantizedWeight) -> WeightOperand:
+    """For the gradient of rows; where there are no transposed bytes, by a pass over them."""
+    data = weight.transposed
+    if data is None:
+        data = weight.data.view(torch.uint8).mT.contiguous().view(weight.data.dtype)
+    return WeightOperand(data, weight.scales.mT)
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _of_all_blocks(data: Tensor, scales: Tensor) -> Tensor:
+    """The scale of each matrix [E] as one of each of its blocks, without memory of its own."""
+    experts, rows, columns = data.shape
+    return scales.view(-1, 1, 1).expand(experts, _blocks(rows), _blocks(columns))
+
+
+def _ones(data: Tensor) -> Tensor:
+    return _of_all_blocks(data, torch.ones(data.shape[0], device=data.device))

@@ -1,0 +1,536 @@
+"""Linears and experts under every recipe: products of the copies, fused as op by op, whatever is frozen or lent."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusible
+from fusible.ops import quantized_products
+from fusible.ops.kernels import dequantized
+from fusible.ops.kernels.pytorch import scaled_gemm as loop
+from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
+from fusible.ops.quantized import operands
+from fusible.ops.quantized.recipe import Recipe
+
+E, K, N = 3, 160, 272
+SIZES = (70, 0, 200)
+T = 300
+DELAYED = fusible.Float8Tensor(delayed=fusible.Delayed(history=4))
+RECIPES: dict[str, Recipe] = {
+    "block": fusible.Float8Block(),
+    "block e5m2": fusible.Float8Block(gradient="e5m2"),
+    "row": fusible.Float8Row(),
+    "row float32": fusible.Float8Row(scales="float32"),
+    "row e5m2": fusible.Float8Row(gradient="e5m2"),
+    "row bfloat16 wgrad": fusible.Float8Row(wgrad="bfloat16"),
+    "tensor": fusible.Float8Tensor(),
+    "tensor power of two": fusible.Float8Tensor(scales="power_of_two"),
+    "tensor e5m2": fusible.Float8Tensor(gradient="e5m2"),
+    "tensor bfloat16 wgrad": fusible.Float8Tensor(wgrad="bfloat16"),
+    "MXFP8": fusible.MXFP8(),
+    "MXFP8 fast": fusible.MXFP8(compute="fast"),
+    "NVFP4": fusible.NVFP4(stochastic_rounding=False),
+    "NVFP4 without a transform": fusible.NVFP4(stochastic_rounding=False, hadamard=False),
+}
+ALL = RECIPES | {"delayed": DELAYED, "NVFP4 stochastic": fusible.NVFP4()}
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+every_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL.keys())
+UNFUSED = {"GroupedMLP", "GroupedLinearGLU", "RoutedMLP"}
+
+
+def tensor(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear(recipe, **options):
+    torch.manual_seed(1)
+    return fusible.GroupedLinear(E, K, N, **{"dtype": torch.bfloat16, "bias": False, "recipe": recipe, **options})
+
+
+def run(op, sizes=SIZES, x=None, dy=None, **keywords):
+    """The output and the gradients of x and of the parameters."""
+    torch.manual_seed(7)  # of stochastic rounding
+    x = (tensor(T, K) if x is None else x).clone().requires_grad_()
+    y = op(x, split_sizes=torch.tensor(sizes), **keywords)
+    y.backward(tensor(T, y.shape[1], seed=2).to(y.dtype) if dy is None else dy)
+    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in op.named_parameters() if p.grad is not None}}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def far(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def exact_products(recipe, x, dy, weight):
+    """y, dx and dW of the dequantised copies, in float64."""
+    sizes = torch.tensor(SIZES)
+    quantize = fusible.QuantizedGroupedTensor.quantize
+    wide = {"dtype": torch.float32}
+    rows, drows, w = (
+        quantize(x, recipe, sizes, columnwise=True),
+        quantize(dy, recipe, sizes, columnwise=True, is_gradient=True),
+        quantize(weight, recipe, columnwise=True),
+    )
+    a, da = (t.dequantize(**wide, columnwise=False).double() for t in (rows, drows))
+    ac, dac = (t.dequantize(**wide, columnwise=True).double() for t in (rows, drows))
+    wr, wc = (w.dequantize(**wide, columnwise=columnwise).double() for columnwise in (False, True))
+    if getattr(recipe, "wgrad", "float8") == "bfloat16":
+        ac, dac = x.double(), dy.double()
+    y, dx, dw = torch.zeros(T, N).double(), torch.zeros(T, K).double(), torch.zeros(E, N, K).double()
+    start = 0
+    for g, size in enumerate(SIZES):
+        part = slice(start, start := start + size)
+        y[part], dx[part], dw[g] = a[part] @ wr[g].mT, da[part] @ wc[g], dac[part].mT @ ac[part]
+    return y, dx, dw
+
+
+@each_recipe
+def test_products_are_those_of_the_dequantised_copies(recipe):
+    op, x, dy = linear(recipe), tensor(T, K), tensor(T, N, seed=2)
+    x[:, 3], dy[:, 5] = x[:, 3] * 30, dy[:, 5] * 1e-3
+    result = run(op, x=x, dy=dy)
+    expected = exact_products(recipe, x, dy, op.weight.detach())
+
+    for ours, theirs in zip((result["y"], result["x"], result["weight"]), expected, strict=True):
+        assert far(ours, theirs) < 0.003  # of a rounding to bfloat16
+    assert not result["y"][270:].any()
+    assert not result["x"][270:].any()
+    assert not result["weight"][1].any()
+
+
+@every_recipe
+def test_results_are_close_to_those_of_16_bits(recipe):
+    ours, theirs = run(linear(recipe)), run(linear(None))
+    bound = 0.18 if isinstance(recipe, fusible.NVFP4) else 0.07 if getattr(recipe, "gradient", "") == "e5m2" else 0.05
+
+    for name in theirs:
+        exact = name == "weight" and getattr(recipe, "wgrad", "float8") == "bfloat16"
+        assert far(ours[name], theirs[name]) < bound
+        assert (far(ours[name], theirs[name]) > 0.01) != exact
+
+
+@every_recipe
+def test_a_tail_of_nans_reaches_nothing(recipe):
+    x, dy = tensor(T, K), tensor(T, N, seed=2)
+    clean = run(linear(recipe), x=x, dy=dy)
+    x[270:], dy[270:] = torch.nan, torch.nan
+
+    assert_equal(run(linear(recipe), x=x, dy=dy), clean)
+
+
+@each_recipe
+def test_a_group_does_not_depend_on_the_others(recipe):
+    x, dy = tensor(T, K), tensor(T, N, seed=2)
+    whole = run(linear(recipe), x=x, dy=dy)
+    x[:70], dy[:70] = 1e4, torch.nan
+    other = run(linear(recipe), x=x, dy=dy)
+
+    for name in ("y", "x"):
+        assert torch.equal(other[name][70:], whole[name][70:])
+    assert torch.equal(other["weight"][2], whole["weight"][2])
+    assert other["x"][:70].isnan().all()
+    assert other["weight"][0].isnan().all()
+
+
+@every_recipe
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1, 1, 0), (300, 0, 0), (0, 1, 299)])
+def test_groups_of_any_size(recipe, sizes):
+    ours, theirs = run(linear(recipe), sizes), run(linear(None), sizes)
+
+    for name in theirs:
+        assert ours[name].shape == theirs[name].shape
+        assert far(ours[name], theirs[name]) < 0.2 or not theirs[name].any()
+        assert bool(ours[name].any()) == bool(theirs[name].any())
+
+
+@every_recipe
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_frozen_parts_leave_the_other_gradient_as_it_is(recipe, frozen):
+    if recipe == ALL["NVFP4 stochastic"]:
+        pytest.skip("draws other numbers")
+    op, whole = linear(recipe), run(linear(recipe))
+    x = tensor(T, K).requires_grad_(frozen != "x")
+    op.weight.requires_grad_(frozen != "weight")
+    op(x, split_sizes=torch.tensor(SIZES)).backward(tensor(T, N, seed=2))
+
+    left = op.weight.grad if frozen == "x" else x.grad
+    assert torch.equal(left, whole["weight" if frozen == "x" else "x"])
+    assert (x.grad if frozen == "x" else op.weight.grad) is None
+
+
+@each_recipe
+@pytest.mark.parametrize("options", [{"single_grouped_weight": False}, {"transposed_weight": True}])
+def test_a_weight_gives_the_same_numbers_as_it_is_stored(recipe, options):
+    op, other = linear(recipe), linear(recipe, **options)
+    with torch.no_grad():
+        for target, source in zip(other.matrices("weight"), op.weight, strict=True):
+            target.copy_(source)
+    expected, result = run(op), run(other)
+    weight = result["weight"].mT if "weight" in result else torch.stack([result[f"weight{g}"] for g in range(E)])
+
+    assert torch.equal(result["y"], expected["y"])
+    assert torch.equal(result["x"], expected["x"])
+    assert torch.equal(weight, expected["weight"])
+
+
+@every_recipe
+def test_buffers_hold_the_results_and_keep_their_tails(recipe):
+    expected = run(linear(recipe, bias=True, scale_bias=True), bias_scale=tensor(T, seed=6))
+    buffers = {"output": torch.full((T, N), 7.0).bfloat16(), "grad_input": torch.full((T, K), 7.0).bfloat16()}
+    run(linear(recipe, bias=True, scale_bias=True), bias_scale=tensor(T, seed=6), **buffers)
+
+    assert torch.equal(buffers["output"][:270], expected["y"][:270])
+    assert torch.equal(buffers["grad_input"][:270], expected["x"][:270])
+    assert all((buffer[270:] == 7).all() for buffer in buffers.values())
+
+
+@every_recipe
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_main_grads_are_added_to_at_once_and_later(recipe, dtype, delayed):
+    op, expected = linear(recipe, accumulate_into_main_grad=True, delay_wgrad_compute=delayed), run(linear(recipe))
+    op.weight.main_grad = torch.ones(op.weight.shape, dtype=dtype)
+    run(op)
+    if delayed:
+        op.backward_dw()
+
+    assert far(op.weight.main_grad, 1 + expected["weight"].float()) < 0.005
+
+
+@every_recipe
+def test_delayed_weight_gradients_are_those_of_the_backward(recipe):
+    op, expected = linear(recipe, delay_wgrad_compute=True), run(linear(recipe))
+    run(op)
+    assert op.weight.grad is None
+    op.backward_dw()
+
+    assert torch.equal(op.weight.grad, expected["weight"])
+
+
+@each_recipe
+def test_recomputed_forwards_have_the_same_bits(recipe):
+    op, expected = linear(recipe), run(linear(recipe))
+    x = tensor(T, K).requires_grad_()
+    checkpoint(lambda x: op(x, split_sizes=torch.tensor(SIZES)), x, use_reentrant=False).backward(tensor(T, N, seed=2))
+
+    assert torch.equal(x.grad, expected["x"])
+    assert torch.equal(op.weight.grad, expected["weight"])
+
+
+@each_recipe
+def test_compiled_code_gives_the_same_bits(recipe):
+    op, expected = linear(recipe), run(linear(recipe))
+    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+
+    assert_equal(run(compiled), {name.replace("weight", "_orig_mod.weight"): t for name, t in expected.items()})
+
+
+@every_recipe
+def test_weights_are_quantised_once_where_they_stay_the_same(recipe):
+    op, other = linear(recipe), linear(recipe)
+    expected = [run(op), run(op)]
+    with fusible.same_weights():
+        found = [run(other), run(other)]
+
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours["y"], theirs["y"])
+        assert torch.equal(ours["x"], theirs["x"])
+
+
+@each_recipe
+def test_autocast_and_float16(recipe):
+    op = linear(recipe, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = op(tensor(T, K, dtype=torch.float32), split_sizes=torch.tensor(SIZES))
+    half = linear(recipe, dtype=torch.float16)
+    result = run(half, x=tensor(T, K, dtype=torch.float16))
+
+    assert y.dtype == torch.bfloat16
+    assert far(y[:270], run(linear(None))["y"][:270]) < 0.16
+    assert result["y"].dtype == result["x"].dtype == result["weight"].dtype == torch.float16
+    assert far(result["weight"], run(linear(None))["weight"]) < 0.18
+
+
+# ---- experts
+
+
+def experts(recipe, act=None, second=(), first=(), hidden=144, **options):
+    torch.manual_seed(1)
+    act = fusible.SwiGLU() if act is None else act
+    width = 2 * hidden if isinstance(act, fusible.SwiGLU | fusible.ScaledSwiGLU) else hidden
+    options = {"dtype": torch.bfloat16, "recipe": recipe, **options}
+    fc1, fc2 = fusible.GroupedLinear(E, K, width, **options), fusible.GroupedLinear(E, hidden, K, **options)
+    return fusible.Sequential(*first, fc1, act, fc2, *second)
+
+
+def run_experts(model, config=None, **keywords):
+    model.zero_grad()
+    torch.manual_seed(7)
+    x = tensor(T, K).requires_grad_()
+    leaves = {name: k.clone().requires_grad_() for name, k in keywords.items()}
+    with fusible.config(**(config or {})):
+        y = model(x, split_sizes=torch.tensor(SIZES), **leaves)
+    y.backward(tensor(T, K, seed=2))
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **{name: leaf.grad for name, leaf in leaves.items()}, **grads}
+
+
+def names(model, **keywords):
+    return [
+        s.name for s in model.explain(tensor(T, K).requires_grad_(), split_sizes=torch.tensor(SIZES), **keywords).steps
+    ]
+
+
+@every_recipe
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_experts_give_the_bits_of_their_ops(recipe, bias):
+    model, other = experts(recipe, bias=bias), experts(recipe, bias=bias)
+    fused = names(model) == ["GroupedMLP"]
+
+    assert fused == (recipe != DELAYED)
+    assert_equal(run_experts(model), run_experts(other, {"disable_fusions": UNFUSED}))
+
+
+@each_recipe
+def test_routed_experts_give_the_bits_of_their_ops(recipe):
+    def outcome(config):
+        model = experts(recipe, first=[fusible.Dispatch(E)], second=[fusible.Scale(), fusible.Combine()], bias=False)
+        torch.manual_seed(7)
+        x = tensor(90, K).requires_grad_()
+        ids = torch.randint(0, E, (90, 2), generator=torch.Generator().manual_seed(3))
+        weights = tensor(90, 2, seed=4, dtype=torch.float32).abs().requires_grad_()
+        with fusible.config(**config):
+            y = model(x, top_k_index=ids, top_k_weights=weights)
+            shown = [step.name for step in model.explain(x, top_k_index=ids, top_k_weights=weights).steps]
+        y.backward(tensor(90, K, seed=2))
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        return {"y": y.detach(), "x": x.grad, "weights": weights.grad, **grads}, shown
+
+    whole, fused = outcome({})
+    parts, unfused = outcome({"disable_fusions": {"RoutedMLP"}})
+    assert fused == ["RoutedMLP"]
+    assert "GroupedMLP" in unfused
+    assert_equal(whole, parts)
+
+
+def random_experts(seed):
+    """A configuration of experts, and the keywords of its call."""
+    choose = random.Random(seed)
+    options = {
+        "bias": choose.random() < 0.5,
+        "single_grouped_weight": choose.random() < 0.7,
+        "transposed_weight": choose.random() < 0.3,
+        "hidden": choose.choice((16, 48, 128, 144, 272)),
+    }
+    options["act"] = choose.choice(
+        (fusible.SwiGLU(), fusible.ScaledSwiGLU(), fusible.Activation("gelu"), fusible.Activation("relu"))
+    )
+    recipe = choose.choice(list(RECIPES.values()))
+    frozen = {name for name in ("0.weight", "2.weight", "0.bias", "2.bias") if choose.random() < 0.2}
+    sizes = [choose.choice((0, 1, 5, 64, 129)) for _ in range(E)]
+    scaled = isinstance(options["act"], fusible.ScaledSwiGLU)
+    return recipe, options, frozen, sizes, {"scales": tensor(T, seed=seed).abs()} if scaled else {}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_experts_give_the_bits_of_their_ops(seed):
+    recipe, options, frozen, sizes, keywords = random_experts(seed)
+
+    def outcome(config):
+        model = experts(recipe, **copy.deepcopy(options))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not any(name.startswith(part) for part in frozen))
+        x = tensor(T, K, seed=seed).requires_grad_(seed % 5 != 0)
+        leaves = {name: k.clone().requires_grad_() for name, k in keywords.items()}
+        with fusible.config(**config):
+            y = model(x, split_sizes=torch.tensor(sizes), **leaves)
+        if y.requires_grad:
+            y.backward(tensor(T, K, seed=seed + 1))
+        tensors = {"x": x, **leaves, **dict(model.named_parameters())}
+        return {"y": y.detach(), **{name: t.grad for name, t in tensors.items() if t.grad is not None}}
+
+    assert_equal(outcome({}), outcome({"disable_fusions": UNFUSED}))
+
+
+# ---- scales of steps before
+
+
+def test_delayed_scales_come_from_the_forwards_before():
+    op, x, sizes = linear(DELAYED), tensor(T, K), torch.tensor(SIZES)
+    op(8 * x, split_sizes=sizes)
+    assert torch.equal(op.x_encode, torch.ones(E))
+    op(x, split_sizes=sizes)
+
+    largest = torch.stack([8 * x[:70].abs().max(), torch.zeros(()), 8 * x[70:270].abs().max()])
+    assert torch.equal(op.x_encode[::2], (448 / largest.float())[::2])
+    assert op.x_encode[1] == 1
+    assert torch.equal(op.weight_encode, 448 / op.weight.detach().abs().amax((1, 2)).float())
+
+
+def test_delayed_scales_of_gradients_come_from_the_backwards_before():
+    op = linear(fusible.Float8Tensor(gradient="e5m2", delayed=fusible.Delayed(history=2, margin=1)))
+    for factor in (4, 1, 1, 1):
+        run(op, dy=factor * tensor(T, N, seed=2))
+        if factor == 4:
+            assert torch.equal(op.gradient_encode, torch.ones(E))
+
+    assert op.gradient_encode[2] == 57344 / 2 / tensor(T, N, seed=2)[70:270].abs().max().float()
+
+
+def test_delayed_scales_stay_outside_of_training_and_when_a_forward_is_computed_again():
+    op, sizes, x = linear(DELAYED), torch.tensor(SIZES), tensor(T, K).requires_grad_()
+    before = copy.deepcopy(op.state_dict())
+    op.eval()(x, split_sizes=sizes)
+    fusible.explain(op.train(), x, split_sizes=sizes)
+    assert all(torch.equal(value, before[name]) for name, value in op.state_dict().items())
+
+    plain, other = linear(DELAYED), linear(DELAYED)
+    for _ in range(3):
+        run(plain)
+        y = checkpoint(lambda x: other(x, split_sizes=sizes), x, use_reentrant=False)
+        y.backward(tensor(T, N, seed=2))
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_delayed_scales_travel_with_the_state_dict():
+    op, other = linear(DELAYED), linear(DELAYED)
+    run(op)
+    other.load_state_dict(op.state_dict())
+    op.zero_grad()
+
+    assert_equal(run(op), run(other))
+
+
+def test_delayed_scales_need_a_linear_that_keeps_them():
+    op, sizes = linear(None), torch.tensor(SIZES)
+    with fusible.config(recipe=DELAYED):
+        notes = fusible.explain(op, tensor(T, K), split_sizes=sizes).steps[0].notes
+        with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match="of its own"):
+            op(tensor(T, K), split_sizes=sizes)
+
+    assert any("keeps the scales of steps before only for" in note for note in notes)
+
+
+# ---- what has no blocks
+
+
+def test_features_that_have_no_blocks_are_not_quantised():
+    op = fusible.GroupedLinear(E, K, 24, dtype=torch.bfloat16, recipe=fusible.NVFP4())
+    sizes, why = torch.tensor(SIZES), "NVFP4 needs out_features that are multiples of 16, got 24"
+
+    assert any(why in note for note in fusible.explain(op, tensor(T, K), split_sizes=sizes).steps[0].notes)
+    with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match=why):
+        op(tensor(T, K), split_sizes=sizes)
+    with pytest.raises(fusible.ArgumentError, match=f"quantize_: {why}"):
+        fusible.quantize_(op, fusible.NVFP4())
+
+
+def test_experts_of_which_one_has_no_blocks_are_fused_in_16_bits_or_op_by_op():
+    model = experts(fusible.NVFP4(stochastic_rounding=False), hidden=24)
+
+    assert names(model) != ["GroupedMLP"]
+    assert_equal(run_experts(model), run_experts(model, {"disable_fusions": UNFUSED}))
+
+
+# ---- weights that stay quantised
+
+STAYING = {name: recipe for name, recipe in RECIPES.items() if "e5m2" not in name and "wgrad" not in name}
+each_staying = pytest.mark.parametrize("recipe", STAYING.values(), ids=STAYING.keys())
+
+
+@each_staying
+@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": False}, {"transposed_weight": True}])
+def test_quantised_weights_give_the_numbers_of_the_recipe(recipe, options):
+    op = linear(recipe, bias=True, **options)
+    stays = fusible.quantize_(copy.deepcopy(op), recipe)
+    ours, theirs = run(stays), run(op)
+
+    assert not any(p.requires_grad for name, p in stays.named_parameters() if name.startswith("weight"))
+    assert torch.equal(ours["y"], theirs["y"])
+    assert far(ours["x"], theirs["x"]) < (0.15 if isinstance(recipe, fusible.NVFP4) else 0.05)
+    assert torch.equal(ours["bias"], theirs["bias"])
+
+
+@each_staying
+@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": False}])
+def test_state_dicts_of_either_kind_are_loaded(recipe, options):
+    op = linear(recipe, **options)
+    stays, again = fusible.quantize_(linear(recipe, **options), recipe), fusible.quantize_(linear(recipe), recipe)
+    with torch.no_grad():
+        for matrix in op.matrices("weight"):
+            matrix *= 3
+    stays.load_state_dict(op.state_dict())
+    expected = run(op)["y"]
+    assert torch.equal(run(stays)["y"], expected)
+    if not options:
+        again.load_state_dict(stays.state_dict())
+        assert torch.equal(run(again)["y"], expected)
+    rounded = linear(None, **options)
+    with pytest.warns(UserWarning, match="its rounded values are loaded"):
+        rounded.load_state_dict(stays.state_dict())
+    assert far(run(rounded)["y"], run(linear(None, **options))["y"] * 3) < 0.12
+
+
+@each_staying
+def test_quantised_experts_run_fused(recipe):
+    model = fusible.quantize_(experts(recipe, single_grouped_weight=False), recipe)
+    with torch.no_grad():
+        y = model(tensor(T, K), split_sizes=torch.tensor(SIZES))
+        assert names(model) == ["GroupedMLP"]
+
+    assert torch.equal(y, run_experts(experts(recipe, single_grouped_weight=False))["y"])
+    assert_equal(run_experts(model), run_experts(model, {"disable_fusions": UNFUSED}))
+
+
+# ---- products where kernels do not multiply the bytes
+
+
+@pytest.mark.parametrize("name", ["block", "row", "tensor power of two", "row e5m2"])
+def test_products_in_16_bits_are_those_of_the_bytes(name):
+    recipe, sizes = RECIPES[name], torch.tensor(SIZES)
+    dy = operands.of_tokens(recipe, tensor(T, K), sizes, rows=True, columns=True, is_gradient=True)
+    x = operands.of_tokens(recipe, tensor(T, N, seed=5), sizes, rows=False, columns=True)
+    weight = operands.of_weight(recipe, tensor(E, N, K, seed=3), False).forward
+    factors = {
+        "bias": tensor(E, N, seed=4),
+        "row_scale": tensor(T, seed=5).float(),
+        "bias_scale": tensor(T, seed=6).float(),
+    }
+
+    def rows(out):
+        problem = ScaledGemm(dy.rows, weight.data, weight.scales, 1, sizes, out, **factors)
+        problem.column_scale = weight.column_scale
+        return problem
+
+    for make in (rows, lambda out: ScaledWgrad(dy.columns, x.columns, sizes, T, out, True)):
+        shape = (T, N) if make is rows else (E, K, N)
+        ours, theirs = torch.full(shape, 3.0), torch.full(shape, 3.0)
+        dequantized.multiply(make(ours))
+        loop.run(make(theirs))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
+
+
+@each_recipe
+def test_products_of_quantised_tensors_are_those_of_a_linear(recipe):
+    if getattr(recipe, "wgrad", "float8") == "bfloat16":
+        pytest.skip("the weight gradient is of 16 bits")
+    op, sizes, quantize = linear(recipe), torch.tensor(SIZES), fusible.QuantizedGroupedTensor.quantize
+    result = run(op)
+    x = quantize(tensor(T, K), recipe, sizes, columnwise=True)
+    dy = quantize(tensor(T, N, seed=2), recipe, sizes, columnwise=True, is_gradient=True)
+    weight = quantize(op.weight.detach(), recipe, columnwise=True)
+
+    assert far(quantized_products.forward(x, weight), result["y"]) < 1e-3
+    assert far(quantized_products.input_grad(dy, weight), result["x"]) < 1e-3
+    assert far(quantized_products.weight_grad(dy, x), result["weight"]) < 1e-3
