@@ -1,8 +1,8 @@
 """The transport ``collective``: ``all_to_all_single`` of the process group, on any backend. It is the reference.
 
-A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by rank,
-then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of what
-travels come from one gather of counts, for which the host waits.
+A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by
+rank, then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of
+what travels come from one gather of counts, for which the host waits.
 """
 
 from __future__ import annotations
@@ -108,9 +108,7 @@ class CollectiveTransport:
         table = CollectiveTable(exchange, routing, to_rank, arrivals, rows, None)
         return table if self._settings.combine == "exact" else table._replace(sums=self._sums(table))
 
-    def _gathered_counts(
-        self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]
-    ) -> Tensor:
+    def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
         """[R, E], on the host: the rows that each rank has for each expert."""
         flags = sum(1 << bit for bit, name in enumerate(_WANTED) if name in wanted)
         header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
@@ -257,7 +255,7 @@ def _named(flags: int) -> str:
 
 
 def _clipped(counts: Tensor, capacity: int) -> Tensor:
-    """[R, R, E / R] of rank, owner and expert, without the rows past the capacity, in the order of experts, then ranks."""
+    """[R, R, E / R] of rank, owner and expert, without rows past the capacity, by expert, then rank."""
     in_order = counts.permute(1, 2, 0).flatten(1)
     before = in_order.cumsum(1) - in_order
     kept = torch.minimum(in_order, (capacity - before).clamp(min=0))
@@ -305,9 +303,7 @@ def _by_token(
     return _sums_of(rows, order.shape[0]), tuple(of_rank.tolist())
 
 
-def _sums_by_rank(
-    slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int
-) -> tuple[Routing, tuple[int, ...]]:
+def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) -> tuple[Routing, tuple[int, ...]]:
     """Where the sums of a rank's tokens come back, by owner, then token; and how many come from each owner."""
     tokens, k = shape
     there = slots.new_zeros(ranks, tokens, dtype=torch.bool)

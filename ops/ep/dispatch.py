@@ -175,4 +175,6 @@ def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
     if x.shape[1] != settings.hidden:
         raise ArgumentError(f"x must have {settings.hidden} columns, as the group, got shape {list(x.shape)}")
     if x.dtype != settings.dtype:
-        raise ArgumentError(f"x must be of {settings.dtype}, as the group, got {x.dtype}; cast it, or make another group")
+        raise ArgumentError(
+            f"x must be of {settings.dtype}, as the group, got {x.dtype}; cast it, or make another group"
+        )

@@ -147,7 +147,7 @@ class Group:
     @property
     def num_local_experts(self) -> int:
         """E / R, the experts that this rank owns."""
-        return self.local_experts.stop - self.local_experts.start  # type: ignore[no-any-return]
+        return self.local_experts.stop - self.local_experts.start
 
     def lane(self, index: int) -> Lane:
         """One of its lanes, for an op that is about to use it.

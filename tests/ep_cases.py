@@ -1,0 +1,598 @@
+"""What every rank of an expert-parallel group does in the tests; see ``ep_world``."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from ep_world import Batch, H, Results, World, check_step, experts, part, same, trained, whole
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from fusible import ArgumentError, Sequential, config, ep
+
+CASES: list[Callable[[World], None]] = []
+
+
+def case(function: Callable[[World], None]) -> Callable[[World], None]:
+    CASES.append(function)
+    return function
+
+
+@contextmanager
+def raises(kind: type[Exception], words: str) -> Iterator[None]:
+    with pytest.raises(kind, match=words):
+        yield
+
+
+def counts_of(world: World) -> tuple[int, ...]:
+    """Tokens by rank: all different, and none on the second rank."""
+    return (7, 0, 13, 5)[: world.size]
+
+
+def batch_for(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
+    s = group.settings
+    return Batch.random(counts, s.num_experts, s.top_k, s.dtype, seed)
+
+
+# ------------------------------------------------------------------------------------------------ one GPU's bits
+
+
+@case
+def a_step_gives_the_bits_of_one_process(world: World) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for capacity in (2.0, "exact", "worst", 13 * 3 * world.size):
+            group = world.group(dtype=dtype, capacity=capacity)
+            check_step(group, batch_for(group, counts_of(world)))
+            assert group.statistics().exchanges == 1
+            assert group.statistics().dropped == 0
+
+
+@case
+def no_rank_has_tokens(world: World) -> None:
+    for capacity in (2.0, "exact"):
+        group = world.group(capacity=capacity)
+        check_step(group, batch_for(group, (0,) * world.size))
+
+
+@case
+def one_expert_takes_all(world: World) -> None:
+    for capacity in ("exact", "worst"):
+        group = world.group(capacity=capacity)
+        batch = batch_for(group, counts_of(world))
+        check_step(group, batch._replace(ids=torch.full_like(batch.ids, group.settings.num_experts - 1)))
+
+
+@case
+def all_ids_are_of_no_expert(world: World) -> None:
+    group = world.group(capacity="exact")
+    batch = batch_for(group, counts_of(world))
+    check_step(group, batch._replace(ids=torch.full_like(batch.ids, group.settings.num_experts)))
+    negative = batch.of(world.rank)._replace(ids=torch.full_like(batch.of(world.rank).ids, -1))
+    came = trained(part(group), negative)
+    assert not came.y.any()
+    assert not came.dx.any()
+    assert not came.dweights.any()
+
+
+@case
+def negative_ids_are_of_no_expert(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    none = batch.ids == group.settings.num_experts
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    mine = batch._replace(ids=torch.where(none, -3, batch.ids)).of(world.rank)
+    same(trained(part(group), mine), expected)
+
+
+@case
+def an_expert_a_rank_and_one_slot_a_token(world: World) -> None:
+    group = world.group(num_experts=world.size, top_k=1)
+    check_step(group, batch_for(group, counts_of(world)))
+
+
+@case
+def ids_of_32_bits_and_weights_of_other_dtypes(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    check_step(group, batch._replace(ids=batch.ids.int()))
+    for dtype in (torch.bfloat16, torch.float64):
+        check_step(group, batch._replace(weights=batch.weights.to(dtype)))
+
+
+@case
+def unfused_ops_give_the_same(world: World) -> None:
+    group = world.group()
+    with config(disable_fusions=("GroupedMLP", "RoutedMLP", "EPGroupedMLP")):
+        check_step(group, batch_for(group, counts_of(world)))
+
+
+@case
+def strided_tokens_and_gradients(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    wide = [torch.cat((t, t), 1).contiguous()[:, :H] for t in (batch.x, batch.dy)]
+    mine = batch.of(world.rank)
+    strided = [torch.cat((t, t), 1)[:, :H] for t in (mine.x, mine.dy)]
+    x, weights, layer = strided[0].detach().requires_grad_(), mine.weights.requires_grad_(), part(group)
+    y = layer(x, top_k_index=mine.ids, top_k_weights=weights)
+    y.backward(strided[1])
+    expected = trained(whole(group), batch._replace(x=wide[0], dy=wide[1])).of(batch.counts, group)
+    same(Results(y.detach(), x.grad, weights.grad, tuple(p.grad for p in layer.parameters())), expected)
+
+
+@case
+def sums_by_rank_are_those_that_reduced_promises(world: World) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        group = world.group(combine="reduced", dtype=dtype)
+        batch = batch_for(group, counts_of(world))
+        came = trained(part(group), batch.of(world.rank))
+        expected = trained(whole(group), batch).of(batch.counts, group)
+        assert torch.equal(came.y, reduced(group, batch))
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(came.dx, expected.dx, **tolerance)
+        assert torch.equal(came.dweights, expected.dweights)
+        for a, b in zip(came.parameters, expected.parameters, strict=True):
+            assert torch.equal(a, b)
+
+
+def reduced(group: ep.Group, batch: Batch) -> Tensor:
+    """Of this rank: each rank's rows of a token summed and rounded, then the sums of all ranks."""
+    layer, owned, parts = whole(group), group.num_local_experts, []
+    for rank in range(group.size):
+        theirs = torch.where(batch.ids // owned == rank, batch.ids, group.settings.num_experts)
+        y = layer(batch.x, top_k_index=theirs, top_k_weights=batch.weights)  # as in training: other code may infer
+        parts.append(y.detach())
+    tokens = torch.arange(len(batch.x)).unsqueeze(1) + len(batch.x) * torch.arange(group.size)
+    total = nn.functional.embedding_bag(tokens, torch.cat(parts), mode="sum")  # rounds halves up, as combines do there
+    return total[sum(batch.counts[: group.rank]) : sum(batch.counts[: group.rank + 1])]
+
+
+@case
+def any_problem_gives_the_bits_of_one_process(world: World) -> None:
+    @settings(
+        max_examples=20, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(
+        counts=st.lists(st.integers(0, 9), min_size=world.size, max_size=world.size),
+        owned=st.integers(1, 5),
+        top_k=st.integers(1, 4),
+        capacity=st.sampled_from(["exact", "worst", 3, 9, 0.5]),
+        bfloat16=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def check(counts: list[int], owned: int, top_k: int, capacity: object, bfloat16: bool, seed: int) -> None:
+        group = world.group(
+            num_experts=owned * world.size, top_k=top_k, capacity=capacity, overflow="drop",
+            dtype=torch.bfloat16 if bfloat16 else torch.float32,
+        )  # fmt: skip
+        batch = batch_for(group, tuple(counts), seed)
+        expected = trained(whole(group), without_overflow(group, batch)).of(batch.counts, group)
+        same(trained(part(group), batch.of(world.rank)), expected)
+
+    check()
+
+
+# --------------------------------------------------------------------------------------------------- capacity
+
+
+def without_overflow(group: ep.Group, batch: Batch) -> Batch:
+    """The batch, where slots whose rows have no room are of no expert: the last of an owner, by expert, then slot."""
+    if group.local_capacity is None:
+        return batch
+    ids, experts_ = batch.ids.flatten().tolist(), group.settings.num_experts
+    for owner in range(group.size):
+        mine = range(owner * group.num_local_experts, (owner + 1) * group.num_local_experts)
+        rows = sorted((expert, slot) for slot, expert in enumerate(ids) if expert in mine)
+        for _, slot in rows[group.local_capacity :]:
+            ids[slot] = experts_
+    return batch._replace(ids=torch.tensor(ids, dtype=torch.int64).view_as(batch.ids))
+
+
+@case
+def capacity_that_is_hit_exactly_is_enough(world: World) -> None:
+    required = largest(world)
+    group = world.group(capacity=required)
+    check_step(group, batch_for(group, counts_of(world)))
+    assert group.statistics().required == required
+
+
+@case
+def a_row_too_many_raises_on_all_ranks_and_the_group_goes_on(world: World) -> None:
+    required = largest(world)
+    group = world.group(capacity=required - 1)
+    batch = batch_for(group, counts_of(world))
+    layer, mine = part(group), batch.of(world.rank)
+    with raises(
+        ep.CapacityError, rf"rank \d had to own {required} rows, its capacity is {required - 1}; .*capacity={required}"
+    ):
+        layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    group.check()
+    none = batch._replace(ids=torch.full_like(batch.ids, group.settings.num_experts))
+    check_step(group, none, layer)
+
+
+@case
+def a_factor_is_named_in_the_error(world: World) -> None:
+    group = world.group(capacity=0.05)
+    mine = batch_for(group, (13,) * world.size).of(world.rank)
+    with raises(ep.CapacityError, r"its capacity is 2 \(0.05 x max_tokens x top_k\)"):
+        part(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+@case
+def rows_too_many_are_dropped_alike_and_counted(world: World) -> None:
+    required = largest(world)
+    for capacity in (required - 1, 3, 1):
+        group = world.group(capacity=capacity, overflow="drop")
+        batch = batch_for(group, counts_of(world))
+        kept = without_overflow(group, batch)
+        dropped = int((kept.ids != batch.ids).sum())
+        expected = trained(whole(group), kept).of(batch.counts, group)
+        same(trained(part(group), batch.of(world.rank)), expected)
+        assert dropped > 0
+        assert group.statistics() == (1, required, dropped)
+
+
+def largest(world: World) -> int:
+    """The most rows that a rank has to own of the usual batch."""
+    group = world.group()
+    ids = batch_for(group, counts_of(world)).ids.flatten()
+    owners = ids[ids < group.settings.num_experts] // group.num_local_experts
+    return int(torch.bincount(owners).max())
+
+
+# ------------------------------------------------------------------------------------------- groups, lanes, modes
+
+
+@case
+def two_groups_and_layers_one_after_the_other(world: World) -> None:
+    groups = world.group(), world.group(num_experts=2 * world.size, top_k=2, capacity="exact")
+    batches = [batch_for(group, counts_of(world)) for group in groups]
+    whole_ones, parts = [whole(g) for g in groups], [part(g) for g in groups]
+
+    def stacked(layers: list[Sequential], ids: list[Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
+        for i in (0, 1, 0):
+            x = x + layers[i](x, top_k_index=ids[i], top_k_weights=weights[i])
+        return x
+
+    results = []
+    for layers, of in ((whole_ones, batches), (parts, [b.of(world.rank) for b in batches])):
+        x = of[0].x.clone().requires_grad_()
+        stacked(layers, [b.ids for b in of], x, [b.weights for b in of]).backward(of[0].dy)
+        grads = tuple(p.grad for layer in layers for p in layer.parameters())
+        results.append((x.grad, grads))
+    own = slice(sum(batches[0].counts[: world.rank]), sum(batches[0].counts[: world.rank + 1]))
+    assert torch.equal(results[1][0], results[0][0][own])
+    for i, (came, expected) in enumerate(zip(results[1][1], results[0][1], strict=True)):
+        assert torch.equal(came, expected[groups[i // 4].local_experts])
+    assert groups[0].statistics().exchanges == 2
+
+
+@case
+def two_lanes_interleave(world: World) -> None:
+    group = world.group(lanes=2)
+    batches = [batch_for(group, counts_of(world), seed) for seed in (1, 2)]
+    expected = [trained(whole(group), b).of(b.counts, group) for b in batches]
+    layers = [part(group, lane) for lane in (0, 1)]
+    mine = [b.of(world.rank) for b in batches]
+    xs = [m.x.clone().requires_grad_() for m in mine]
+    weights = [m.weights.clone().requires_grad_() for m in mine]
+    sent = [
+        layer[0](x, top_k_index=m.ids, top_k_weights=w)
+        for layer, x, m, w in zip(layers, xs, mine, weights, strict=True)
+    ]
+    done = [
+        layer[1:5](rows, op_kwargs={0: {"split_sizes": sizes}, 2: {"scales": scales}, 3: {"split_sizes": sizes}})
+        for layer, (rows, sizes, scales, _) in zip(layers, sent, strict=True)
+    ]
+    ys = [layer[5](rows, row_of_slot=s[3]) for layer, rows, s in zip(layers, done, sent, strict=True)]
+    for y, m in zip(ys, mine, strict=True):
+        y.backward(m.dy)
+    for i in (0, 1):
+        grads = tuple(p.grad for p in layers[i].parameters())
+        same(Results(ys[i].detach(), xs[i].grad, weights[i].grad, grads), expected[i])
+
+
+@case
+def a_group_of_some_ranks(world: World) -> None:
+    some = dist.new_group([0, 1])
+    if world.rank < 2:
+        group = ep.Group(
+            some, num_experts=4, max_tokens=7, top_k=2, hidden=H, dtype=torch.float32, capacity="worst", timeout=10
+        )
+        check_step(group, batch_for(group, (7, 0)))
+
+
+@case
+def nothing_is_kept_without_gradients(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    expected, mine, layer = trained(whole(group), batch).of(batch.counts, group), batch.of(world.rank), part(group)
+    with torch.no_grad():
+        y = layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    with torch.inference_mode():
+        z = layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    assert torch.equal(y, expected.y)
+    assert torch.equal(z, expected.y)
+    assert not y.requires_grad
+
+
+@case
+def checkpointing_runs_exchanges_again(world: World) -> None:
+    group = world.group(capacity="exact")
+    layer = part(group)
+    for reentrant in (False, True):
+        layer.zero_grad()
+
+        def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, reentrant: bool = reentrant) -> Tensor:
+            def body(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+                return layer(x, top_k_index=ids, top_k_weights=weights)
+
+            y: Tensor = checkpoint(body, x, top_k_index, top_k_weights, use_reentrant=reentrant)
+            return y
+
+        check_step(group, batch_for(group, counts_of(world)), run)
+    assert group.statistics().exchanges == 4
+
+
+@case
+def a_retained_graph_runs_backward_twice(world: World) -> None:
+    group = world.group()
+    mine, layer = batch_for(group, counts_of(world)).of(world.rank), part(group)
+    x = mine.x.clone().requires_grad_()
+    y = layer(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    y.backward(mine.dy, retain_graph=True)
+    first = x.grad.clone()
+    y.backward(mine.dy)
+    assert torch.equal(x.grad, 2 * first)
+
+
+@case
+def frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    expected, mine = trained(whole(group), batch).of(batch.counts, group), batch.of(world.rank)
+    for trains_x, trains_weights, trains_experts in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 0, 0)):
+        layer = part(group).requires_grad_(bool(trains_experts))
+        x = mine.x.clone().requires_grad_(bool(trains_x))
+        weights = mine.weights.clone().requires_grad_(bool(trains_weights))
+        y = layer(x, top_k_index=mine.ids, top_k_weights=weights)
+        if y.requires_grad:
+            y.backward(mine.dy)
+        assert torch.equal(y, expected.y)
+        assert x.grad is None if not trains_x else torch.equal(x.grad, expected.dx)
+        assert not trains_weights or torch.equal(weights.grad, expected.dweights)
+        for p, grad in zip(layer.parameters(), expected.parameters, strict=True):
+            assert p.grad is None if not trains_experts else torch.equal(p.grad, grad)
+
+
+@case
+def keywords_are_bound_as_those_of_any_op(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    layer = part(group)
+    by_op = {"top_k_index": 0, "top_k_weights": 0}
+
+    def call(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        by_op.update(top_k_index=top_k_index, top_k_weights=top_k_weights)
+        y: Tensor = layer(x, op_kwargs={layer[0]: by_op})
+        return y
+
+    check_step(group, batch, call)
+    mine = batch.of(world.rank)
+    assert isinstance(layer(mine.x, mine.ids, mine.weights), Tensor)  # extra outputs stay inside
+
+
+@case
+def compiled_code_runs_it_eagerly(world: World) -> None:
+    group = world.group()
+    layer = part(group)
+    compiled = torch.compile(layer, backend="eager")
+    check_step(group, batch_for(group, counts_of(world)), compiled_call(compiled))
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    torch.compiler.reset()
+    whole_graph = torch.compile(layer, backend="eager", fullgraph=True)
+    with raises(Exception, r"op 0 \(EPDispatch\): it waits for other ranks"), torch.no_grad():
+        whole_graph(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+def compiled_call(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda x, top_k_index, top_k_weights: compiled(x, top_k_index=top_k_index, top_k_weights=top_k_weights)
+
+
+@case
+def explain_says_what_moves_and_moves_nothing(world: World) -> None:
+    for capacity in (2.0, "exact"):
+        group = world.group(capacity=capacity)
+        mine, layer = batch_for(group, counts_of(world)).of(world.rank), part(group)
+        if world.rank:
+            continue  # the others do not take part
+        said = str(layer.explain(mine.x.requires_grad_(), top_k_index=mine.ids, top_k_weights=mine.weights))
+        assert "all_to_all_single (dispatch)" in said
+        assert "all_to_all_single (combine backward)" in said
+        assert "transport collective" in said
+        assert group.statistics().exchanges == 0
+
+
+@case
+def a_copy_of_a_layer_has_the_same_group(world: World) -> None:
+    group = world.group()
+    layer = copy.deepcopy(part(group))
+    assert layer[0].group is group
+    check_step(group, batch_for(group, counts_of(world)), layer)
+    with raises(TypeError, "cannot be pickled; save the state_dict"):
+        pickle.dumps(layer)
+    assert set(layer.state_dict()) == {"1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+@case
+def a_small_model_trains_as_in_one_process(world: World) -> None:
+    group = world.group(capacity="exact")
+    models = [Model(whole(group)), Model(part(group))]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in models]
+    for step in range(5):
+        batch = batch_for(group, counts_of(world), step)
+        for model, optimizer, of in zip(models, optimizers, (batch, batch.of(world.rank)), strict=True):
+            optimizer.zero_grad()
+            model(of.x).backward(of.dy)
+            for p in model.router.parameters():
+                if model is models[1]:
+                    dist.all_reduce(p.grad)
+            optimizer.step()
+    for a, b in zip(models[0].layer.parameters(), models[1].layer.parameters(), strict=True):
+        torch.testing.assert_close(b, a[group.local_experts], rtol=1e-5, atol=1e-6)
+
+
+class Model(nn.Module):
+    """A router and its experts."""
+
+    def __init__(self, layer: Sequential) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        experts_ = 4 * dist.get_world_size()
+        self.router, self.layer = nn.Linear(H, experts_, bias=False), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(3)
+        y: Tensor = self.layer(x, top_k_index=ids, top_k_weights=weights)
+        return y
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+@case
+def settings_that_are_wrong(world: World) -> None:
+    for wrong, words in (
+        ({"num_experts": 2 * world.size + 1}, f"got {2 * world.size + 1} experts for {world.size} ranks"),
+        ({"num_experts": 0}, "num_experts must be a positive int, got 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be a positive int, got 1.5"),
+        ({"top_k": True}, "top_k must be a positive int, got True"),
+        ({"dtype": torch.int32}, "dtype must be a floating-point dtype of at least 16 bits, got torch.int32"),
+        ({"capacity": "all"}, "capacity must be a factor .*, got 'all'"),
+        ({"capacity": -1.0}, "capacity must be a factor .*, got -1.0"),
+        ({"overflow": "ignore"}, "overflow must be one of 'raise', 'drop', got 'ignore'"),
+        ({"combine": "fast"}, "combine must be one of 'exact', 'reduced', got 'fast'"),
+        ({"transport": "udp"}, "transport must be one of .*, got 'udp'"),
+        ({"lanes": 0}, "lanes must be a positive int"),
+        ({"timeout": -1}, "timeout must be a number of seconds"),
+    ):
+        with raises(ValueError, words):
+            world.group(**wrong)
+
+
+@case
+def settings_that_differ_between_ranks(world: World) -> None:
+    with raises(ValueError, r"rank \d has max_tokens=\d, this rank has \d; give all ranks the same"):
+        world.group(max_tokens=5 if world.rank else 6)
+    with raises(ValueError, "top_k must be" if world.rank == 1 else "on rank 1, top_k must be a positive int, got 0"):
+        world.group(top_k=0 if world.rank == 1 else 3)
+
+
+@case
+def arguments_that_do_not_fit(world: World) -> None:
+    group = world.group()
+    layer, x = part(group), torch.randn(5, H)
+    ids, weights = torch.zeros(5, 3, dtype=torch.int64), torch.ones(5, 3)
+    for (x_, ids_, weights_), words in (
+        ((x, ids.float(), weights), r"op 0 \(EPDispatch\): top_k_index must be int32 or int64, got torch.float32"),
+        ((x, ids[:4], weights), r"top_k_index must be \[T, k\], T=5 as x has tokens, got shape \[4, 3\]"),
+        ((x, ids[:, :2], weights), r"top_k_index must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
+        ((x, ids, weights[:, :2]), r"top_k_weights must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
+        ((x, ids, ids), "top_k_weights must be floating-point, got torch.int64"),
+        ((x[:, :4], ids, weights), r"x must have 8 columns, as the group, got shape \[5, 4\]"),
+        ((x[None], ids, weights), r"x must be tokens \[T, H\], got shape \[1, 5, 8\]"),
+        ((x.double(), ids, weights), "x must be of torch.float32, as the group, got torch.float64; cast it"),
+        (
+            (torch.randn(14, H), ids[:1].expand(14, 3), weights[:1].expand(14, 3)),
+            "x has 14 tokens, the group has max_t",
+        ),
+    ):
+        with raises(ArgumentError, words):
+            layer(x_, top_k_index=ids_, top_k_weights=weights_)
+    for fc in (1, 4):  # of another group: the experts of one rank, where each has four
+        other = experts(ep.EPDispatch(group), 3, ep.EPCombine(group))
+        with raises(ArgumentError, rf"op {1} \(GroupedLinear\): split_sizes: expected shape \[3\], .* got \[4\]"):
+            other(x, top_k_index=ids, top_k_weights=weights)
+        assert fc
+    with raises(ArgumentError, r"op 0 \(EPCombine\) needs 'row_of_slot'"):
+        Sequential(ep.EPCombine(group))(x)
+    assert group.statistics().exchanges == 0
+
+
+@case
+def ops_that_are_built_wrong(world: World) -> None:
+    group = world.group(lanes=2)
+    for op in (ep.EPDispatch, ep.EPCombine):
+        with raises(TypeError, f"{op.__name__}: group must be a fusible.ep.Group, got a NoneType"):
+            op(None)
+        with raises(ValueError, f"{op.__name__}: lane must be one of the 2 lanes of the group, counted from 0, got 2"):
+            op(group, 2)
+
+
+@case
+def exchanges_that_are_not_paired(world: World) -> None:
+    group = world.group(lanes=2)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    call = {"top_k_index": mine.ids, "top_k_weights": mine.weights}
+    dispatch, combine, other = ep.EPDispatch(group), ep.EPCombine(group), ep.EPCombine(group, 1)
+    rows, _, _, slots = dispatch(mine.x, **call)
+    with raises(RuntimeError, "EPDispatch: exchange 0 on lane 0 has had no EPCombine yet; use another lane"):
+        dispatch(mine.x, **call)
+    with raises(RuntimeError, "EPCombine: no EPDispatch is open on lane 1"):
+        other(rows, row_of_slot=slots)
+    with raises(RuntimeError, "EPCombine: row_of_slot is not that of the EPDispatch that is open on lane 0"):
+        combine(rows, row_of_slot=torch.zeros(3, 3, dtype=torch.int64))
+    with raises(ArgumentError, rf"EPCombine: x must be the {group.local_capacity} rows of the EPDispatch before it"):
+        combine(rows[:3], row_of_slot=slots)
+    combine(rows, row_of_slot=slots)
+    with raises(RuntimeError, "EPCombine: no EPDispatch is open on lane 0; each EPDispatch takes one EPCombine"):
+        combine(rows, row_of_slot=slots)
+    dispatch(mine.x, **call)
+    group.reset()
+    check_step(group, batch_for(group, counts_of(world)))
+
+
+@case
+def a_closed_group_says_so(world: World) -> None:
+    group = world.group()
+    mine, layer = batch_for(group, counts_of(world)).of(world.rank), part(group)
+    group.close()
+    group.close()
+    with raises(RuntimeError, "the expert-parallel group is closed; make another one"):
+        layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+@case
+def ranks_that_do_different_things(world: World) -> None:
+    group = world.group(lanes=2)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    layer = part(group, lane=min(world.rank, 1))
+    with raises(ep.PeerError, r"rank \d is at dispatch of exchange 0 on lane \d, this rank at .*the same layers"):
+        layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    with raises(ep.PeerError, r"rank \d is at dispatch of exchange 0 on lane \d"):
+        group.check()
+    check_step(world.group(), batch_for(group, counts_of(world)))  # other groups live on
+
+
+@case
+def ranks_that_want_different_gradients(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    x = mine.x.requires_grad_(world.rank == 0)
+    with raises(ep.PeerError, r"rank \d wants gradients of \w+ in dispatch of exchange 0 .*set requires_grad alike"):
+        part(group)(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+@case
+def a_group_needs_processes_that_know_each_other(world: World) -> None:
+    assert repr(world.group()) == f"Group(rank {world.rank} of {world.size}, {4 * world.size} experts, collective)"

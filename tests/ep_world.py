@@ -1,0 +1,189 @@
+"""Processes that run cases of expert parallelism together, each as one rank, and say of every case what came of it.
+
+``start`` runs this file once a rank. A case is a function of a :class:`World`; all cases of a run share the processes,
+since starting one takes longer than all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 10.0
+H, F = 8, 64
+"""F is a multiple of the longest vector: torch computes the last elements of a tensor that fill none by other code,
+whose exponentials have other bits, so that those of a row would depend on which rows are behind it."""
+
+
+class World(NamedTuple):
+    """One rank among others."""
+
+    rank: int
+    size: int
+
+    def group(self, **settings: Any) -> ep.Group:
+        """Of all ranks, with settings that most cases share."""
+        common = {"num_experts": 4 * self.size, "max_tokens": 13, "top_k": 3, "hidden": H, "dtype": torch.float32}
+        return ep.Group(**{**common, "timeout": TIMEOUT, "capacity": "worst", **settings})
+
+
+class Batch(NamedTuple):
+    """The tokens of all ranks, ``counts`` of each rank."""
+
+    counts: tuple[int, ...]
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    dy: Tensor
+
+    @classmethod
+    def random(
+        cls, counts: Sequence[int], experts: int, top_k: int, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> Batch:
+        """Ids are of any expert, a few of none."""
+        draw, tokens = torch.Generator().manual_seed(seed), sum(counts)
+        x, dy = (torch.randn(tokens, H, generator=draw).to(dtype) for _ in range(2))
+        ids = torch.randint(experts + 1, (tokens, top_k), generator=draw)
+        return cls(tuple(counts), x, ids, torch.rand(tokens, top_k, generator=draw), dy)
+
+    def of(self, rank: int) -> Batch:
+        """Those of one rank."""
+        own = slice(sum(self.counts[:rank]), sum(self.counts[: rank + 1]))
+        return Batch((self.counts[rank],), *(t[own].clone() for t in self[1:]))
+
+
+class Results(NamedTuple):
+    """What a training step gives."""
+
+    y: Tensor
+    dx: Tensor
+    dweights: Tensor
+    parameters: tuple[Tensor, ...]
+
+    def of(self, counts: Sequence[int], group: ep.Group) -> Results:
+        """What one rank has of those of all."""
+        own = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
+        parts = tuple(grad[group.local_experts] for grad in self.parameters)
+        return Results(self.y[own], self.dx[own], self.dweights[own], parts)
+
+
+def experts(first: Any, number: int, last: Any, dtype: torch.dtype = torch.float32) -> Sequential:
+    """A layer between two ops; of the same seed in all processes."""
+    torch.manual_seed(3)
+    up, down = GroupedLinear(number, H, 2 * F, dtype=dtype), GroupedLinear(number, F, H, dtype=dtype)
+    return Sequential(first, up, SwiGLU(), Scale(), down, last)
+
+
+def whole(group: ep.Group) -> Sequential:
+    """The layer as one process has it."""
+    number, dtype = group.settings.num_experts, group.settings.dtype
+    return experts(Dispatch(number), number, Combine(), dtype)
+
+
+def part(group: ep.Group, lane: int = 0) -> Sequential:
+    """The same layer, with the experts of one rank."""
+    number, dtype = group.num_local_experts, group.settings.dtype
+    layer = experts(ep.EPDispatch(group, lane), number, ep.EPCombine(group, lane), dtype)
+    with torch.no_grad():
+        for mine, all_of_them in zip(layer.parameters(), whole(group).parameters(), strict=True):
+            mine.copy_(all_of_them[group.local_experts])
+    return layer
+
+
+def trained(layer: Any, batch: Batch) -> Results:
+    """One step, and its gradients."""
+    x, weights = batch.x.clone().requires_grad_(), batch.weights.clone().requires_grad_()
+    y = layer(x, top_k_index=batch.ids, top_k_weights=weights)
+    y.backward(batch.dy)
+    parameters = tuple(p.grad for p in layer.parameters()) if isinstance(layer, torch.nn.Module) else ()
+    return Results(y.detach(), x.grad, weights.grad, parameters)
+
+
+def same(came: Results, expected: Results) -> None:
+    """Bit for bit."""
+    for name, a, b in zip(Results._fields[:3], came, expected, strict=False):
+        assert torch.equal(a, b), f"{name} differs by {(a - b).abs().max()}"
+    for i, (a, b) in enumerate(zip(came.parameters, expected.parameters, strict=True)):
+        assert torch.equal(a, b), f"the gradient of parameter {i} differs by {(a - b).abs().max()}"
+
+
+def check_step(group: ep.Group, batch: Batch, layer: Any = None) -> None:
+    """A step of all ranks gives each the bits of one process that has the tokens of all."""
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    came = trained(part(group) if layer is None else layer, batch.of(group.rank))
+    same(came, expected if came.parameters else expected._replace(parameters=()))
+
+
+# --------------------------------------------------------------------------------------------------- processes
+
+
+def start(module: str, ranks: int, folder: Path, wait: float = 120) -> dict[str, list[str]]:
+    """What every rank says of every case of a module: "" where nothing went wrong. An empty list: it never said."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, str(Path(__file__)), module, str(ranks), str(folder)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(ranks)
+    ]
+    said = []
+    for process in running:
+        try:
+            said.append(process.communicate(timeout=wait)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said.append(process.communicate()[0] + "\nkilled: it did not end")
+    found: dict[str, list[str]] = {}
+    for rank, text in enumerate(said):
+        path = folder / f"{rank}.json"
+        results = json.loads(path.read_text()) if path.exists() else {"started": text}
+        for name, result in results.items():
+            found.setdefault(name, []).append(f"rank {rank}: {result}" if result else "")
+    return found
+
+
+def run_cases(module: str, world: World, report: Path) -> None:
+    """Runs the cases of a module in the order of the file; writes down after each what came of it."""
+    cases = importlib.import_module(module).CASES
+    results: dict[str, str] = {}
+    for case in cases:
+        torch.manual_seed(0)
+        try:
+            case(world)
+            results[case.__name__] = ""
+        except Exception:
+            results[case.__name__] = traceback.format_exc()
+        report.write_text(json.dumps(results))
+
+
+def main(module: str, ranks: str, folder: str, rank: str) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), int(ranks))
+    dist.init_process_group(
+        "gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=2 * TIMEOUT)
+    )
+    run_cases(module, World(int(rank), int(ranks)), Path(folder, f"{rank}.json"))
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo that wait for a peer that has gone would keep the process
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
