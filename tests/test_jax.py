@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("jax", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
+from checks.device import needs_hopper
 from emulation import build
 from jax_emulation import installed
 from jax_problems import (
@@ -34,14 +35,20 @@ HALVES = [jnp.bfloat16, jnp.float16]
 NEEDS_EMULATION = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 
 
-@pytest.fixture(params=["xla", pytest.param("kernels", marks=[NEEDS_EMULATION, pytest.mark.slow])])
+EMULATED = pytest.param("kernels", marks=[NEEDS_EMULATION, pytest.mark.slow])
+
+
+@pytest.fixture(params=["xla", EMULATED, pytest.param("hopper", marks=[pytest.mark.cuda, needs_hopper])])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each test by jax's products and by the kernels."""
-    if request.param == "xla":
-        yield request.param
-        return
-    with installed():
-        yield request.param
+    """Each test by jax's products, by the kernels' sources on the CPU, and on a GPU."""
+    name = request.param
+    ways = {
+        "xla": lambda: fusible.jax.config(backend="xla"),
+        "kernels": installed,
+        "hopper": lambda: fusible.jax.config(strict=True),
+    }
+    with ways[name]():
+        yield name
 
 
 def operands(k: int, n: int, dtype: Any, sizes: tuple[int, ...] = RAGGED, tail: int = TAIL) -> tuple[jax.Array, ...]:
