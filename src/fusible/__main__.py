@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
-from .benchmarks import grouped_gemm, grouped_mlp, hf, roofline, routing
+from .benchmarks import grouped_gemm, grouped_mlp, hf, jax_experts, roofline, routing
 from .commands import cache, explain, info
 from .examples import moe_lm
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Times the experts, the grouped GEMM alone, or a transformers block; the first argument says which (``mlp``)."""
+    """Times the experts, in PyTorch or jax, the grouped GEMM alone, or a transformers block; the first argument says which (mlp)."""
     named = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="fusible bench", description=bench.__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "grouped_gemm": grouped_gemm.main,
     "hf": hf.main,
     "routing": routing.main,
+    "jax": jax_experts.main,
 }
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
@@ -37,7 +38,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (
         bench,
-        "time the experts (mlp), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
+        "time the experts (mlp, jax), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
     ),
 }
 

@@ -142,7 +142,8 @@ def _multiply(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any,
 
 
 def _fwd(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> Any:
-    return _multiply(layout, dtype, a, b, sizes, bias, into), (a, b, sizes, bias, into is not None)
+    """Of the differentiable product, so that what contains a gradient has one."""
+    return _product(layout, dtype, a, b, sizes, bias, into), (a, b, sizes, bias, into is not None)
 
 
 def _bwd(layout: Layout, dtype: Any, saved: Any, dout: Any) -> Any:

@@ -6,6 +6,7 @@ The backward keeps x and the pre-activation, and computes the activation again, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -157,12 +158,12 @@ def _primal(form: Form, *arrays: Any) -> jax.Array:
 
 
 def _fwd(form: Form, *arrays: Any) -> tuple[jax.Array, Saved]:
-    y, preact = _forward(form, True, *arrays)
+    y, preact = _forward_once(form, *arrays)
     return y, Saved(*arrays, jax.ad_checkpoint.checkpoint_name(preact, PREACT))
 
 
 def _bwd(form: Form, saved: Saved, dy: Any) -> Any:
-    grads = _first_order(form, saved, dy)
+    grads = _backward_once(form, saved, dy)
     return grads.x, grads.w13, grads.w2, no_gradient(saved.sizes), grads.probs, grads.b13, grads.b2
 
 
@@ -197,13 +198,20 @@ def _backward(form: Form, saved: Saved, dy: Any) -> Grads:
     )
 
 
+def _once(function: Callable[..., Any]) -> Any:
+    """The function, of which no derivative is taken."""
+    once = jax.custom_jvp(function, nondiff_argnums=(0,))
+    once.defjvp(_refuse)
+    return once
+
+
 def _refuse(form: Form, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "fusible.jax.grouped_mlp: second derivatives are not supported; write the layer with grouped_gemm, which has them"
+        "grouped_mlp: second derivatives are not supported; a layer of two grouped_gemm has them"
     )
 
 
-_first_order = jax.custom_jvp(_backward, nondiff_argnums=(0,))
-_first_order.defjvp(_refuse)
+_forward_once = _once(lambda form, *arrays: _forward(form, True, *arrays))
+_backward_once = _once(_backward)
 _mlp = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _mlp.defvjp(_fwd, _bwd)

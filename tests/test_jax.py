@@ -1,0 +1,261 @@
+"""``fusible.jax`` against float64: by jax's own products, and by the kernels' sources on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jax", reason="jax is not installed")
+import jax
+import jax.numpy as jnp
+from checks.device import needs_hopper
+from emulation import build
+from jax_emulation import installed
+from jax_problems import (
+    RAGGED,
+    TAIL,
+    Experts,
+    array,
+    assert_close,
+    exact,
+    poisoned,
+    product64,
+    seeded,
+    wgrad64,
+)
+
+import fusible.jax
+from fusible.jax import fallback
+
+HALVES = [jnp.bfloat16, jnp.float16]
+NEEDS_EMULATION = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+
+
+EMULATED = pytest.param("kernels", marks=[NEEDS_EMULATION, pytest.mark.slow])
+
+
+@pytest.fixture(params=["xla", EMULATED, pytest.param("hopper", marks=[pytest.mark.cuda, needs_hopper])])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each test by jax's products, by the kernels' sources on the CPU, and on a GPU."""
+    name = request.param
+    ways = {
+        "xla": lambda: fusible.jax.config(backend="xla"),
+        "kernels": installed,
+        "hopper": lambda: fusible.jax.config(strict=True),
+    }
+    with ways[name]():
+        yield name
+
+
+def operands(k: int, n: int, dtype: Any, sizes: tuple[int, ...] = RAGGED, tail: int = TAIL) -> tuple[jax.Array, ...]:
+    random = seeded()
+    lhs = poisoned(array(random, sum(sizes) + tail, k, dtype=dtype), sizes)
+    return lhs, array(random, len(sizes), k, n, dtype=dtype), jnp.array(sizes, jnp.int32)
+
+
+SHAPES = [(24, 40), (136, 72), (20, 9)]  # the last by the kernel for any numbers of features
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_rows_are_ragged(backend: str, k: int, n: int, dtype: Any, wide: bool) -> None:
+    lhs, rhs, sizes = operands(k, n, dtype)
+    out = jnp.float32 if wide else dtype
+    by_dot = fusible.jax.ragged_dot(lhs, rhs, sizes, preferred_element_type=out)
+    transposed = fusible.jax.grouped_gemm(
+        lhs, jnp.swapaxes(rhs, 1, 2), first_dims=sizes, transpose_rhs=True, preferred_element_type=out
+    )
+
+    assert by_dot.dtype == out
+    assert_close(by_dot, product64(lhs, rhs, RAGGED))
+    assert_close(transposed, product64(lhs, rhs, RAGGED))
+    assert not np.any(np.asarray(by_dot[sum(RAGGED) :]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("m", "n"), SHAPES)
+def test_the_contraction_is_ragged(backend: str, m: int, n: int, dtype: Any) -> None:
+    random, rows = seeded(), sum(RAGGED) + TAIL
+    lhs, rhs = (poisoned(array(random, rows, columns, dtype=dtype), RAGGED) for columns in (m, n))
+    sizes = jnp.array(RAGGED, jnp.int32)
+    out = fusible.jax.grouped_gemm(lhs, rhs, last_dims=sizes)
+    into = array(random, len(RAGGED), m, n, dtype=jnp.float32)
+    added = fusible.jax.grouped_gemm(lhs, rhs, last_dims=sizes, into=into)
+
+    assert_close(out, wgrad64(lhs, rhs, RAGGED))
+    assert not np.any(np.asarray(out[1]))  # of an empty group
+    assert added.dtype == jnp.float32
+    assert_close(added, exact(into) + wgrad64(lhs, rhs, RAGGED), roundings=4)
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 0), (1,), (0, 40, 0), (130, 3)], ids=str)
+@pytest.mark.parametrize("tail", [0, 5])
+def test_groups_of_any_sizes(backend: str, sizes: tuple[int, ...], tail: int) -> None:
+    lhs, rhs, counts = operands(16, 24, jnp.bfloat16, sizes, tail)
+    grads = array(seeded(1), lhs.shape[0], 24)
+
+    assert_close(fusible.jax.ragged_dot(lhs, rhs, counts), product64(lhs, rhs, sizes))
+    assert_close(fusible.jax.grouped_gemm(lhs, grads, last_dims=counts), wgrad64(lhs, grads, sizes))
+
+
+def test_sizes_beyond_the_rows_are_cut_off(backend: str) -> None:
+    lhs, rhs, _ = operands(16, 24, jnp.bfloat16, (30, 10), 0)
+    out = fusible.jax.ragged_dot(lhs, rhs, jnp.array([30, 1000], jnp.int32))
+
+    assert_close(out, product64(lhs, rhs, (30, 10)))
+
+
+def test_one_compiled_program_takes_all_sizes(backend: str) -> None:
+    lhs, rhs, _ = operands(16, 24, jnp.bfloat16, (30, 0, 10), 6)
+    lhs, run = jnp.nan_to_num(lhs), jax.jit(lambda *a: fusible.jax.ragged_dot(*a))
+    for sizes in ((30, 0, 10), (0, 0, 0), (1, 45, 0), (15, 15, 16)):
+        assert_close(run(lhs, rhs, jnp.array(sizes, jnp.int32)), product64(lhs, rhs, sizes))
+    assert run._cache_size() == 1
+
+
+def test_bias_into_and_leading_dimensions(backend: str) -> None:
+    random, sizes = seeded(), (20, 0, 10)
+    lhs, rhs, counts = operands(16, 24, jnp.bfloat16, sizes, 6)
+    lhs = lhs.reshape(4, 9, 16)
+    bias, into = array(random, 3, 24, dtype=jnp.float32), array(random, 4, 9, 24, dtype=jnp.float32)
+    out = fusible.jax.grouped_gemm(lhs, rhs, first_dims=counts, bias=bias, preferred_element_type=jnp.float32)
+    added = fusible.jax.grouped_gemm(lhs, rhs, first_dims=counts, into=into)
+    flat = lhs.reshape(-1, 16)
+
+    assert out.shape == added.shape == (4, 9, 24)
+    assert_close(out.reshape(-1, 24), product64(flat, rhs, sizes, bias=bias))
+    assert_close(added.reshape(-1, 24), exact(into).reshape(-1, 24) + product64(flat, rhs, sizes), roundings=4)
+
+
+@pytest.mark.parametrize("into", [False, True], ids=["", "into"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_gradients_of_ragged_rows(backend: str, transposed: bool, into: bool) -> None:
+    lhs, rhs, counts = operands(24, 40, jnp.bfloat16)
+    rhs = jnp.swapaxes(rhs, 1, 2) if transposed else rhs
+    bias, dy = array(seeded(2), len(RAGGED), 40), poisoned(array(seeded(3), lhs.shape[0], 40), RAGGED)
+    start = array(seeded(4), lhs.shape[0], 40) if into else None
+
+    def run(lhs: Any, rhs: Any, bias: Any, start: Any) -> Any:
+        return fusible.jax.grouped_gemm(
+            lhs, rhs, first_dims=counts, transpose_rhs=transposed, bias=bias, into=start
+        )
+
+    _, pull = jax.vjp(run, lhs, rhs, bias, start)
+    dlhs, drhs, dbias, dstart = pull(dy)
+    dw = wgrad64(lhs, dy, RAGGED)
+
+    assert_close(dlhs, product64(dy, rhs, RAGGED, transpose=not transposed))
+    assert_close(drhs, dw.mT if transposed else dw)
+    assert_close(dbias, torch.stack([exact(dy)[rows].sum(0) for rows in _groups()]), roundings=2)
+    assert dstart is None or np.array_equal(np.asarray(dstart), np.asarray(dy), equal_nan=True)
+
+
+def _groups() -> list[slice]:
+    from jax_problems import rows_of_groups
+
+    return rows_of_groups(RAGGED)
+
+
+def test_gradients_of_a_ragged_contraction(backend: str) -> None:
+    random, rows = seeded(), sum(RAGGED) + TAIL
+    lhs, rhs = (poisoned(array(random, rows, columns), RAGGED) for columns in (24, 40))
+    counts, dout = jnp.array(RAGGED, jnp.int32), array(random, len(RAGGED), 24, 40)
+    _, pull = jax.vjp(lambda a, b: fusible.jax.grouped_gemm(a, b, last_dims=counts), lhs, rhs)
+    dlhs, drhs = pull(dout)
+
+    assert_close(dlhs, product64(rhs, dout, RAGGED, transpose=True))
+    assert_close(drhs, product64(lhs, dout, RAGGED))
+
+
+def test_second_derivatives(backend: str) -> None:
+    """Gradients are products, which have gradients: d/dW of sum(dlhs ** 2)."""
+    lhs, rhs, counts = operands(16, 8, jnp.bfloat16, (9, 4), 3)
+    lhs = jnp.nan_to_num(lhs)
+
+    def of_gradient(rhs: Any) -> Any:
+        dlhs = jax.grad(lambda a: fusible.jax.ragged_dot(a, rhs, counts).astype(jnp.float32).sum())(lhs)
+        return (dlhs.astype(jnp.float32) ** 2).sum()
+
+    weights = exact(rhs).requires_grad_()
+    rows = torch.cat([weights[g].sum(1).expand(n, 16) for g, n in enumerate((9, 4))])
+    rows.square().sum().backward()
+
+    assert weights.grad is not None
+    assert_close(jax.grad(of_gradient)(rhs), weights.grad, roundings=2)
+
+
+def check_experts(problem: Experts, roundings: float = 4) -> None:
+    """Forward and all gradients."""
+    arrays, counts = problem.arrays(), jnp.array(problem.sizes, jnp.int32)
+    dy = poisoned(array(seeded(5), problem.rows, problem.features, dtype=problem.dtype), problem.sizes)
+
+    def run(arrays: dict[str, Any]) -> Any:
+        return fusible.jax.grouped_mlp(sizes=counts, **arrays, **problem.call_keywords())
+
+    y, pull = jax.jit(lambda arrays, dy: (lambda y, pull: (y, pull(dy)))(*jax.vjp(run, arrays)))(arrays, dy)
+    reference = problem.reference(arrays, dy)
+
+    assert_close(y, reference.pop("y"), roundings, problem.dtype)
+    assert reference.keys() == arrays.keys()
+    for name, grad in pull[0].items():
+        assert grad.dtype == arrays[name].dtype
+        assert_close(grad, reference[name], roundings, problem.dtype)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "swiglu": {},
+    "weights [G, out, in]": {"layout": "nk"},
+    "biases": {"biases": jnp.float32},
+    "biases, weights [G, out, in]": {"biases": jnp.bfloat16, "layout": "nk"},
+    "no probabilities": {"probs": None},
+    "probabilities in bfloat16": {"probs": jnp.bfloat16},
+    "probabilities after": {"keywords": {"probs_at": "output"}},
+    "probabilities after, biases": {"biases": jnp.float32, "keywords": {"probs_at": "output"}},
+    "interleaved": {"keywords": {"interleave": 1}},
+    "interleaved by 8": {"keywords": {"interleave": 8}, "layout": "nk"},
+    "gpt-oss": {
+        "biases": jnp.bfloat16,
+        "keywords": {"alpha": 1.702, "limit": 1.5, "linear_offset": 1.0, "interleave": 1},
+    },
+    "not gated": {"keywords": {"gated": False, "activation": "relu2"}},
+    "odd columns": {"features": 20, "columns": 6, "biases": jnp.float32, "keywords": {"probs_at": "output"}},
+    "blocks that no tile holds": {"columns": 48, "keywords": {"interleave": 24}},
+    "no tail": {"tail": 0},
+    "empty": {"sizes": (0, 0), "tail": 3},
+    "float16": {"dtype": jnp.float16, "biases": jnp.float16},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_experts(backend: str, form: str) -> None:
+    check_experts(Experts(**FORMS[form]))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", ""])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"])
+def test_activations(backend: str, activation: str, gated: bool) -> None:
+    check_experts(Experts(sizes=(17, 5), tail=2, keywords={"activation": activation, "gated": gated}))
+
+
+def test_float32_runs_by_jax() -> None:
+    check_experts(Experts(dtype=jnp.float32, biases=jnp.float32), roundings=40)
+
+
+def test_products_of_the_fallback_are_those_of_ragged_dot() -> None:
+    lhs, rhs, sizes = operands(24, 40, jnp.float32)
+    lhs = jnp.nan_to_num(lhs)
+
+    expected = jax.lax.ragged_dot(lhs, rhs, sizes)
+    assert np.array_equal(np.asarray(fusible.jax.ragged_dot(lhs, rhs, sizes)), np.asarray(expected))
+
+
+def test_groups_of_rows() -> None:
+    sizes = jnp.array([2, 0, 1], jnp.int32)
+
+    assert fallback.group_of_rows(sizes, 5).tolist() == [0, 0, 2, 2, 2]
+    assert fallback.in_a_group(sizes, 5).tolist() == [True, True, True, False, False]
