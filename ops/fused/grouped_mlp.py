@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
 from ...fuser import tracing as trace
-from ...fuser.config import active_config
+from ...fuser.config import thread_config
 from ...fuser.replay import capture
 from .. import kernels
 from ..glu import Activated
@@ -95,6 +95,11 @@ class GroupedMLP(FusedOp):
         vectors: Tensor | None
         recompute: bool = False  # the pre-activation, from x
 
+    def __init__(self, **roles: Any) -> None:
+        super().__init__(**roles)
+        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
+        self._replayed_up_to = REPLAYED_UP_TO // (4 * values)  # rows; both gradients take 2 operations for each value
+
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
 
@@ -114,7 +119,7 @@ class GroupedMLP(FusedOp):
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
         vectors, needs_preact = vectors_of(self.act), _through(needs_grad) or _trains(needs_grad)
-        recompute = needs_preact and self._recomputes()
+        recompute = thread_config.config.recompute and needs_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
@@ -175,7 +180,8 @@ class GroupedMLP(FusedOp):
         rows = as_rows(dy)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
-        self._replay_unless_long(rows.shape[0])
+        if rows.shape[0] > self._replayed_up_to:  # a replay has all its memory at once
+            capture.refuse("memory is let go of between the launches of a long backward")
         if saved.recompute:
             assert isinstance(saved.fc1.x, Tensor)
             saved = self.recomputed(saved, saved.fc1.x)
@@ -238,16 +244,8 @@ class GroupedMLP(FusedOp):
         )
         return through_activation(recipe, copies, weight, saved.preact, sizes, spec, total, wanted)
 
-    def _replay_unless_long(self, rows: int) -> None:
-        """A replay has all its memory at once; launches one by one need less, and a long backward hides the host."""
-        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
-        if 4 * rows * values > REPLAYED_UP_TO:  # of both gradients, 2 operations for each row and value of a weight
-            capture.refuse("memory is let go of between the launches of a long backward")
-
     def _recomputes(self) -> bool:
-        """Whether the backward computes the pre-activation again, as the switches say."""
-        if not active_config().recompute:
-            return False
+        """Whether the backward computes the pre-activation again, where the switches say so."""
         if in_force(self.fc1.recipe) is not None:
             trace.note("recompute: quantised experts keep the pre-activation")
             return False
