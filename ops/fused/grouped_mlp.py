@@ -93,7 +93,6 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: Tensor | None
-        recompute: bool = False  # the pre-activation, from x
 
     def __init__(self, **roles: Any) -> None:
         super().__init__(**roles)
@@ -118,12 +117,12 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        vectors, needs_preact = vectors_of(self.act), _through(needs_grad) or _trains(needs_grad)
-        recompute = thread_config.config.recompute and needs_preact and self._recomputes()
+        vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
+        recompute = thread_config.config.recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
-            keep_preact=needs_preact and not recompute,
+            keep_preact=keep_preact and not recompute,
             tail_unspecified=True,
             x_is_inner=x_is_inner,
             vectors=vectors,
@@ -136,7 +135,7 @@ class GroupedMLP(FusedOp):
             "row_scale": flat(out_scale_scales),
         }
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, recompute)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -156,7 +155,7 @@ class GroupedMLP(FusedOp):
         preact, first = self.fc1.quantized_fwd(recipe, tokens, copies, split_sizes, None, None, needs, True, bias)
         hidden = quantized_hidden(recipe, preact, split_sizes, spec, flat(scales), True)
         factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
-        fc1 = FirstLinear(hidden, preact if _through(needs_grad) or _trains(needs_grad) else None, first)
+        fc1 = FirstLinear(hidden, preact if reads_preact(needs_grad) else None, first)
         y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
         return y, self.Saved(first, fc2, fc1.preact, scales, out_scales, None)
 
@@ -182,7 +181,7 @@ class GroupedMLP(FusedOp):
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         if rows.shape[0] > self._replayed_up_to:  # a replay has all its memory at once
             capture.refuse("memory is let go of between the launches of a long backward")
-        if saved.recompute:
+        if saved.preact is None and reads_preact(needs_grad):
             assert isinstance(saved.fc1.x, Tensor)
             saved = self.recomputed(saved, saved.fc1.x)
         activated = self.through_fc2(saved, rows, needs_grad)
@@ -360,6 +359,12 @@ def _kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
     needs = set(names_of(_FC2, needs_grad)) | ({"x"} if _through(needs_grad) else set())
     needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
     return frozenset(needs - {"weight"})
+
+
+@lru_cache(maxsize=4096)
+def reads_preact(needs_grad: frozenset[str]) -> bool:
+    """Whether a backward reads the pre-activation; it is computed again where it is not kept."""
+    return _through(needs_grad) or _trains(needs_grad)
 
 
 @lru_cache(maxsize=4096)
