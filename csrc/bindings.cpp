@@ -12,6 +12,7 @@
 #include "fusible/activation.h"
 #include "fusible/device.h"
 #include "fusible/fused_gemm.h"
+#include "fusible/gemm_launch.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
@@ -129,6 +130,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);
+  module.def("set_overlapping_launches", [](bool on) { fusible::overlapping_launches = on; });
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
 WITHOUT_CODE = {
     f"docs/{name}.md"
-    for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "memory", "support")
+    for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "support")
 }
 FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]

@@ -30,7 +30,7 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8), Layout.NN: (2, 3, 4, 6, 7, 8), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8), Layout.NN: (2, 3, 4, 6, 7, 8), Layout.TN: (1, 2, 4, 9)}
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 

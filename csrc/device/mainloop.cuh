@@ -100,6 +100,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     if (empty) tiles.request();
     if (!kAhead || blocks == 1 || empty) more = tiles.next(following);
   }
+  ptx::let_next_kernel_begin();
   for (int i = 0; i < K::kStages; ++i) {  // the other block's last arrivals land before this one ends
     barrier_wait(&s.empty[state.stage], state.phase ^ 1);
     state.advance();

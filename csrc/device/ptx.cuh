@@ -31,6 +31,12 @@ DEVICE bool elect_one() {
   return elected;
 }
 
+// Programmatic dependent launch: a kernel may be resident before those before it on its stream have ended. It reads and
+// writes no memory of theirs until this returns, in each thread that does, or in one that the thread has met since.
+DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next kernel may begin where blocks end, once every block has said so.
+DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 template <int kRegisters>
 DEVICE void registers_decrease() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

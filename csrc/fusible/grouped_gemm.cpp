@@ -258,16 +258,18 @@ SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config) {
 void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
             int device, cudaStream_t stream) {
   allow_shared_memory(kernel, device, problem, config);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // it begins while the kernel before it ends
+  attributes[1].val.programmaticStreamSerializationAllowed = overlapping_launches;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid);
   launch.blockDim = dim3(kernel.threads);
   launch.dynamicSmemBytes = kernel.shared_bytes;
   launch.stream = stream;
-  launch.attrs = &cluster;
-  launch.numAttrs = 1;
+  launch.attrs = attributes;
+  launch.numAttrs = std::size(attributes);
   void* arguments[] = {const_cast<GemmParams*>(&params)};
   FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
                      kernel.shared_bytes, " bytes of shared memory");

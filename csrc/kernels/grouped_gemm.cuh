@@ -189,6 +189,7 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.out);
       if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
+    ptx::wait_for_earlier_kernels();
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_sync();

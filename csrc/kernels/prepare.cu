@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
+#include "device/ptx.cuh"
 #include "kernels/prepare.h"
 
 namespace fusible {
@@ -17,6 +18,7 @@ struct Tables {
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Workspace to, const __grid_constant__ Tables<kCapacity> from, int coordinates, int biases) {
+  ptx::let_next_kernel_begin();
   for (int g = threadIdx.x; g < coordinates; g += kThreads) to.coordinates[g] = from.coordinates[g];
   for (int g = threadIdx.x; g < biases; g += kThreads) to.biases[g] = reinterpret_cast<const void*>(from.biases[g]);
 }

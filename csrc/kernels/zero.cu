@@ -36,6 +36,7 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
 }
 
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
+  ptx::let_next_kernel_begin();
   if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];

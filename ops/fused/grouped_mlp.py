@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
 from ...fuser import tracing as trace
-from ...fuser.config import active_config
+from ...fuser.config import thread_config
 from ...fuser.replay import capture
 from .. import kernels
 from ..delayed_scales import is_delayed
@@ -96,7 +96,11 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: Tensor | None
-        recompute: bool = False  # the pre-activation, from x
+
+    def __init__(self, **roles: Any) -> None:
+        super().__init__(**roles)
+        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
+        self._replayed_up_to = REPLAYED_UP_TO // (4 * values)  # rows; both gradients take 2 operations for each value
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
@@ -116,12 +120,12 @@ class GroupedMLP(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        vectors, needs_preact = vectors_of(self.act), _through(needs_grad) or _trains(needs_grad)
-        recompute = needs_preact and self._recomputes()
+        vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
+        recompute = thread_config.config.recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
-            keep_preact=needs_preact and not recompute,
+            keep_preact=keep_preact and not recompute,
             tail_unspecified=True,
             x_is_inner=x_is_inner,
             vectors=vectors,
@@ -134,7 +138,7 @@ class GroupedMLP(FusedOp):
             "row_scale": flat(out_scale_scales),
         }
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, recompute)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -154,7 +158,7 @@ class GroupedMLP(FusedOp):
         preact, first = self.fc1.quantized_fwd(recipe, tokens, copies, split_sizes, None, None, needs, True, bias)
         hidden = quantized_hidden(recipe, preact, split_sizes, spec, flat(scales), True)
         factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
-        fc1 = FirstLinear(hidden, preact if _through(needs_grad) or _trains(needs_grad) else None, first)
+        fc1 = FirstLinear(hidden, preact if reads_preact(needs_grad) else None, first)
         y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
         return y, self.Saved(first, fc2, fc1.preact, scales, out_scales, None)
 
@@ -178,8 +182,9 @@ class GroupedMLP(FusedOp):
         rows = as_rows(dy)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
-        self._replay_unless_long(rows.shape[0])
-        if saved.recompute:
+        if rows.shape[0] > self._replayed_up_to:  # a replay has all its memory at once
+            capture.refuse("memory is let go of between the launches of a long backward")
+        if saved.preact is None and reads_preact(needs_grad):
             assert isinstance(saved.fc1.x, Tensor)
             saved = self.recomputed(saved, saved.fc1.x)
         activated = self.through_fc2(saved, rows, needs_grad)
@@ -240,16 +245,8 @@ class GroupedMLP(FusedOp):
         )
         return through_activation(recipe, copies, weight, saved.preact, sizes, spec, total, wanted)
 
-    def _replay_unless_long(self, rows: int) -> None:
-        """A replay has all its memory at once; launches one by one need less, and a long backward hides the host."""
-        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
-        if 4 * rows * values > REPLAYED_UP_TO:  # of both gradients, 2 operations for each row and value of a weight
-            capture.refuse("memory is let go of between the launches of a long backward")
-
     def _recomputes(self) -> bool:
-        """Whether the backward computes the pre-activation again, as the switches say."""
-        if not active_config().recompute:
-            return False
+        """Whether the backward computes the pre-activation again, where the switches say so."""
         if in_force(self.fc1.recipe) is not None:
             trace.note("recompute: quantised experts keep the pre-activation")
             return False
@@ -364,6 +361,12 @@ def _kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
     needs = set(names_of(_FC2, needs_grad)) | ({"x"} if _through(needs_grad) else set())
     needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
     return frozenset(needs - {"weight"})
+
+
+@lru_cache(maxsize=4096)
+def reads_preact(needs_grad: frozenset[str]) -> bool:
+    """Whether a backward reads the pre-activation; it is computed again where it is not kept."""
+    return _through(needs_grad) or _trains(needs_grad)
 
 
 @lru_cache(maxsize=4096)

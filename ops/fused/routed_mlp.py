@@ -37,7 +37,7 @@ from .activation_role import (
     vectors_of,
     with_activation_of_groups,
 )
-from .grouped_mlp import GroupedMLP
+from .grouped_mlp import GroupedMLP, reads_preact
 from .pointwise_chain import PointwiseChain
 from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
 from .routed_pattern import routed, with_as_many_groups
@@ -128,7 +128,8 @@ class RoutedMLP(FusedOp):
         trains = None
         if saved.fc1.recipe is None:
             saved = saved._replace(fc1=saved.fc1._replace(x=None))
-            trains = tokens if "fc1.weight" in needs or saved.recompute else None
+            recompute = saved.preact is None and reads_preact(needs)
+            trains = tokens if "fc1.weight" in needs or recompute else None
         kept = _with_split_sizes(saved, None)
         return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
@@ -169,7 +170,7 @@ class RoutedMLP(FusedOp):
         replay_unless_large(dy, routing.row_of_slot.numel())
         if mlp.fc1.recipe is not None:
             return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
-        if mlp.recompute:
+        if mlp.preact is None and reads_preact(needs):
             assert saved.tokens is not None
             mlp = experts.recomputed(mlp, permutation.permute(saved.tokens, routing, fill=False))
         rows = permutation.permute(dy, routing, fill=False)

@@ -11,6 +11,7 @@ dim3 gridDim, blockDim;
 namespace emulation {
 
 Thread* current = nullptr;
+bool overlapped = false;
 
 namespace {
 
@@ -41,6 +42,7 @@ void run_thread() {
   Thread& t = *current;
   try {
     (*body_of_launch)();
+    check(t.waited || !overlapped, "a thread ends without having waited for earlier kernels");
     check(t.products.empty(), "a thread ends with wgmma products that it has not waited for");
     check(t.stores.empty(), "a thread ends with bulk stores that it has not waited for");
     check(t.copies.empty(), "a thread ends with copies to shared memory that it has not waited for");
@@ -159,7 +161,7 @@ void launch(const Config& c, const std::function<void()>& body) {
   check(c.block.x * c.block.y * c.block.z <= 1024 && c.shared_bytes <= kSharedLimit, "a block of ", c.block.x, " threads, ", c.shared_bytes,
         " bytes of shared memory");
   check(!current, "a kernel launches a kernel");
-  gridDim = c.grid, blockDim = c.block, body_of_launch = &body;
+  gridDim = c.grid, blockDim = c.block, body_of_launch = &body, overlapped = c.overlapped;
   failure.clear();
   for (uint64_t first = 0; first < blocks; first += resident) run_wave(c, first, std::min(resident, blocks - first));
 }
@@ -185,6 +187,7 @@ void* variable_of_block(const void* key, size_t bytes) {
 }
 
 void check_memory(uint64_t address, uint64_t bytes, const char* what) {
+  check(!current || current->waited || !overlapped, what, " before the thread has waited for earlier kernels");
   for (const auto& [first, end] : memory)
     if (address >= first && address + bytes <= end) return;
   check(false, what, " of ", bytes, " bytes at ", reinterpret_cast<void*>(address), " is outside of every buffer");

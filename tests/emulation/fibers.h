@@ -90,6 +90,7 @@ struct Thread {
   Block* block;
   Wait wait;
   bool done = false;
+  bool waited = false;  // for the kernels before this one
   ucontext_t context;
   Pending<Product> products;
   Pending<std::function<void()>> stores, copies;
@@ -118,6 +119,7 @@ struct Block {
 };
 
 extern Thread* current;
+extern bool overlapped;  // whether the running kernel may begin before those before it have ended
 constexpr uint32_t kSharedBase = 1024;  // of the address window; sm_90 keeps the first KB
 
 void wait(const Wait& wait);
@@ -142,6 +144,7 @@ struct Config {
   size_t shared_bytes = 0;
   cudaStream_t stream{};
   unsigned cluster = 1;
+  bool overlapped = false;
 };
 // Runs `body` in every thread of a grid. Blocks are alive in waves of as many as the device has multiprocessors.
 void launch(const Config& config, const std::function<void()>& body);

@@ -63,8 +63,12 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const void* kernel, void** arguments) {
   if (launch->dynamicSmemBytes > (shared_limits.contains(kernel) ? shared_limits[kernel] : 48u << 10)) return cudaErrorInvalidValue;
   emulation::Config config{launch->gridDim, launch->blockDim, launch->dynamicSmemBytes, launch->stream};
-  for (unsigned i = 0; i < launch->numAttrs; ++i)
-    if (launch->attrs[i].id == cudaLaunchAttributeClusterDimension) config.cluster = launch->attrs[i].val.clusterDim.x;
+  for (unsigned i = 0; i < launch->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = launch->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) config.cluster = attribute.val.clusterDim.x;
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization)
+      config.overlapped = attribute.val.programmaticStreamSerializationAllowed;
+  }
   const auto run = reinterpret_cast<void (*)(const void*)>(reinterpret_cast<uintptr_t>(kernel));
   emulation::launch(config, [&] { run(arguments[0]); });
   return cudaSuccess;
