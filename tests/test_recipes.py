@@ -149,7 +149,7 @@ def test_groups_of_any_size(recipe, sizes):
 
     for name in theirs:
         assert ours[name].shape == theirs[name].shape
-        assert far(ours[name], theirs[name]) < 0.2 or not theirs[name].any()
+        assert far(ours[name], theirs[name]) < 0.25 or not theirs[name].any()
         assert bool(ours[name].any()) == bool(theirs[name].any())
 
 
@@ -229,6 +229,7 @@ def test_recomputed_forwards_have_the_same_bits(recipe):
 
 @each_recipe
 def test_compiled_code_gives_the_same_bits(recipe):
+    torch._dynamo.reset()
     op, expected = linear(recipe), run(linear(recipe))
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
 
@@ -248,17 +249,25 @@ def test_weights_are_quantised_once_where_they_stay_the_same(recipe):
 
 
 @each_recipe
-def test_autocast_and_float16(recipe):
-    op = linear(recipe, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = op(tensor(T, K, dtype=torch.float32), split_sizes=torch.tensor(SIZES))
-    half = linear(recipe, dtype=torch.float16)
-    result = run(half, x=tensor(T, K, dtype=torch.float16))
+def test_autocast_quantises_what_it_casts(recipe):
+    op, exact = linear(recipe, dtype=torch.float32), linear(None, dtype=torch.float32)
+    x, sizes = tensor(T, K, dtype=torch.float32), torch.tensor(SIZES)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = op(x, split_sizes=sizes)
+        expected = exact(x, split_sizes=sizes)
 
     assert y.dtype == torch.bfloat16
-    assert far(y[:270], run(linear(None))["y"][:270]) < 0.16
-    assert result["y"].dtype == result["x"].dtype == result["weight"].dtype == torch.float16
-    assert far(result["weight"], run(linear(None))["weight"]) < 0.18
+    assert 0.01 < far(y[:270], expected[:270]) < (0.16 if isinstance(recipe, fusible.NVFP4) else 0.05)
+
+
+@each_recipe
+def test_float16(recipe):
+    ours, theirs = (run(linear(each, dtype=torch.float16), x=tensor(T, K).half()) for each in (recipe, None))
+    bound = 0.18 if isinstance(recipe, fusible.NVFP4) else 0.07
+
+    for name in theirs:
+        assert ours[name].dtype == torch.float16
+        assert far(ours[name], theirs[name]) < bound
 
 
 # ---- experts
@@ -337,9 +346,9 @@ def random_experts(seed):
     )
     recipe = choose.choice(list(RECIPES.values()))
     frozen = {name for name in ("0.weight", "2.weight", "0.bias", "2.bias") if choose.random() < 0.2}
-    sizes = [choose.choice((0, 1, 5, 64, 129)) for _ in range(E)]
+    sizes = [choose.choice((0, 1, 5, 64, 97)) for _ in range(E)]
     scaled = isinstance(options["act"], fusible.ScaledSwiGLU)
-    return recipe, options, frozen, sizes, {"scales": tensor(T, seed=seed).abs()} if scaled else {}
+    return recipe, options, frozen, sizes, {"scales": tensor(T, seed=seed, dtype=torch.float32).abs()} if scaled else {}
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -372,9 +381,9 @@ def test_delayed_scales_come_from_the_forwards_before():
     op(x, split_sizes=sizes)
 
     largest = torch.stack([8 * x[:70].abs().max(), torch.zeros(()), 8 * x[70:270].abs().max()])
-    assert torch.equal(op.x_encode[::2], (448 / largest.float())[::2])
+    assert torch.equal(op.x_encode[::2], (torch.tensor(448.0) / largest.float())[::2])
     assert op.x_encode[1] == 1
-    assert torch.equal(op.weight_encode, 448 / op.weight.detach().abs().amax((1, 2)).float())
+    assert torch.equal(op.weight_encode, torch.tensor(448.0) / op.weight.detach().abs().amax((1, 2)).float())
 
 
 def test_delayed_scales_of_gradients_come_from_the_backwards_before():
@@ -384,7 +393,8 @@ def test_delayed_scales_of_gradients_come_from_the_backwards_before():
         if factor == 4:
             assert torch.equal(op.gradient_encode, torch.ones(E))
 
-    assert op.gradient_encode[2] == 57344 / 2 / tensor(T, N, seed=2)[70:270].abs().max().float()
+    largest = tensor(T, N, seed=2)[70:270].abs().max().float()
+    assert op.gradient_encode[2] == torch.tensor(57344.0 / 2) / largest
 
 
 def test_delayed_scales_stay_outside_of_training_and_when_a_forward_is_computed_again():
