@@ -131,6 +131,11 @@ class FieldReader {
     member.resize(PyTuple_GET_SIZE(value));
     for (size_t i = 0; i < member.size(); ++i) read(name, PyTuple_GET_ITEM(value, i), member[i]);
   }
+  void read(const char* name, PyObject* value, Numbers& member) const {
+    check(name, value, PyList_Check(value));
+    member.resize(PyList_GET_SIZE(value));
+    for (size_t i = 0; i < member.size(); ++i) member[i] = integer(name, PyList_GET_ITEM(value, i));
+  }
   void read(const char* name, PyObject* value, bool& member) const { member = integer(name, value); }
   template <class T>
     requires std::is_integral_v<T> || std::is_enum_v<T>

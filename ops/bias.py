@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..fuser import Grads, Op, TensorSpec
 from .checks import check_features, check_floats, check_parameter, check_sizes
-from .link import Column, Link, linear_program
+from .link import Link, linear_program
 
 
 class Bias(Op):
@@ -39,7 +39,7 @@ class Bias(Op):
     @property
     def link(self) -> Link:
         """The op as a link of a chain."""
-        return Link(linear_program(torch.add, "b0"), columns=(Column("bias"),))
+        return Link(linear_program(torch.add, "a0"), columns=("bias",))
 
     def check_without_x(self) -> None:
         check_parameter("bias", self.bias, (self.features,), None)

@@ -13,27 +13,22 @@ from .programs.program import Program, with_constants
 from .programs.tracing import trace
 
 
-class Column(NamedTuple):
-    """A number of a column: a parameter, or where that is of gate and up, the part of one of the two."""
-
-    name: str
-    argument: str | None = None  # "x" or "u"
-
-
 class Link(NamedTuple):
-    """A program over rows and, in the order of its inputs, what an op calls them.
+    """A program over rows and, in the order of its operands, what an op calls them.
 
     Attributes:
         rows: keywords of a call, one number a row each.
         columns: parameters, one number a column each.
+        matrices: keywords of a call, one number an element of x each.
         constants: their values.
         gated: whether x is gate and up; block: columns of gate before as many of up, None for one block each.
-        groups: how many groups have numbers of columns of their own; None if all rows have the same.
+        groups: how many groups have numbers of columns of their own; None if none has.
     """
 
     program: Program
     rows: tuple[str, ...] = ()
-    columns: tuple[Column, ...] = ()
+    columns: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
     constants: tuple[float, ...] = ()
     gated: bool = False
     block: int | None = None
@@ -41,16 +36,13 @@ class Link(NamedTuple):
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The link as an activation, with the scale of a row for its number; None where kernels have none such.
-
-        Its numbers of columns are those of groups.
-        """
-        if len(self.rows) > 1 or (self.columns and self.groups is None):
+        """The link as an activation, with the scale of a row for its number; None where kernels have none such."""
+        if len(self.rows) > 1 or self.matrices:
             return None
         return spec_of_program(with_constants(self.program, self.constants), self.block)
 
 
 @cache
 def linear_program(function: Callable[[Tensor, Tensor], Tensor], operand: str) -> Program:
-    """That of a function of x and one operand: ``r0``, ``b0`` or ``c0``."""
+    """That of a function of x and one operand: ``r0``, ``a0``, ``m0`` or ``c0``."""
     return trace(function, ("x",), (2.0,)) if operand == "c0" else trace(function, ("x", operand))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,63 +10,59 @@ from torch import Tensor
 
 from ..fuser import Gradient, Grads
 from . import kernels
-from .link import Column, Link
-from .programs.columns import stacked
-from .programs.halves import join, split
+from .link import Link
+from .programs.columns import matrices_of
+from .programs.matrices import equal_gradient
 from .programs.program import part_of
 
 
 class Operands(NamedTuple):
-    """What a link reads beside x: numbers of rows and of columns by name, and the split sizes of columns of groups.
+    """What a link reads beside x: operands by name, and the split sizes of columns of groups.
 
     Some may be missing, which nothing then reads.
     """
 
     link: Link
-    rows: Mapping[str, Tensor]
+    by_keyword: Mapping[str, Tensor]
     columns: Mapping[str, Tensor]
     split_sizes: Tensor | None
 
     def numbers(self) -> tuple[Tensor | None, ...]:
         """The numbers of the rows, [rows] each, dense."""
-        return tuple([_dense(self.rows.get(name)) for name in self.link.rows])
+        rows = [self.by_keyword.get(name) for name in self.link.rows]
+        return tuple([None if each is None else each.reshape(-1).contiguous() for each in rows])
 
     def vectors(self) -> tuple[Tensor | None, ...]:
-        """The numbers of the columns, [groups, C] each, dense."""
-        return tuple([self._vector(column) for column in self.link.columns])
+        """The numbers of the columns, [groups, C] each, and [1, C] of those of all rows; 2 C of gate and up."""
+        return tuple([_vector(self.columns.get(name)) for name in self.link.columns])
 
-    def _vector(self, column: Column) -> Tensor | None:
-        if column.name not in self.columns:
-            return None
-        parameter = self.columns[column.name]
-        whole = parameter.reshape(self.link.groups or 1, parameter.shape[-1])
-        if column.argument is not None:
-            gate, up = split(whole, 2, self.link.block)
-            whole = (gate if column.argument == "x" else up).reshape(whole.shape[0], -1)
-        return whole.contiguous()
+    def matrices(self) -> tuple[Tensor | None, ...]:
+        """The numbers of the elements, [rows, C] each, dense; 2 C of gate and up."""
+        matrices = [self.by_keyword.get(name) for name in self.link.matrices]
+        return tuple([None if each is None else flat(each) for each in matrices])
 
 
 class Saved(NamedTuple):
-    """What the backward needs: of x, numbers of rows and columns those that the wanted gradients are computed from."""
+    """What the backward needs: x and operands, of which those that the wanted gradients are computed from."""
 
     x: Tensor | None
-    rows: dict[str, Tensor]
-    row_dtypes: dict[str, torch.dtype]
+    by_keyword: dict[str, Tensor]
+    dtypes: dict[str, torch.dtype]
     columns: dict[str, Tensor]
     split_sizes: Tensor | None
 
 
 def refusal(operands: Operands, x: Tensor) -> str | None:
     """Why our own kernels do not compute the link; None: they do."""
-    numbers, vectors = tuple(operands.rows.values()), tuple(operands.columns.values())
-    return kernels.pointwise_refusal(x, operands.link.program, numbers, vectors)
+    read = operands.numbers(), operands.vectors(), operands.matrices()
+    return kernels.pointwise_refusal(x, operands.link.program, *read)
 
 
 def forward(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
     """The value of the program, rounded once."""
     link = operands.link
     read = operands.numbers(), operands.vectors(), operands.split_sizes
-    y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants)
+    y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants, operands.matrices())
     return y.reshape(*x.shape[:-1], y.shape[-1]), _saved(operands, x, needs_grad)
 
 
@@ -74,11 +70,13 @@ def backward(
     link: Link, saved: Saved, dy: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
 ) -> Grads:
     """The wanted gradients; ``parameters`` are read for their forms."""
-    operands = Operands(link, saved.rows, saved.columns, saved.split_sizes)
+    operands = Operands(link, saved.by_keyword, saved.columns, saved.split_sizes)
     number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
-    columns = [column.name for column in link.columns]
-    vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in columns])
-    dx, by_row, by_column = kernels.pointwise_backward(
+    vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
+    matrices = dict(zip(link.matrices, link.program.matrix_operands, strict=True))
+    of_others = {name: equal_gradient(link.program, each) for name, each in matrices.items() if name in needs_grad}
+    matrix_dtypes = tuple([saved.dtypes[n] if of_others.get(n, "") is None else None for n in link.matrices])
+    dx, by_row, by_column, by_element = kernels.pointwise_backward(
         flat(dy),
         None if saved.x is None else flat(saved.x),
         link.program,
@@ -86,26 +84,35 @@ def backward(
         operands.numbers(),
         operands.vectors(),
         saved.split_sizes,
-        want_x="x" in needs_grad,
+        want_x="x" in needs_grad or "dx" in of_others.values(),
         want_numbers=any(number_dtypes),
         want_vectors=any(vector_dtypes),
         constants=link.constants,
         number_dtypes=number_dtypes,
         vector_dtypes=vector_dtypes,
+        matrices=operands.matrices(),
+        want_matrices=any(matrix_dtypes),
+        matrix_dtypes=matrix_dtypes,
     )
-    grads: dict[str, Gradient] = {} if dx is None else {"x": dx.reshape(*dy.shape[:-1], dx.shape[-1])}
-    for name, number in zip(link.rows, by_row if by_row is not None else (), strict=False):
+    leading = dy.shape[:-1]
+    grads: dict[str, Gradient] = {} if dx is None else {"x": dx.reshape(*leading, dx.shape[-1])}
+    for name, number in zip(link.rows, () if by_row is None else by_row, strict=False):
         if name in needs_grad and number is not None:
-            grads[name] = number.view(dy.shape[:-1]).to(saved.row_dtypes[name])
-    if by_column is not None:
-        grads |= column_grads(link, list(by_column), parameters, needs_grad)
+            grads[name] = number.view(leading).to(saved.dtypes[name])
+    grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
+    for name, other in of_others.items():
+        if other is not None:
+            grads[name] = grads["x"] if other == "dx" else dy
+    for name, matrix in zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False):
+        if of_others.get(name, "") is None and matrix is not None:
+            grads[name] = matrix.reshape(*leading, matrix.shape[-1]).to(saved.dtypes[name])
     return grads
 
 
-def stacked_vectors(link: Link, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    """[K, groups, C], dense: the numbers of the columns as one tensor; None if the link reads none."""
-    vectors = [vector for vector in Operands(link, {}, parameters, None).vectors() if vector is not None]
-    return stacked(vectors) if vectors else None
+def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
+    """The numbers of the columns as kernels take them, [groups, C] or [1, C] each; None if the link reads none."""
+    vectors = [_vector(parameters[name]) for name in link.columns]
+    return tuple([vector for vector in vectors if vector is not None]) or None
 
 
 def flat(x: Tensor) -> Tensor:
@@ -113,51 +120,52 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
 
 
-def _dense(numbers: Tensor | None) -> Tensor | None:
-    return None if numbers is None else numbers.reshape(-1).contiguous()
+def _vector(parameter: Tensor | None) -> Tensor | None:
+    if parameter is None:
+        return None
+    return (parameter if parameter.dim() == 2 else parameter.unsqueeze(0)).contiguous()
 
 
 def _number_dtype(saved: Saved, name: str, dy: Tensor) -> torch.dtype:
     """In which the gradient of a number of a row is computed: its own, unless nothing else is as wide."""
-    dtype = saved.row_dtypes[name]
-    return dtype if dtype.itemsize <= 4 or name in saved.rows else torch.promote_types(dy.dtype, torch.float32)
+    dtype = saved.dtypes[name]
+    return dtype if dtype.itemsize <= 4 or name in saved.by_keyword else torch.promote_types(dy.dtype, torch.float32)
 
 
 def column_grads(
-    link: Link, by_column: Sequence[Tensor | None], parameters: Mapping[str, Tensor], needs_grad: Collection[str]
+    link: Link, by_column: Iterable[Tensor | None], parameters: Mapping[str, Tensor], needs_grad: Collection[str]
 ) -> dict[str, Gradient]:
-    """The wanted gradients of parameters by name, from those of the numbers of the columns."""
+    """The wanted gradients of parameters by name, from those of the numbers of the columns, which may be a stack."""
     grads = dict[str, Gradient]()
-    for i, (name, argument) in enumerate(link.columns):
-        whole, parameter = by_column[i], parameters[name]
-        if name not in needs_grad or whole is None or argument == "u":
-            continue
-        up = by_column[i + 1] if argument == "x" else None
-        whole = whole if up is None else _joined(whole, up, link.block)
-        grads[name] = whole.view(parameter.shape).to(parameter.dtype)
+    for name, gradient in zip(link.columns, by_column, strict=False):
+        if name in needs_grad and gradient is not None:
+            parameter = parameters[name]
+            groups, columns = (1, *parameter.shape)[-2:]
+            grads[name] = gradient[:groups, :columns].reshape(parameter.shape).to(parameter.dtype)
     return grads
 
 
-def _joined(gate: Tensor, up: Tensor, block: int | None) -> Tensor:
-    arguments = tuple([split(each, 1, block)[0] for each in (gate, up)])
-    return join(arguments, gate.new_empty((*gate.shape[:-1], 2 * gate.shape[-1])))
-
-
 def _saved(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> Saved:
-    link, rows, columns, split_sizes = operands
-    outputs, dtypes = _outputs(link, needs_grad), {name: numbers.dtype for name, numbers in rows.items()}
+    link, by_keyword, columns, split_sizes = operands
+    outputs, dtypes = _outputs(link, needs_grad), {name: operand.dtype for name, operand in by_keyword.items()}
     if not outputs:
         return Saved(None, {}, dtypes, {}, None)
     reads = part_of(link.program, outputs).reads
-    kept = {name: rows[name] for name, read in zip(link.rows, link.program.rows, strict=True) if read in reads}
-    of_columns = zip([column.name for column in link.columns], link.program.columns, strict=True)
-    kept_columns = {name: columns[name] for name, read in of_columns if read in reads}
+    inputs = _inputs(link)
+    kept = {name: operand for name, operand in by_keyword.items() if not reads.isdisjoint(inputs[name])}
+    kept_columns = {name: columns[name] for name in link.columns if not reads.isdisjoint(inputs[name])}
     return Saved(None if reads.isdisjoint(link.program.arguments) else x, kept, dtypes, kept_columns, split_sizes)
+
+
+def _inputs(link: Link) -> dict[str, tuple[str, ...]]:
+    """The inputs of the program that each operand of the op is."""
+    program = link.program
+    of_rows = dict(zip(link.rows, [(name,) for name in program.rows], strict=True))
+    of_columns = dict(zip(link.columns, program.column_operands.values(), strict=True))
+    return of_rows | of_columns | dict(zip(link.matrices, program.matrix_operands.values(), strict=True))
 
 
 def _outputs(link: Link, needs_grad: frozenset[str]) -> tuple[str, ...]:
     """The program's names for the gradients that are wanted."""
-    of_rows = zip(link.rows, link.program.rows, strict=True)
-    of_columns = zip([column.name for column in link.columns], link.program.columns, strict=True)
-    numbers = [f"d{value}" for name, value in (*of_rows, *of_columns) if name in needs_grad]
-    return (*[f"d{name}" for name in link.program.arguments if "x" in needs_grad], *numbers)
+    operands = [f"d{each}" for name, inputs in _inputs(link).items() if name in needs_grad for each in inputs]
+    return (*[f"d{name}" for name in link.program.arguments if "x" in needs_grad], *operands)

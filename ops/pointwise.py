@@ -14,7 +14,7 @@ from ..fuser.op import RESERVED
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
-from .link import Column, Link
+from .link import Link
 from .link_rows import flat
 from .programs.columns import of_rows, sums
 from .programs.halves import join, split
@@ -89,9 +89,10 @@ class Pointwise(Op):
         self._x_inputs = ("x",) if halves is None else ("x", "u")
         parameters = Parameters.of(function, len(self._x_inputs), columns, constants, _RESERVED)
         self._row_inputs = {name: f"r{i}" for i, name in enumerate(parameters.rows)}
-        self._column_inputs = {name: f"b{i}" for i, name in enumerate(parameters.columns)}
         self._columns_shape = self._add_columns(columns)
         self._groups = self._columns_shape[0] if len(self._columns_shape) == 2 else None
+        kind = "a" if self._groups is None else "b"
+        self._column_inputs = {name: f"{kind}{i}" for i, name in enumerate(parameters.columns)}
         keywords = [*parameters.rows, *(() if self._groups is None else ("split_sizes",))]
         self.keywords = {name: Keyword(required=True, tensor=True) for name in keywords}
         self._constant_names = parameters.constants
@@ -139,9 +140,8 @@ class Pointwise(Op):
         """The op as a link of a chain; None for a function that kernels do not know."""
         if self.program is None:
             return None
-        columns = tuple(map(Column, self._column_inputs))
-        layout = self.halves is not None, _block(self.halves), self._groups
-        return Link(self.program, tuple(self._row_inputs), columns, self._constants, *layout)
+        operands = tuple(self._row_inputs), tuple(self._column_inputs), (), self._constants
+        return Link(self.program, *operands, self.halves is not None, _block(self.halves), self._groups)
 
     @property
     def spec(self) -> ActivationSpec | None:
@@ -194,7 +194,9 @@ class Pointwise(Op):
         if link is not None:
             return link_rows.forward(link_rows.Operands(link, rows, columns, sizes), x, needs_grad)
         dtypes = {name: numbers.dtype for name, numbers in rows.items()}
-        saved = self.Saved(x, rows, dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
+        saved = (
+            self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
+        )
         y = self._value(flat(x), rows, columns, sizes)
         return y.reshape(*x.shape[:-1], y.shape[-1]), saved
 
@@ -204,7 +206,7 @@ class Pointwise(Op):
             return link_rows.backward(link, saved, dy, columns, needs_grad)
         grads = self._gradients(saved, flat(dy))
         shapes = {"x": (*dy.shape[:-1], grads["x"].shape[-1]), **dict.fromkeys(self._row_inputs, dy.shape[:-1])}
-        dtypes = {"x": dy.dtype, **saved.row_dtypes}
+        dtypes = {"x": dy.dtype, **saved.dtypes}
         for name, parameter in columns.items():
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
         return {name: grad.reshape(shapes[name]).to(dtypes[name]) for name, grad in grads.items() if name in needs_grad}
@@ -232,7 +234,9 @@ class Pointwise(Op):
         assert self._function is not None
         assert saved.x is not None
         x = flat(saved.x)
-        leaves = [t.clone().requires_grad_() for t in self._arguments(x, saved.rows, saved.columns, saved.split_sizes)]
+        leaves = [
+            t.clone().requires_grad_() for t in self._arguments(x, saved.by_keyword, saved.columns, saved.split_sizes)
+        ]
         with torch.enable_grad():
             y = self._function(*[leaf * 1.0 for leaf in leaves], *self._constants)
         above = split(dy.to(y.dtype), 1, _block(self.halves))[0]
@@ -241,7 +245,7 @@ class Pointwise(Op):
         by_name = {"x": join(grads[:count], torch.empty_like(x))}
         by_name |= {name: g.flatten() for name, g in zip(self._row_inputs, grads[count:last], strict=True)}
         for name, grad in zip(self._column_inputs, grads[last:], strict=True):
-            by_name[name] = sums(grad.reshape(1, *dy.shape), saved.split_sizes)[0]
+            by_name[name] = sums(grad.reshape(dy.shape), saved.split_sizes)
         return by_name
 
     def _arguments(
@@ -251,8 +255,8 @@ class Pointwise(Op):
         dtype = kernels.outputs.compute_dtype(x, list(rows.values()))
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
         by_row = [rows[name].to(dtype).reshape(-1, 1, 1) for name in self._row_inputs]
-        vectors = [columns[name].to(dtype).reshape(1, self._groups or 1, -1) for name in self._column_inputs]
-        by_column = [of_rows(vector, split_sizes, x.shape[0])[0] for vector in vectors]
+        vectors = [columns[name].to(dtype).reshape(self._groups or 1, -1) for name in self._column_inputs]
+        by_column = [of_rows(vector, split_sizes, x.shape[0]) for vector in vectors]
         return [*halves, *by_row, *[split(each, 1, _block(self.halves))[0] for each in by_column]]
 
 

@@ -12,6 +12,7 @@ from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, TensorSpec
 from ..fuser.op import RESERVED
 from ..fuser.spec import layout_of, not_dense
 from .checks import is_dense, is_narrow_float
+from .link import Link, linear_program
 
 _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 
@@ -84,6 +85,11 @@ class AddExtraInput(Op):
     def name(self) -> str:
         """The keyword's name."""
         return next(iter(self.keywords))
+
+    @property
+    def link(self) -> Link:
+        """The op as a link of a chain."""
+        return Link(linear_program(torch.add, "m0"), matrices=(self.name,))
 
     def check_without_x(self, **extra: Any) -> None:
         for name, tensor in extra.items():

@@ -13,6 +13,7 @@ from test_pointwise_chain import LINKS
 
 from fusible import (
     Activation,
+    AddExtraInput,
     Bias,
     Combine,
     ConstantScale,
@@ -28,7 +29,7 @@ from fusible import (
 E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
 D, BF16 = torch.float64, torch.bfloat16
 FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
-IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows")]
+IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows", "residual")]
 
 
 class Experts:
@@ -46,7 +47,10 @@ class Experts:
         for i, op in enumerate(ops):
             self.keywords[i] = {"split_sizes": sizes} if "split_sizes" in op.keywords else {}
             for keyword in op.keywords.keys() - {"split_sizes"} if 0 < i <= len(names) else ():
-                self.keywords[i][keyword] = self.tensors[f"{i}.{keyword}"] = (torch.rand(T, dtype=D) + 0.5).to(dtype)
+                shape = (T, widths[i - 1]) if isinstance(op, AddExtraInput) else (T,)
+                self.keywords[i][keyword] = self.tensors[f"{i}.{keyword}"] = (torch.rand(shape, dtype=D) + 0.5).to(
+                    dtype
+                )
         self.tensors |= dict(self.model.named_parameters())
         for i, tensor in enumerate(self.tensors.values()):
             tensor.requires_grad_(i not in frozen)
@@ -93,7 +97,10 @@ def chains_of(names):
 
 
 CHAINS = chains_of(IN_EPILOGUES)
-CHAINS_WITH_COLUMNS = chains_of([*IN_EPILOGUES, *["groups"] * 6]).filter(lambda drawn: "groups" in drawn[0])
+COLUMNS = ["groups", "bias", "column"]
+CHAINS_WITH_COLUMNS = chains_of([*IN_EPILOGUES, *COLUMNS * 3]).filter(
+    lambda drawn: not set(COLUMNS).isdisjoint(drawn[0])
+)
 
 
 def test_random_chains():
@@ -153,10 +160,14 @@ def test_chains_with_columns_of_groups_in_half_precision(names, ends):
         (["swiglu", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
         (["groups", "silu"], ["GroupedMLP"]),
         (["swiglu", "groups", "tanh", "groups", "row"], ["GroupedMLP"]),
-        (["groups", "swiglu"], ["GroupedLinearGLU", "SwiGLU", "GroupedLinear"]),
-        (["column", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
-        (["bias", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
-        (["silu", "tanh", "bias"], ["GroupedLinearGLU", "Bias", "GroupedLinear"]),
+        (["groups", "swiglu"], ["GroupedMLP"]),
+        (["column", "silu"], ["GroupedMLP"]),
+        (["bias", "silu"], ["GroupedMLP"]),
+        (["bias", "groups", "swiglu", "column", "bias"], ["GroupedMLP"]),
+        (["silu", "tanh", "bias"], ["GroupedMLP"]),
+        (["silu", "residual"], ["GroupedLinearGLU", "AddExtraInput", "GroupedLinear"]),
+        (["residual", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
+        (["silu", "residual", "tanh"], ["GroupedLinearGLU", "PointwiseChain", "GroupedLinear"]),
         (["constant", "scale"], ["GroupedLinear", "ConstantScale", "Scale", "GroupedLinear"]),
     ],
     ids=str,
@@ -171,8 +182,6 @@ def test_what_becomes_one_op(names, expected):
     ("names", "reason"),
     [
         (["row", "tanh", "scale", "row"], "act reads more than one number of a row"),
-        (["silu", "column"], "act reads a number for each column, the same for all groups"),
-        (["groups", "swiglu"], "act reads a number for each column before gate and up meet"),
     ],
     ids=str,
 )

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 from checks import fused
-from checks.functions import OF_COLUMNS, PUBLISHED, learned_slope, op_of, op_of_columns, random_function
+from checks.functions import (
+    ACTS_OF_COLUMNS,
+    OF_COLUMNS,
+    PUBLISHED,
+    learned_slope,
+    op_of,
+    op_of_columns,
+    random_function,
+)
 from emulation import build
 from test_pointwise import FUNCTIONS
 from test_replay import Runs, runs, same
@@ -92,6 +100,17 @@ def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
     for variant in extension.library().ACTIVATION_VARIANTS:
         fused.check_forward("cpu", replace(case, variant=variant, transposed=True))
     fused.check_backward("cpu", replace(case, dtype=torch.float16, vectors=torch.float16))
+
+
+@pytest.mark.parametrize("name", ACTS_OF_COLUMNS)
+@pytest.mark.parametrize("halves", ["concat", interleaved(1), interleaved(4), interleaved(8)], ids=str)
+def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name: str, halves: Any) -> None:
+    build_act, function = ACTS_OF_COLUMNS[name]
+    case = fused.case_of(build_act(halves), function, sizes=(70, 0, 1, 33), features=40, columns=136)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant))
+    fused.check_backward("cpu", case)
+    fused.check_backward("cpu", replace(case, sizes=(0, 0)), bias_dtype=None)
 
 
 def test_two_vectors_at_a_time_with_numbers_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:

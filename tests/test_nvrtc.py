@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from checks.functions import learned_slope, phish, telu
+from checks.functions import ACTS_OF_COLUMNS, Act, chain, learned_slope, op_of_columns, phish, telu
 from emulation import build
 
-from fusible import Pointwise
+from fusible import Activation, Bias, Pointwise, SwiGLU, interleaved
 from fusible.ops.fused.activation_role import vectors_of
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
@@ -50,13 +50,20 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         cache.cache_clear()
 
 
-def form_of(op: Pointwise, backward: bool, dtype: torch.dtype = torch.bfloat16) -> epilogue.EpilogueForm:
+def form_of(op: Act, backward: bool, dtype: torch.dtype = torch.bfloat16) -> epilogue.EpilogueForm:
     """Of hidden rows of 512 columns, as a fused layer asks for it."""
     assert op.spec is not None
     assert op.spec.program is not None
-    layout, vectors = Layout.NN if backward else Layout.NT, vectors_of(op)
-    of_columns = None if vectors is None else vectors.dtype, vectors is not None and backward
-    return epilogue.form_of(op.spec.program, backward, layout, dtype, None, 512, False, False, *of_columns)
+    layout, program = Layout.NN if backward else Layout.NT, op.spec.program
+    types = tuple(
+        [
+            v.dtype
+            for v, inputs in zip(vectors_of(op) or (), program.column_operands.values(), strict=True)
+            for _ in inputs
+        ]
+    )
+    of_columns = types, bool(types) and backward
+    return epilogue.form_of(program, backward, layout, dtype, op.spec.block, 512, False, False, *of_columns)
 
 
 FUNCTIONS = {
@@ -64,6 +71,11 @@ FUNCTIONS = {
     "telu": Pointwise(telu),
     "glu of a row": Pointwise(lambda gate, up, s: torch.tanh(gate * s) * up, halves="concat"),
     "glu of a column": Pointwise(learned_slope, halves="concat", columns={"beta": (1, 1)}),
+    "two columns": op_of_columns("shift"),
+    "bias of gate and up": chain(Bias(2), SwiGLU()),
+    "narrow biases": chain(Bias(2), SwiGLU(layout=interleaved(1)), Bias(1)),
+    "bias": chain(Bias(1), Activation("gelu")),
+    "slopes of gate and up": ACTS_OF_COLUMNS["slopes of gate and up"][0]("concat"),
     "glu of a column of 16 bits": Pointwise(
         learned_slope, halves="concat", columns={"beta": torch.zeros(1, 1, dtype=torch.bfloat16)}
     ),

@@ -21,9 +21,11 @@ import fusible
 from fusible import (
     GLU,
     Activation,
+    AddExtraInput,
     Bias,
     ClampedSwiGLU,
     ConstantScale,
+    MakeExtraOutput,
     Pointwise,
     Scale,
     Sequential,
@@ -65,6 +67,7 @@ LINKS = {
         1,
     ),
     "mish": (lambda width: Pointwise(lambda g, u, s: F.mish(g) * u * s, halves="concat"), 2),
+    "residual": (lambda width: AddExtraInput("residual"), 1),
 }
 
 
@@ -79,16 +82,18 @@ class Chain:
 
     def __init__(self, names, dtype=D, frozen=(), by_module=False, shape=(ROWS,), op_dtype=None):
         torch.manual_seed(len(names))
-        ops, width = [], WIDTH
+        ops, widths = [], [WIDTH]
         for name in names:
             build, divisor = LINKS[name]
-            width //= divisor
-            ops.append(build(width))
+            widths.append(widths[-1] // divisor)
+            ops.append(build(widths[-1]))
+        width = widths[-1]
         self.model, self.by_module = Sequential(*ops).to(op_dtype or dtype), by_module
         sizes = torch.tensor(SIZES)
         self.rows, self.keywords = {}, {}
         for i, op in enumerate(ops):
-            rows = {k: torch.rand(shape, dtype=dtype) + 0.5 for k in op.keywords if k != "split_sizes"}
+            of_op = (*shape, widths[i]) if isinstance(op, AddExtraInput) else shape
+            rows = {k: torch.rand(of_op, dtype=dtype) + 0.5 for k in op.keywords if k != "split_sizes"}
             self.rows |= {f"{i}.{k}": row for k, row in rows.items()}
             self.keywords[i] = {**rows, **({"split_sizes": sizes} if "split_sizes" in op.keywords else {})}
         self.tensors = {
@@ -176,10 +181,10 @@ def test_parts_run_one_by_one_where_there_is_no_kernel(names, dtype):
         torch.testing.assert_close(fused[name], tensor, rtol=0, atol=0)
 
 
-WHOLE = ["bias", "scale", "mish", "column", "row", "rows", "number", "constant"]
+WHOLE = ["bias", "scale", "residual", "mish", "column", "row", "residual", "rows", "groups", "number", "constant"]
 
 
-@pytest.mark.parametrize("alone", range(13))
+@pytest.mark.parametrize("alone", range(16))
 def test_each_gradient_alone(as_program, alone):
     count = len(Chain(WHOLE).tensors)
     if alone < count:
@@ -194,6 +199,34 @@ def test_nothing_is_kept_that_no_gradient_reads(as_program):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         model(torch.randn(5, 4, requires_grad=True))
     assert not kept
+
+
+def test_the_gradient_of_what_is_added_last_is_that_of_the_result(as_program):
+    """Not a copy of it; and that of what is added first is that of x."""
+    model, x, h = Sequential(AddExtraInput("h"), Activation("silu"), AddExtraInput("k")), *torch.randn(2, 6, 16)
+    x, h, k = (t.requires_grad_() for t in (x, h, torch.randn(6, 16)))
+    dy, given = torch.randn(6, 16), []
+    y = model(x, h=h, k=k)
+    y.register_hook(lambda grad: given.append(grad))
+    dx, dh, dk = torch.autograd.grad(y, [x, h, k], dy)
+    assert steps(model) == ["PointwiseChain"]
+    assert dk.data_ptr() == given[0].data_ptr()
+    assert dh.data_ptr() == dx.data_ptr()
+    torch.testing.assert_close(dx, torch.autograd.grad(F.silu(x + h), x, dy)[0])
+
+
+def test_a_residual_of_a_branch():
+    """An earlier op of the same container makes it; and one that cannot be in a kernel is added by itself."""
+    torch.manual_seed(0)
+    ops = [MakeExtraOutput("h"), Activation("silu"), AddExtraInput("h"), ConstantScale(2.0)]
+    model, x = Sequential(*ops), torch.randn(6, 16, requires_grad=True)
+    y, expected = model(x), 2 * (F.silu(x) + x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, expected)))
+    assert steps(model) == ["MakeExtraOutput", "PointwiseChain"]
+    whole = torch.ones(6, 16, dtype=torch.int64)
+    added = Sequential(Activation("silu"), AddExtraInput("h"))
+    torch.testing.assert_close(added(x, h=whole), F.silu(x) + whole)
 
 
 def reasons(model, *arguments, **keywords):
@@ -216,11 +249,10 @@ def test_what_is_no_chain_says_why():
     assert reasons(patched, X) == ["op0 has a fwd of its own, set on the object"]
     groups = [Pointwise(lambda x, b: x + b, columns={"b": (g, 16)}) for g in (2, 3)]
     sizes = {i: {"split_sizes": torch.tensor([6] + [0] * (i + 1))} for i in range(2)}
-    reason = "numbers of columns are of groups and of all rows, or of different groups"
+    reason = "numbers of columns are of different groups"
     assert reasons(Sequential(*groups), X, op_kwargs=sizes) == [reason]
-    gate = Sequential(Pointwise(lambda x, b: x + b, columns={"b": (2, 16)}), SwiGLU())
-    reason = "numbers of columns of groups are read before gate and up meet"
-    assert reasons(gate, X, split_sizes=torch.tensor([2, 4])) == [reason]
+    gate = Sequential(bias(16), Pointwise(lambda x, b: x + b, columns={"b": (2, 16)}), SwiGLU())
+    assert reasons(gate, X, split_sizes=torch.tensor([2, 4])) == [taken]
     assert reasons(Sequential(bias(16), SwiGLU()), X) == [taken]
 
 
@@ -297,7 +329,14 @@ def test_the_state_dict_is_that_of_the_ops(as_program):
 
 
 @pytest.mark.parametrize(
-    "names", [["bias", "gelu", "scale"], ["groups", "tanh"], ["scale", "mish", "rows", "constant"]], ids=str
+    "names",
+    [
+        ["bias", "gelu", "scale"],
+        ["groups", "tanh"],
+        ["scale", "mish", "rows", "constant"],
+        ["bias", "residual", "swiglu", "groups", "column", "residual", "tanh", "residual"],
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("whole", [False, True], ids=["parts", "program"])
 def test_compiled_code(names, whole, monkeypatch):

@@ -1,38 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user's function reads of the columns of a tile's group, and the gradients of that.
+// What a user's function reads of the columns of a tile, and the gradients of that.
 #pragma once
+#include "device/pointwise.cuh"
+#include "device/rows.cuh"
 #include "device/vector.cuh"
 #include "kernels/activation_params.h"
 
 namespace fusible {
 
-// A lane's numbers of eight neighbouring columns, of each column operand, as they are stored: they are fetched before
-// they are needed, as device memory is slow.
-template <class Number, int kCount>
+// So many inputs with numbers of columns, in fp32, of a lane's eight neighbouring columns.
+template <int kCount>
+struct ColumnFloats {
+  float of[kCount ? kCount : 1][8];
+};
+
+// The same as they are stored: they are fetched before they are needed, as device memory is slow. Operands: their
+// types, ColumnOperand. kNarrow: blocks of gate and up are narrower than a vector.
+template <class Operands, bool kNarrow, int kInput = 0>
 struct ColumnNumbers {
-  Vector<Number, 8> vectors[kCount ? kCount : 1];
+  DEVICE void fetch(const ActivationParams&, int, int) {}
+  template <int kCount>
+  DEVICE void convert_to(ColumnFloats<kCount>&) const {}
+};
+template <class Operand, class... Others, bool kNarrow, int kInput>
+struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
+  using Number = typename Operand::Number;
+  Vector<Number, 8> numbers;
+  ColumnNumbers<Types<Others...>, kNarrow, kInput + 1> others;
 
   // Of columns that do not exist there are none.
   DEVICE void fetch(const ActivationParams& p, int group, int column) {
     if (column >= p.columns) return;
+    const int64_t columns = int64_t{p.columns} * (Operand::kOfBoth ? 2 : 1);
+    const Number* from = static_cast<const Number*>(p.vectors[kInput]) + (Operand::kOfAllRows ? 0 : group * columns);
+    if constexpr (Operand::kOfBoth && kNarrow) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int64_t vector = int64_t{i} * p.shape.sizes.groups + group;
-      vectors[i] = read_vector<Number, 8>(static_cast<const Number*>(p.vectors) + vector * p.columns + column);
+      for (int i = 0; i < 8; ++i) numbers.values[i] = from[gate_column(column + i, p.block)];
+    } else {
+      numbers = read_vector<Number, 8>(from + (Operand::kOfBoth ? gate_column(column, p.block) : column));
     }
+    others.fetch(p, group, column);
   }
-};
-
-// The same in fp32.
-template <int kCount>
-struct ColumnFloats {
-  float of[kCount ? kCount : 1][8];
-
-  ColumnFloats() = default;
-  template <class Number>
-  DEVICE explicit ColumnFloats(const ColumnNumbers<Number, kCount>& numbers) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) convert(of[i], numbers.vectors[i]);
+  template <int kCount>
+  DEVICE void convert_to(ColumnFloats<kCount>& floats) const {
+    convert(floats.of[kInput], numbers);
+    others.convert_to(floats);
   }
 };
 
@@ -48,7 +60,7 @@ struct FunctionNumbers {
   }
 };
 
-// The partial sums of the gradients of column operands: those of a block of 64 rows. A lane's sums are over every
+// The partial sums of the gradients of numbers of columns: those of a block of 64 rows. A lane's sums are over every
 // fourth row; lanes have the same columns as those eight further. Each stores two columns.
 template <int kCount>
 DEVICE void store_dvector_partials(const ActivationParams& p, const ColumnFloats<kCount>& sums, int64_t block,

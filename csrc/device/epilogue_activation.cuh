@@ -43,7 +43,7 @@ struct ActivationEpilogue {
   }
 
  private:
-  using Numbers = ColumnNumbers<typename Functions::Column, Functions::kColumns>;
+  using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
 
   // Of a lane, in the postact rows.
   template <class K>
@@ -107,7 +107,8 @@ struct ActivationEpilogue {
     const int first_column = smem_out_column * kColumns + lane % 8 * 8;
 #pragma unroll
     for (int i = 0; i < kColumns / 64; ++i) {
-      const ColumnFloats<Functions::kColumns> floats(numbers);
+      ColumnFloats<Functions::kColumns> floats;
+      numbers.convert_to(floats);
       const int column = i * 64 + lane % 8 * 8, vector = kGated ? gate_vector_column(column, block) / 8 : column / 8;
       if (i + 1 < kColumns / 64) numbers.fetch(p, group, first_column + (i + 1) * 64);
       T* to =

@@ -83,10 +83,11 @@ struct ActivationBackwardEpilogue {
     };
     load(0);
     float4 sums{};
-    [[maybe_unused]] ColumnNumbers<typename Functions::Column, Functions::kColumns> numbers;
+    [[maybe_unused]] ColumnNumbers<typename Functions::Columns, Functions::kNarrow> numbers;
     if constexpr (Functions::kColumns > 0) numbers.fetch(p, group, column);
     wait();
-    const Floats floats(numbers);
+    Floats floats;
+    numbers.convert_to(floats);
     Sums dvectors{};
 #pragma unroll 1
     for (int row = 0; row < rows.rows; row += kStepRows) {

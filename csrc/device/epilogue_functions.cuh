@@ -5,7 +5,8 @@
 //   choose(p, body)   calls body(function) with the one that the parameters ask for
 //   gated(p)          whether it has an up half
 //   narrow(p)         whether gate and up alternate in blocks narrower than a vector
-//   kColumns, Column  how many numbers of a column they read, which each group has of its own, and their type
+//   kColumns, Columns how many numbers of a column they read, and their types (ColumnOperand)
+//   kNarrow           narrow(p), where they read such
 //   kSums             of how many of these the backward sums the gradients
 //
 // Besides what device/pointwise.cuh asks for, a function has kVectors: how many vectors a lane differentiates at a time
@@ -19,7 +20,8 @@ namespace fusible {
 
 struct BuiltInFunctions {
   static constexpr int kColumns = 0, kSums = 0;
-  using Column = float;
+  static constexpr bool kNarrow = false;
+  using Columns = Types<>;
 
   template <class Body>
   DEVICE static void choose(const ActivationParams& p, Body body) {
@@ -30,11 +32,12 @@ struct BuiltInFunctions {
 };
 
 // One function that was generated, for a kernel of its own.
-template <class F, bool kNarrow, class Number = float, bool kSumsColumns = false>
+template <class F, bool kNarrow_, class Columns_ = Types<>, bool kSumsColumns = false>
 struct OneFunction {
   static_assert(F::kRows == 1 && F::kConstants == 0, "the scale; constants are numbers of its code");
   static constexpr int kColumns = F::kColumns, kSums = kSumsColumns ? kColumns : 0;
-  using Column = Number;
+  static constexpr bool kNarrow = kNarrow_;
+  using Columns = Columns_;
 
   template <class Body>
   DEVICE static void choose(const ActivationParams&, Body body) {

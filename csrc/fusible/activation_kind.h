@@ -28,10 +28,12 @@ struct RowScale {
   DType type;
 };
 
-// Numbers for the columns of each group, which a user's function reads: so many operands [groups, columns], one after
-// the other, dense and aligned to 16 bytes.
+inline constexpr int kColumnInputs = 8;
+
+// Numbers of columns that a user's function reads, an address for each: [groups, columns] or, of all rows, [columns];
+// of gate and up among twice as many. Dense and aligned to 16 bytes.
 struct ColumnVectors {
-  const void* data;
+  const void* data[kColumnInputs];
   int count;
 };
 

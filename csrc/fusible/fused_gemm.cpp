@@ -109,14 +109,15 @@ int64_t columns_of_preact(const LinearActivationBackward& call) {
 }
 
 void sum_partials(const LinearActivationBackward& call, const float* partials, int64_t columns, void* out, DType type,
-                  cudaStream_t stream) {
+                  int64_t block, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
   sum_dbias_partials({.dbias_partials = partials,
                       .sizes = call.gemm.sizes,
                       .tokens = static_cast<int>(p.tokens),
                       .columns = static_cast<int>(columns),
                       .out = out,
-                      .type = type},
+                      .type = type,
+                      .block = static_cast<int>(block)},
                      stream);
 }
 
@@ -124,18 +125,19 @@ void sum_partials(const LinearActivationBackward& call, const float* partials, i
 void sum_by_group(const LinearActivationBackward& call, const ActivationParams& params, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
   if (call.dbias)
-    sum_partials(call, params.dbias_partials, columns_of_preact(call), call.dbias, call.dbias_type, stream);
+    sum_partials(call, params.dbias_partials, columns_of_preact(call), call.dbias, call.dbias_type, 0, stream);
   const int64_t blocks = p.tokens / 64 + p.groups;
-  for (int i = 0; call.dvectors && i < call.vectors.count; ++i)
-    sum_partials(call, params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr, p.n,
-                 static_cast<char*>(call.dvectors) + i * p.groups * p.n * bytes_of(call.dvectors_type),
-                 call.dvectors_type, stream);
+  for (int64_t i = 0; i < std::ssize(call.dvectors); ++i) {
+    const DVector& to = call.dvectors[i];
+    if (to.data)
+      sum_partials(call, params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr, p.n, to.data,
+                   to.type, to.of_both ? call.activation.block : 0, stream);
+  }
 }
 
 // Only kernels of users' functions read column operands.
 void check_vectors(const GemmProblem& p, const Activation& a, const ColumnVectors& vectors) {
-  FUSIBLE_CHECK(!vectors.count || (vectors.data && a.kernels[0]),
-                "column operands are for compiled functions, and need data. ", p);
+  FUSIBLE_CHECK(!vectors.count || a.kernels[0], "numbers of columns are for compiled functions. ", p);
 }
 
 }  // namespace
@@ -191,7 +193,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   }
   params.keep_preact = keep_preact;
   params.postact = call.postact;
-  params.vectors = call.vectors.data;
+  std::ranges::copy(call.vectors.data, params.vectors);
   const KernelEntry entry = forward_entry(p, halves, config.variant);
   launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
          stream);
@@ -202,7 +204,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   const GemmProblem& p = gemm.problem;
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand && !p.scale_bias,
                 "the backward of an activation needs the plain gradient of its rows. ", p);
-  FUSIBLE_CHECK(!(call.dscales || call.dbias || call.dvectors) || gemm.workspace,
+  FUSIBLE_CHECK(!(call.dscales || call.dbias || !call.dvectors.empty()) || gemm.workspace,
                 "the gradients of scales, bias and column operands need a workspace. ", p);
   gemm.out = {call.dpreact, p.operand, p.n, 0};  // a map of it is made, and not used
   check(gemm, device);
@@ -221,8 +223,8 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dbias)
     params.dbias_partials =
         reinterpret_cast<float*>(workspace + dbias_partials_offset(p.groups, p.tokens, p.n, call.dscales));
-  params.vectors = call.vectors.data;
-  if (call.dvectors)
+  std::ranges::copy(call.vectors.data, params.vectors);
+  if (!call.dvectors.empty())
     params.dvector_partials =
         reinterpret_cast<float*>(workspace + dvector_partials_offset(p.groups, p.tokens, p.n, call.dscales,
                                                                      call.dbias ? columns_of_preact(call) : 0));

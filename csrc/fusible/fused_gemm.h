@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The public C++ API of the grouped GEMMs whose epilogue is an activation or its backward.
 #pragma once
+#include <vector>
+
 #include "fusible/activation.h"
 #include "fusible/grouped_gemm.h"
 
@@ -19,6 +21,13 @@ struct LinearActivation {
   ColumnVectors vectors;
 };
 
+// Where the gradients of an input with numbers of columns go, summed over the rows of each group.
+struct DVector {
+  void* data;  // [groups, columns], or where gate and up alternate those of one of them
+  DType type;
+  bool of_both;
+};
+
 // With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
 // postact; rows are dense.
 struct LinearActivationBackward {
@@ -30,8 +39,7 @@ struct LinearActivationBackward {
   void* dbias;  // [groups, columns of preact]: the sums of dpreact over the rows of each group; zero for an empty one
   DType dbias_type;
   ColumnVectors vectors;
-  void* dvectors;  // [vectors.count, groups, columns]: the sums over the rows of each group
-  DType dvectors_type;
+  std::vector<DVector> dvectors;  // one for each of the vectors; none: not wanted
 };
 
 // Bytes of `gemm.workspace` that the backward needs, aligned to 16: with dscales, each subtile's share of them; with

@@ -28,9 +28,13 @@ void visit_sizes(Visitor& v, SplitSizes& sizes) {
   v.field("sizes", sizes.sizes), v.field("int64_sizes", sizes.int64_sizes);
 }
 
-template <class Visitor>
-void visit_vectors(Visitor& v, ColumnVectors& vectors) {
-  v.field("vectors", vectors.data), v.field("vectors_count", vectors.count);
+inline ColumnVectors column_vectors(const Addresses& addresses) {
+  ColumnVectors vectors{};
+  FUSIBLE_CHECK(addresses.size() <= std::size(vectors.data), "takes at most ", std::size(vectors.data),
+                " numbers of a column, got ", addresses.size());
+  vectors.count = static_cast<int>(addresses.size());
+  for (size_t i = 0; i < addresses.size(); ++i) vectors.data[i] = reinterpret_cast<const void*>(addresses[i]);
+  return vectors;
 }
 
 template <class Visitor>
@@ -177,14 +181,14 @@ struct LinearActivationLaunch : GemmLaunch {
   RowScale scales{};
   const void* preact = nullptr;
   void* postact = nullptr;
-  ColumnVectors vectors{};
+  Addresses vectors;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), visit_vectors(v, vectors), visit_schedule(v), visit_second_pair(v);
+    visit_bias(v), visit_scales(v, scales), v.field("vectors", vectors), visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
@@ -192,7 +196,7 @@ struct LinearActivationLaunch : GemmLaunch {
     GemmLaunch::complete();
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
-  void run() const { linear_activation({gemm, activation, scales, postact, vectors}, device, stream); }
+  void run() const { linear_activation({gemm, activation, scales, postact, column_vectors(vectors)}, device, stream); }
 };
 
 struct LinearActivationBackwardLaunch : GemmLaunch {
@@ -202,9 +206,8 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   const void* preact = nullptr;
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
-  ColumnVectors vectors{};
-  void* dvectors = nullptr;
-  DType dvectors_type = DType::kFloat32;
+  Addresses vectors, dvectors;
+  Numbers dvector_types, dvectors_of_both;  // one for each of the dvectors
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -214,7 +217,8 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     visit_scales(v, scales);
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
-    visit_vectors(v, vectors), v.field("dvectors", dvectors), v.field("dvectors_type", dvectors_type);
+    v.field("vectors", vectors), v.field("dvectors", dvectors), v.field("dvector_types", dvector_types);
+    v.field("dvectors_of_both", dvectors_of_both);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -223,8 +227,14 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, vectors,
-                                dvectors, dvectors_type},
+    FUSIBLE_CHECK(dvector_types.size() == dvectors.size() && dvectors_of_both.size() == dvectors.size(),
+                  "each of the dvectors has a type and a layout");
+    std::vector<DVector> to;
+    for (size_t i = 0; i < dvectors.size(); ++i)
+      to.push_back({reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]),
+                    dvectors_of_both[i] != 0});
+    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type,
+                                column_vectors(vectors), to},
                                device, stream);
   }
 };
@@ -319,7 +329,7 @@ struct ActivateBackwardLaunch : OnStream {
 struct PointwiseLaunch : OnStream {
   static constexpr const char* kName = "pointwise";
   Pointwise call{};
-  Addresses numbers, dnumbers, vectors, dcolumns;
+  Addresses numbers, dnumbers, vectors, dcolumns, matrices, dmatrices;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -327,17 +337,19 @@ struct PointwiseLaunch : OnStream {
     v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
     v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
     v.field("numbers", numbers), v.field("dnumbers", dnumbers), v.field("vectors", vectors);
-    v.field("dcolumns", dcolumns), v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
+    v.field("dcolumns", dcolumns), v.field("matrices", matrices), v.field("dmatrices", dmatrices);
+    v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
     v.field("constants", call.constants);
   }
   void complete() {
     put(numbers, call.params.numbers), put(dnumbers, call.params.dnumbers);
     put(vectors, call.params.vectors), put(dcolumns, call.params.dcolumns);
+    put(matrices, call.params.matrices), put(dmatrices, call.params.dmatrices);
   }
   template <class T>
   static void put(const Addresses& from, T* (&to)[kPointwiseOperands]) {
     FUSIBLE_CHECK(from.size() <= std::size(to), "takes at most ", std::size(to),
-                  " numbers of a row, and of a column, got ", from.size());
+                  " numbers of a row, of a column and of an element, got ", from.size());
     for (size_t i = 0; i < from.size(); ++i) to[i] = reinterpret_cast<T*>(from[i]);
   }
   void run() const { pointwise(call, device, stream); }

@@ -5,7 +5,7 @@
 // A launch derives from OnStream and has
 //   kName               its name in Python
 //   fields(visitor)     tells the visitor each field with its name. The type of a member says what it is: an address is
-//                       a pointer, a list of them `Addresses`. Numbers of rows are told as such.
+//                       a pointer, a list of them `Addresses`, of numbers `Numbers`. Numbers of rows are told as such.
 //   complete()          derives from the fields what else run() needs
 //   run()
 //   zero_before(zeroing) of those that share one kernel for what they must find zeroed
@@ -35,6 +35,7 @@ namespace fusible {
 
 using Address = uintptr_t;
 using Addresses = std::vector<Address>;
+using Numbers = std::vector<int64_t>;
 
 struct OnStream {
   int device = 0;
@@ -174,6 +175,10 @@ class FieldCollector {
   void field(const char* name, Constants& constants) {
     fields_.numbers.push_back(std::ssize(constants));
     for (float& value : constants) field(name, value);
+  }
+  void field(const char*, Numbers& numbers) {
+    fields_.numbers.push_back(std::ssize(numbers));
+    fields_.numbers.insert(fields_.numbers.end(), numbers.begin(), numbers.end());
   }
   template <class T>
     requires std::is_integral_v<T> || std::is_enum_v<T>

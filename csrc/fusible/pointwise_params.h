@@ -9,9 +9,10 @@
 namespace fusible {
 
 inline constexpr int kPointwiseThreads = 256, kPointwiseConstants = 16;
-inline constexpr int kPointwiseOperands = 8;  // numbers of a row, and of a column
+inline constexpr int kPointwiseOperands = 8;  // inputs of each kind
 
-// Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate.
+// Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate; and so have
+// operands of gate and up, of which there are two inputs.
 struct PointwiseParams {
   int64_t rows;
   unsigned columns, block;  // of y; columns of gate before as many of up
@@ -19,9 +20,11 @@ struct PointwiseParams {
   void *y, *dx;
   const void* numbers[kPointwiseOperands];  // [rows] each
   void* dnumbers[kPointwiseOperands];       // in their types
-  const void* vectors[kPointwiseOperands];  // [groups, columns] each
+  const void* vectors[kPointwiseOperands];  // [groups, columns] each, or [columns] of all rows
   float* dcolumns[kPointwiseOperands];  // [rows, columns] each: the gradients of the vectors, not yet summed by group
-  SplitSizes sizes;                     // of the groups; null sizes: there is one, of all rows
+  const void* matrices[kPointwiseOperands];  // [rows, columns] each
+  void* dmatrices[kPointwiseOperands];       // in their types
+  SplitSizes sizes;                          // of the groups; null sizes: there is one, of all rows
   float constants[kPointwiseConstants];
 };
 

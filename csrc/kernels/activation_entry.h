@@ -27,8 +27,9 @@ struct DbiasPartials {
   const float* dbias_partials;  // of `ActivationParams`
   SplitSizes sizes;
   int tokens, columns;
-  void* out;  // [groups, columns]
+  void* out;  // [groups, columns], or among twice as many: blocks of gate and of up alternate
   DType type;
+  int block = 0;  // their width; 0: there are none
 };
 void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream);
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales'
 // gradient, which are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of
-// the pre-activation's bias.
+// the pre-activation's bias and of numbers of columns.
 #include <cuda_runtime.h>
 
 #include "device/epilogue_vectors.cuh"
 #include "device/groups.cuh"
+#include "device/rows.cuh"
 #include "fusible/error.h"
 #include "kernels/activation_entry.h"
 
@@ -48,7 +49,8 @@ __global__ void __launch_bounds__(kThreads) sum_dbias_partials_kernel(const Dbia
   if (threadIdx.x >= kColumns || mine >= call.columns) return;
   float total = 0.f;
   for (int i = 0; i < kWarps; ++i) total += reinterpret_cast<const float*>(sums[i])[threadIdx.x];
-  write_number(call.out, call.type, static_cast<int64_t>(group) * call.columns + mine, total);
+  const int64_t pitch = int64_t{call.columns} * (call.block ? 2 : 1);
+  write_number(call.out, call.type, group * pitch + (call.block ? gate_column(mine, call.block) : mine), total);
 }
 
 }  // namespace

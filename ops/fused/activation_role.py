@@ -11,7 +11,9 @@ from torch import Tensor
 from ...fuser import Gradient, Match, Op, Pattern, Run, one_or_run
 from .. import link_rows
 from ..activation_spec import ActivationSpec
+from ..bias import Bias
 from ..glu import Activated
+from ..kernels import Operands
 from ..link import Link
 from ..pointwise import Pointwise
 from ..quantized_linear import in_force
@@ -27,9 +29,9 @@ def _is_chain(ops: Sequence[Op]) -> bool:
 
 
 ACTIVATION_OR_CHAIN = one_or_run(
-    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale), PointwiseChain, _is_chain)
+    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale, Bias), PointwiseChain, _is_chain)
 )
-"""In an epilogue. Numbers of columns are those of groups there, so a :class:`Bias` ends the chain."""
+"""In an epilogue, which reads no matrices: an :class:`AddExtraInput` ends the chain."""
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -45,12 +47,10 @@ def with_activation(pattern: Pattern) -> Pattern:
     )
 
 
-def with_activation_of_groups(pattern: Pattern) -> Pattern:
-    """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of its columns."""
+def with_activation_of_columns(pattern: Pattern) -> Pattern:
+    """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of columns."""
     return _with_rows(
         pattern.where("act has operations that kernels do not know", _is_known)
-        .where("act reads a number for each column, the same for all groups", _reads_columns_of_groups)
-        .where("act reads a number for each column before gate and up meet", _reads_columns_after_gate)
         .where("act and fc1 read different split_sizes", _shares_groups)
         .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
     )
@@ -71,9 +71,9 @@ def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
     return spec
 
 
-def vectors_of(act: Activated | Pointwise | PointwiseChain) -> Tensor | None:
-    """[K, E, F]: the numbers of each group's columns that the activation of a match reads; None: it reads none."""
-    return None if _is_built_in(type(act)) else link_rows.stacked_vectors(_link_of(act), dict(act.inputs()))
+def vectors_of(act: Activated | Pointwise | PointwiseChain) -> tuple[Tensor, ...] | None:
+    """The numbers of columns that the activation of a match reads, as kernels take them; None: it reads none."""
+    return None if _is_built_in(type(act)) else link_rows.vectors_of(_link_of(act), dict(act.inputs()))
 
 
 def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
@@ -87,13 +87,13 @@ def wants_vectors(needs_grad: frozenset[str]) -> bool:
 
 
 def vector_grads(
-    act: Activated | Pointwise | PointwiseChain, dvectors: Tensor | None, needs_grad: frozenset[str]
+    act: Activated | Pointwise | PointwiseChain, dvectors: Operands, needs_grad: frozenset[str]
 ) -> dict[str, Gradient]:
     """The wanted gradients of the activation's numbers of columns, by the names of a fused op."""
     if dvectors is None or isinstance(act, Activated):
         return {}
     wanted = [name.removeprefix(_PREFIX) for name in needs_grad if name.startswith(_PREFIX)]
-    grads = link_rows.column_grads(_link_of(act), list(dvectors), dict(act.inputs()), wanted)
+    grads = link_rows.column_grads(_link_of(act), dvectors, dict(act.inputs()), wanted)
     return {f"{_PREFIX}{name}": gradient for name, gradient in grads.items()}
 
 
@@ -122,22 +122,15 @@ def _is_known(match: Match) -> bool:
 
 
 def _reading_columns(match: Match) -> dict[str, Link]:
-    """The functions of the activation that read numbers of columns, by their names in the match."""
+    """The ops of the activation that read numbers of columns, by their names in the match."""
     names = [name for name in match.nodes if name.partition(".")[0] == "act"]
-    functions = {name: part for name in names if isinstance(part := match.part(name), Pointwise)}
-    return {name: link for name, part in functions.items() if (link := _link_of(part)).columns}
-
-
-def _reads_columns_of_groups(match: Match) -> bool:
-    return all(link.groups is not None for link in _reading_columns(match).values())
-
-
-def _reads_columns_after_gate(match: Match) -> bool:
-    return not _reading_columns(match) or all(column.argument is None for column in _link_of(match.act).columns)
+    parts = {name: part for name in names if isinstance(part := match.part(name), Pointwise | Bias)}
+    return {name: link for name, part in parts.items() if (link := _link_of(part)).columns}
 
 
 def _shares_groups(match: Match) -> bool:
-    return {match.source(name, _SIZES) for name in _reading_columns(match)} <= {match.source("fc1", _SIZES)}
+    of_groups = [name for name, link in _reading_columns(match).items() if link.groups is not None]
+    return {match.source(name, _SIZES) for name in of_groups} <= {match.source("fc1", _SIZES)}
 
 
 def _reads_one_number(match: Match) -> bool:

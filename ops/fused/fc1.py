@@ -50,7 +50,7 @@ def forward(
     tail_unspecified: bool,
     x_is_inner: bool,
     copied: bool = False,
-    vectors: Tensor | None = None,
+    vectors: tuple[Tensor, ...] | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 

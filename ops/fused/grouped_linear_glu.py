@@ -21,14 +21,14 @@ from .activation_role import (
     vector_grads,
     vectors_of,
     wants_vectors,
-    with_activation_of_groups,
+    with_activation_of_columns,
 )
 from .fc1 import FC1, flat, names_of
 from .pointwise_chain import PointwiseChain
 
 
 @register_fusion(
-    with_activation_of_groups(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
+    with_activation_of_columns(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
         "output", "fc1"
     ),
     priority=20,
@@ -45,7 +45,7 @@ class GroupedLinearGLU(FusedOp):
         fc1: GroupedLinear.Saved
         preact: Tensor | None
         scales: Tensor | None
-        vectors: Tensor | None
+        vectors: tuple[Tensor, ...] | None
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)

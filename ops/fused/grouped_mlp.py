@@ -49,7 +49,7 @@ from .activation_role import (
     vector_grads,
     vectors_of,
     wants_vectors,
-    with_activation_of_groups,
+    with_activation_of_columns,
 )
 from .fc1 import FC1, FirstLinear, Part, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
@@ -69,7 +69,7 @@ _PATH = Pattern.path(
 
 
 @register_fusion(
-    with_activation_of_groups(_PATH)
+    with_activation_of_columns(_PATH)
     .shares("split_sizes", "fc1", "fc2")
     .absent("output", "fc1")
     .absent("grad_input", "fc2")
@@ -95,7 +95,7 @@ class GroupedMLP(FusedOp):
         preact: Tensor | None
         scales: Tensor | None
         out_scales: Tensor | None
-        vectors: Tensor | None
+        vectors: tuple[Tensor, ...] | None
 
     def __init__(self, **roles: Any) -> None:
         super().__init__(**roles)

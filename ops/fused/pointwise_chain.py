@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,16 @@ from .. import kernels, link_rows
 from ..activation_spec import ActivationSpec
 from ..bias import Bias
 from ..glu import Activated
-from ..link import Column, Link
+from ..link import Link
 from ..pointwise import Pointwise
 from ..programs.compose import composed
 from ..programs.program import Program
+from ..residual import AddExtraInput
 from ..scale import ConstantScale, Scale
 
-LINKS = (Activated, Pointwise, Scale, ConstantScale, Bias)
+LINKS = (Activated, Pointwise, Scale, ConstantScale, Bias, AddExtraInput)
 FUNCTIONS = (Activated, Pointwise)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-class _Part(NamedTuple):
-    """What a chain calls the keywords and parameters of a part."""
-
-    rows: tuple[str, ...]
-    columns: tuple[Column, ...]
 
 
 class PointwiseChain(FusedOp):
@@ -52,17 +46,12 @@ class PointwiseChain(FusedOp):
         gates = [i for i, link in enumerate(links) if link.gated]
         if len(gates) > 1:
             return None
-        parts = [
-            _Part(
-                tuple([str(self.takes(role, name)) for name in link.rows]),
-                tuple(_columns(f"{role}.", link, bool(gates) and i < gates[0])),
-            )
-            for i, (role, link) in enumerate(zip(self.parts, links, strict=True))
-        ]
+        by_role = list(zip(self.parts, links, strict=True))
         return Link(
             composed(tuple([link.program for link in links])),
-            tuple([name for part in parts for name in part.rows]),
-            tuple([column for part in parts for column in part.columns]),
+            tuple([str(self.takes(role, name)) for role, link in by_role for name in link.rows]),
+            tuple([f"{role}.{name}" for role, link in by_role for name in link.columns]),
+            tuple([str(self.takes(role, name)) for role, link in by_role for name in link.matrices]),
             tuple([number for link in links for number in link.constants]),
             bool(gates),
             links[gates[0]].block if gates else None,
@@ -84,9 +73,9 @@ class PointwiseChain(FusedOp):
     ) -> tuple[Any, Any]:
         link = self.link
         if link is not None and x.dtype in DTYPES:
-            rows, sizes = {name: keywords[name] for name in link.rows}, keywords.get("split_sizes")
+            by_keyword, sizes = {n: keywords[n] for n in link.rows + link.matrices}, keywords.get("split_sizes")
             sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
-            operands = link_rows.Operands(link, rows, dict(self.inputs()), sizes)
+            operands = link_rows.Operands(link, by_keyword, dict(self.inputs()), sizes)
             refusal = link_rows.refusal(operands, x)
             if refusal is None:
                 return link_rows.forward(operands, x, needs_grad)
@@ -97,11 +86,6 @@ class PointwiseChain(FusedOp):
         if not isinstance(saved, link_rows.Saved) or self.link is None:
             return super().bwd(saved, dy, needs_grad=needs_grad)
         return link_rows.backward(self.link, saved, dy, dict(self.inputs()), needs_grad)
-
-
-def _columns(prefix: str, link: Link, before_gate: bool) -> Iterable[Column]:
-    arguments = ("x", "u") if before_gate else (None,)
-    return [Column(prefix + column.name, argument) for column in link.columns for argument in arguments]
 
 
 def is_run(ops: Sequence[Op]) -> bool:
@@ -141,20 +125,13 @@ def _one_gate(match: Match) -> bool:
 
 
 def _same_groups(match: Match) -> bool:
-    return len({link.groups for link in _links(match) if link.columns}) < 2
-
-
-def _no_groups_before_gate(match: Match) -> bool:
-    links = _links(match)
-    gate = next((i for i, link in enumerate(links) if link.gated), 0)
-    return all(link.groups is None for link in links[:gate])
+    return len({link.groups for link in _links(match) if link.groups is not None}) < 2
 
 
 register_fusion(
     Pattern.of_run(RUN)
     .where("an op has operations that kernels do not know", _are_known)
     .where("more than one op has gate and up", _one_gate)
-    .where("numbers of columns are of groups and of all rows, or of different groups", _same_groups)
-    .where("numbers of columns of groups are read before gate and up meet", _no_groups_before_gate),
+    .where("numbers of columns are of different groups", _same_groups),
     priority=15,
 )(PointwiseChain)

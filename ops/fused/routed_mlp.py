@@ -35,7 +35,7 @@ from .activation_role import (
     spec_of,
     vector_grads,
     vectors_of,
-    with_activation_of_groups,
+    with_activation_of_columns,
 )
 from .grouped_mlp import GroupedMLP, reads_preact
 from .pointwise_chain import PointwiseChain
@@ -56,7 +56,7 @@ def _pattern() -> Pattern:
         out_scale=optional(Scale),
         combine=Combine,
     )
-    return with_activation_of_groups(routed(path, _SCALES))
+    return with_activation_of_columns(routed(path, _SCALES))
 
 
 @register_fusion(

@@ -58,6 +58,7 @@ __all__ = [
     "Layout",
     "Matrices",
     "OperandPair",
+    "Operands",
     "compile_ahead",
     "grouped_gemm",
     "kernel_cache",
@@ -174,7 +175,7 @@ def grouped_linear_activation(
     scales: Tensor | None = None,
     keep_preact: bool,
     tail_unspecified: bool = False,
-    vectors: Tensor | None = None,
+    vectors: Operands = None,
     second: OperandPair | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
@@ -183,7 +184,7 @@ def grouped_linear_activation(
     product of ``second`` is added to ``x W^T``.
 
     Args:
-        vectors: [K, E, F], contiguous: the numbers of each group's columns that the activation reads.
+        vectors: the numbers of columns that the activation reads: see :class:`Activate`.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight, second = _fold_transpose(Layout.NT, weight, second)
@@ -209,7 +210,7 @@ def grouped_linear_activation_backward(
     want_scales: bool,
     want_postact: bool,
     bias_dtype: torch.dtype | None = None,
-    vectors: Tensor | None = None,
+    vectors: Operands = None,
     want_vectors: bool = False,
     second: OperandPair | None = None,
 ) -> ActivationGrads:
@@ -229,7 +230,7 @@ def grouped_linear_activation_backward(
         if choice.backend is not hopper or choice.epilogue_reason is not None:
             _finish_by_rows(out, split_sizes, choice)
     elif not problem.rows:
-        for sums in (out.bias, out.vectors):
+        for sums in (out.bias, *(() if out.vectors is None else out.vectors)):
             if sums is not None:
                 sums.zero_()
     return out
@@ -240,10 +241,10 @@ def activate(
     preact: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None = None,
-    vectors: Tensor | None = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
 ) -> Tensor:
-    """``act(preact) * scales[:, None]``, rounded once; ``vectors`` [K, E, F]: what it reads of each group's columns."""
+    """``act(preact) * scales[:, None]``, rounded once; ``vectors``: the numbers of columns that it reads."""
     postact, of_groups = outputs.new_postact(preact, activation), _of_groups(vectors, split_sizes)
     if _activation_runs(activation, preact, scales, postact, of_groups=of_groups):
         kernels = activation_kernels(activation, preact, scales, postact, of_groups=of_groups)
@@ -260,7 +261,7 @@ def activate_backward(
     *,
     want_scales: bool = False,
     want_postact: bool = False,
-    vectors: Tensor | None = None,
+    vectors: Operands = None,
     split_sizes: Tensor | None = None,
     want_vectors: bool = False,
 ) -> ActivationGrads:
@@ -274,7 +275,7 @@ def activate_backward(
     return out
 
 
-@kernel(outputs.new_value, obeys_switches=False)
+@kernel(outputs.new_value, obeys_switches=False, added=("matrices",))
 def pointwise(
     x: Tensor,
     program: Program,
@@ -283,9 +284,10 @@ def pointwise(
     vectors: Operands = None,
     split_sizes: Tensor | None = None,
     constants: tuple[float, ...] = (),
+    matrices: Operands = None,
 ) -> Tensor:
     """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
-    y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
+    y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
     if trace.active():
         recording.pointwise(program, x, rows, y)
     elif not x.is_meta:
@@ -293,12 +295,20 @@ def pointwise(
     return y
 
 
-def pointwise_refusal(x: Tensor, program: Program, numbers: Operands, vectors: Operands) -> str | None:
+def pointwise_refusal(
+    x: Tensor, program: Program, numbers: Operands, vectors: Operands, matrices: Operands
+) -> str | None:
     """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
-    return pointwise_choice(program, x, PointwiseRows(x, None, numbers, vectors=vectors))[1] or None
+    rows = PointwiseRows(x, None, numbers, vectors=vectors, matrices=matrices)
+    return pointwise_choice(program, x, rows)[1] or None
 
 
-@kernel(outputs.new_pointwise_grads, obeys_switches=False, eager_only=("number_dtypes", "vector_dtypes"))
+@kernel(
+    outputs.new_pointwise_grads,
+    obeys_switches=False,
+    eager_only=("number_dtypes", "vector_dtypes", "matrix_dtypes"),
+    added=("matrices", "want_matrices"),
+)
 def pointwise_backward(
     dy: Tensor,
     x: Tensor | None,
@@ -314,15 +324,19 @@ def pointwise_backward(
     constants: tuple[float, ...] = (),
     number_dtypes: outputs.Dtypes = (),
     vector_dtypes: outputs.Dtypes = (),
+    matrices: Operands = None,
+    want_matrices: bool = False,
+    matrix_dtypes: outputs.Dtypes = (),
 ) -> PointwiseGrads:
-    """The wanted gradients of x, the numbers of rows and the vectors of groups, from ``dy`` [rows, C].
+    """The wanted gradients of x, the numbers of rows, the vectors of groups and matrices, from ``dy`` [rows, C].
 
     Args:
-        number_dtypes, vector_dtypes: of the gradients, None for those that nobody wants. Without them all are stacked.
+        number_dtypes, vector_dtypes, matrix_dtypes: of the gradients, None for those that nobody wants. Without them
+            all are stacked.
     """
-    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes
+    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes, matrices, want_matrices, matrix_dtypes
     out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
-    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes)
+    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
     if trace.active():
         recording.pointwise(program, dy, rows, x, *out)
     elif not dy.is_meta:
@@ -394,7 +408,7 @@ def _stored(a: Tensor, b: Tensor) -> OperandPair:
     return OperandPair(a, b if b.stride(-1) == 1 else b.contiguous())
 
 
-def _of_groups(vectors: Tensor | None, split_sizes: Tensor | None) -> GroupVectors | None:
+def _of_groups(vectors: Operands, split_sizes: Tensor | None) -> GroupVectors | None:
     return None if vectors is None or split_sizes is None else GroupVectors(vectors, split_sizes)
 
 

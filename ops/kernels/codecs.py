@@ -5,7 +5,7 @@ A parameter of a kernel has a type hint of :data:`CODECS`, an enum, or a frozen 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, reduce
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..programs.program import Program, parse
 from .problem import Matrices, OperandPair, Operands
@@ -67,15 +68,27 @@ def _unlisted(tensors: list[Tensor] | None) -> Matrices | None:
 
 
 def _stacked(operands: Operands) -> tuple[Tensor | None]:
-    """Operands one by one travel as a stack, in which zeros stand for those that nothing reads."""
+    """Operands one by one travel as a stack of the largest shape, with zeros for those that nothing reads."""
     if operands is None or isinstance(operands, Tensor):
         return (operands,)
     present = [t for t in operands if t is not None]
     if not present:
         return (None,)
-    dtype = reduce(torch.promote_types, [t.dtype for t in present])
-    zeros = torch.zeros_like(present[0], dtype=dtype)
-    return (torch.stack([zeros if t is None else t.to(dtype) for t in operands]),)
+    if len(operands) == 1:
+        return (present[0].unsqueeze(0),)
+    dtype, shape = (
+        reduce(torch.promote_types, [t.dtype for t in present]),
+        [*map(max, zip(*[t.shape for t in present], strict=True))],
+    )
+    zeros = present[0].new_zeros(shape, dtype=dtype)
+    return (torch.stack([zeros if t is None else _as_large(t.to(dtype), shape) for t in operands]),)
+
+
+def _as_large(operand: Tensor, shape: Sequence[int]) -> Tensor:
+    """Rows that are the same for all are repeated; columns are added, of zeros."""
+    if operand.dim() == 2:
+        operand = F.pad(operand, (0, shape[-1] - operand.shape[-1]))
+    return operand.expand(*shape)
 
 
 def _factor(factor: float | Tensor | None) -> tuple[float | None, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -45,15 +46,22 @@ def new_grads(
     want_postact: bool,
     split_sizes: Tensor | None = None,
     bias_dtype: torch.dtype | None = None,
-    vectors: Tensor | None = None,
+    vectors: Operands = None,
     want_vectors: bool = False,
 ) -> ActivationGrads:
     """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
-    dvectors = torch.empty_like(vectors) if want_vectors and vectors is not None else None
+    dvectors = _like(vectors) if want_vectors else None
     return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias, dvectors)
+
+
+def _like(operands: Operands) -> Operands:
+    """As the operands: one by one, or stacked."""
+    if operands is None or isinstance(operands, Tensor):
+        return None if operands is None else torch.empty_like(operands)
+    return tuple([None if each is None else torch.empty_like(each) for each in operands])
 
 
 def new_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,23 +90,34 @@ def new_pointwise_grads(
     want_vectors: bool,
     number_dtypes: Dtypes = (),
     vector_dtypes: Dtypes = (),
+    matrices: Operands = None,
+    want_matrices: bool = False,
+    matrix_dtypes: Dtypes = (),
 ) -> PointwiseGrads:
     """The wanted gradients of a pointwise program."""
-    dx = dy.new_empty((dy.shape[0], dy.shape[1] * len(program.arguments))) if want_x else None
-    of_row, of_column = (dy.shape[0],), (1 if split_sizes is None else split_sizes.shape[0], dy.shape[1])
-    dnumbers = _operand_grads(dy, numbers, len(program.rows), of_row, number_dtypes) if want_numbers else None
-    dvectors = _operand_grads(dy, vectors, len(program.columns), of_column, vector_dtypes) if want_vectors else None
-    return PointwiseGrads(dx, dnumbers, dvectors)
+    (rows, width), groups = dy.shape, 1 if split_sizes is None else split_sizes.shape[0]
+    dx = dy.new_empty((rows, width * len(program.arguments))) if want_x else None
+    of_rows = [(rows,)] * len(program.rows)
+    of_columns = [
+        (groups if name[0] == "b" else 1, width * len(inputs)) for name, inputs in program.column_operands.items()
+    ]
+    of_elements = [(rows, width * len(inputs)) for inputs in program.matrix_operands.values()]
+    dnumbers = _operand_grads(dy, numbers, of_rows, number_dtypes) if want_numbers else None
+    dvectors = _operand_grads(dy, vectors, of_columns, vector_dtypes) if want_vectors else None
+    dmatrices = _operand_grads(dy, matrices, of_elements, matrix_dtypes) if want_matrices else None
+    return PointwiseGrads(dx, dnumbers, dvectors, dmatrices)
 
 
 def _operand_grads(
-    dy: Tensor, operands: Operands, count: int, shape: tuple[int, ...], dtypes: Dtypes
+    dy: Tensor, operands: Operands, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """One by one where their dtypes are told, else stacked, in the dtype that they have or are computed in."""
+    """One by one where their dtypes are told, else a stack of the largest shape, in a dtype that serves all."""
     if dtypes:
-        return tuple([None if dtype is None else dy.new_empty(shape, dtype=dtype) for dtype in dtypes])
+        return tuple(
+            [None if t is None else dy.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]
+        )
     dtype = operands.dtype if isinstance(operands, Tensor) else compute_dtype(dy, operands)
-    return dy.new_empty((count, *shape), dtype=dtype)
+    return dy.new_empty((len(shapes), *map(max, zip(*shapes, strict=True))), dtype=dtype)
 
 
 def compute_dtype(columns: Tensor, numbers: Operands) -> torch.dtype:

@@ -34,15 +34,15 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] and ``vectors`` [K, E, F] are for what knows groups: the sums of ``preact`` over the rows of each,
-    which are the gradient of its bias; and the gradients of the numbers of its columns.
+    ``bias`` [E, C] and ``vectors`` are for what knows groups: the sums of ``preact`` over the rows of each, which are
+    the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
     """
 
     preact: Tensor
     scales: Tensor | None
     postact: Tensor | None
     bias: Tensor | None = None
-    vectors: Tensor | None = None
+    vectors: Operands = None
 
     def rows(self, rows: slice) -> ActivationGrads:
         """Views of some rows."""
@@ -56,14 +56,14 @@ class Activate:
 
     Attributes:
         preact: [T, C], where the product itself goes; None: nowhere.
-        vectors: [K, E, F]: the numbers of each group's columns that the activation reads; None: none.
+        vectors: [E, F] each, [1, F] of all rows, 2 F of gate and up: the numbers of columns that the activation reads.
         kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
     spec: ActivationSpec
     scales: Tensor | None
     preact: Tensor | None
-    vectors: Tensor | None = None
+    vectors: Operands = None
     kernels: tuple[int, ...] | None = None
 
 
@@ -81,7 +81,7 @@ class ActivateBackward:
     scales: Tensor | None
     preact: Tensor
     grads: ActivationGrads
-    vectors: Tensor | None = None
+    vectors: Operands = None
     kernels: tuple[int, ...] | None = None
 
 
@@ -251,9 +251,9 @@ def nbytes(*tensors: Matrices | Operands) -> int:
 
 
 class GroupVectors(NamedTuple):
-    """The numbers of each group's columns [K, groups, F], contiguous, and how many rows each group has [groups]."""
+    """The numbers of columns, [groups, F] or [1, F] each, and how many rows each group has [groups]."""
 
-    vectors: Tensor
+    vectors: Operands
     split_sizes: Tensor
 
 
@@ -265,9 +265,11 @@ class PointwiseRows(NamedTuple):
         block: columns of gate before as many of up; None: one block of each.
         numbers: the numbers of each row, [rows] each, dense; None for one that nothing reads.
         constants: one number for all elements, for each constant of the program.
-        vectors: the numbers of each column, of a group or of all rows, [groups, C] each, dense; None as for numbers.
+        vectors: the numbers of each column, [groups, C] or of all rows [1, C] each, dense, 2 C of gate and up; None as
+            for numbers.
         split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
-            last group reads zeros.
+            last group reads zeros of what groups have.
+        matrices: the numbers of each element, [rows, C] each, dense, 2 C of gate and up; None as for numbers.
     """
 
     x: Tensor | None
@@ -276,6 +278,12 @@ class PointwiseRows(NamedTuple):
     constants: tuple[float, ...] = ()
     vectors: Operands = None
     split_sizes: Tensor | None = None
+    matrices: Operands = None
+
+    @property
+    def operands(self) -> list[Tensor | None]:
+        """All but x."""
+        return [t for each in (self.numbers, self.vectors, self.matrices) if each is not None for t in each]
 
 
 class PointwiseGrads(NamedTuple):
@@ -287,3 +295,4 @@ class PointwiseGrads(NamedTuple):
     x: Tensor | None
     numbers: Operands
     vectors: Operands
+    matrices: Operands = None

@@ -65,9 +65,7 @@ def pointwise(program: Program, columns: Tensor, rows: PointwiseRows, *moved: Op
     """A pointwise program, or its gradients, over ``columns``; ``moved`` is read or written beside them."""
     kernels, reason = pointwise_choice(program, columns, rows)
     kernel = kernels.NAME if kernels is pytorch_pointwise else f"{kernels.NAME} (pointwise)"
-    trace.record(
-        trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, rows.numbers, rows.vectors, *moved))
-    )
+    trace.record(trace.KernelCall(kernel, _shown(reason, columns), 0, nbytes(columns, rows.operands, *moved)))
 
 
 def column_sums(tokens: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:

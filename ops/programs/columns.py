@@ -1,42 +1,50 @@
-"""Numbers of columns, which are one tensor for each group of rows or for all rows."""
+"""Operands of several numbers: those of columns, which are of each group of rows or of all rows, and matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
+from .program import Program
 
-def stacked(vectors: Sequence[Tensor]) -> Tensor:
-    """[K, groups, C] of K [groups, C], in one dtype; no copy of a single one."""
-    if len(vectors) == 1:
-        return vectors[0].unsqueeze(0)
-    dtype = stacked_dtype([vector.dtype for vector in vectors])
-    return torch.stack([vector.to(dtype) for vector in vectors])
+Given = Tensor | Sequence[Tensor | None] | None
 
 
-def stacked_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """That of a single one; of several, one that holds them all, and no less than float32."""
-    return dtypes[0] if len(dtypes) == 1 else reduce(torch.promote_types, dtypes, torch.float32)
+def columns_of(program: Program, vectors: Given, width: int) -> list[Tensor | None]:
+    """The numbers of columns of each operand, [groups, C] or [1, C], 2 C of gate and up; of a stack, views.
+
+    Args:
+        width: C.
+    """
+    operands = () if vectors is None else zip(program.column_operands.items(), vectors, strict=False)
+    return [
+        None if vector is None else vector[: 1 if name[0] == "a" else None, : len(inputs) * width]
+        for (name, inputs), vector in operands
+    ]
 
 
-def of_rows(vectors: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:
-    """[K, rows, C]: what each row reads of ``vectors`` [K, groups, C]; zeros past the last group."""
+def matrices_of(program: Program, matrices: Given, width: int) -> list[Tensor | None]:
+    """The matrix of each operand, [rows, C], 2 C of gate and up; of a stack, views."""
+    operands = () if matrices is None else zip(program.matrix_operands.values(), matrices, strict=False)
+    return [None if matrix is None else matrix[:, : len(inputs) * width] for inputs, matrix in operands]
+
+
+def of_rows(vector: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:
+    """[rows, C]: what each row reads of ``vector`` [groups, C]; zeros past the last group."""
     if split_sizes is None:
-        return vectors.expand(-1, rows, -1)
-    past_the_last = vectors.new_zeros((vectors.shape[0], 1, vectors.shape[2]))
-    return torch.cat([vectors, past_the_last], 1)[:, _group_of_rows(split_sizes, rows)]
+        return vector.expand(rows, -1)
+    past_the_last = vector.new_zeros((1, vector.shape[1]))
+    return torch.cat([vector, past_the_last])[_group_of_rows(split_sizes, rows)]
 
 
 def sums(by_row: Tensor, split_sizes: Tensor | None) -> Tensor:
-    """[K, groups, C]: the sums of [K, rows, C] over the rows of each group, or over all."""
+    """[groups, C]: the sums of [rows, C] over the rows of each group, or over all."""
     if split_sizes is None:
-        return by_row.sum(1, keepdim=True)
-    count, rows, columns = by_row.shape
-    zeros = by_row.new_zeros((count, split_sizes.shape[0] + 1, columns))
-    return zeros.index_add_(1, _group_of_rows(split_sizes, rows), by_row)[:, :-1]
+        return by_row.sum(0, keepdim=True)
+    zeros = by_row.new_zeros((split_sizes.shape[0] + 1, by_row.shape[1]))
+    return zeros.index_add_(0, _group_of_rows(split_sizes, by_row.shape[0]), by_row)[:-1]
 
 
 def _group_of_rows(split_sizes: Tensor, rows: int) -> Tensor:

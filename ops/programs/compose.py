@@ -11,12 +11,16 @@ from .builder import Builder
 from .program import Line, Program, Value, part_of
 
 SCALE = "r0"
+_KINDS = {"r": 0, "a": 1, "b": 1, "m": 2, "c": 3}
+_OF_ARGUMENT = {"x": "g", "u": "u"}
+"""What ends the names of inputs that are of gate, or of up."""
 
 
 @lru_cache(maxsize=1024)
 def scaled(program: Program) -> Program:
     """A program without numbers of a row, times one: ``y * r0``, with the gradient of ``r0``."""
-    builder = Builder((*program.arguments, SCALE, *program.columns, *program.constants, "dy"))
+    operands = program.columns + program.matrices + program.constants
+    builder = Builder((*program.arguments, SCALE, *operands, "dy"))
     outputs = _inlined(builder, program, {"dy": builder("mul", "dy", SCALE)})
     drow = builder("mul", "dy", outputs["y"])
     return builder.program({**outputs, "y": builder("mul", outputs["y"], SCALE), f"d{SCALE}": drow})
@@ -45,13 +49,13 @@ class _Stage(NamedTuple):
 def composed(programs: tuple[Program, ...]) -> Program:
     """What programs compute one after the other, with the gradients by the chain rule; at most one has gate and up.
 
-    Its numbers of the row, numbers of columns and constants are those of the programs, in order. Where a program that
-    reads a number of a column comes before gate and up meet, there are two: that of gate, then that of up.
+    Its numbers of the row, numbers of columns, matrices and constants are those of the programs, in order. Columns and
+    matrices of a program before gate and up meet are of both.
     """
     stages = list(_stages(programs))
     arguments = tuple(stages[0].names) if len(stages[0].program.arguments) == 1 else ("x", "u")
     renamed = {str(new) for stage in stages for names in stage.names.values() for new in names.values()}
-    operands = [name for kind in "rbc" for name in sorted((n for n in renamed if n[0] == kind), key=_number)]
+    operands = sorted(renamed, key=_place)
     builder = Builder((*arguments, *operands, "dy"))
     values, before = {name: name for name in arguments}, list[dict[str, Value]]()
     current: dict[str, Value] = dict(values)
@@ -68,17 +72,20 @@ def composed(programs: tuple[Program, ...]) -> Program:
 
 def _stages(programs: Sequence[Program]) -> Iterator[_Stage]:
     gates = [i for i, program in enumerate(programs) if "u" in program.inputs]
-    numbers = {kind: count() for kind in "rbc"}
+    columns = count()
+    numbers = {"r": count(), "a": columns, "b": columns, "m": count(), "c": count()}
 
-    def numbered(names: Sequence[str]) -> dict[str, Value]:
-        return {name: f"{name[0]}{next(numbers[name[0]])}" for name in names}
+    def numbered(name: str) -> str:
+        return f"{name[0]}{next(numbers[name[0]])}"
 
     for i, program in enumerate(programs):
-        shared = numbered((*program.rows, *program.constants))
-        names = {argument: dict(shared) for argument in (("x", "u") if gates and i < gates[0] else ("x",))}
-        for column in program.columns:
-            for of_argument in names.values():
-                of_argument |= numbered((column,))
+        of_both = bool(gates) and i < gates[0]
+        names: dict[str, dict[str, Value]] = {argument: {} for argument in (("x", "u") if of_both else ("x",))}
+        for name in program.rows + program.columns + program.matrices + program.constants:
+            new = numbered(name)
+            for argument, of_argument in names.items():
+                is_of_one = of_both and name[0] in "abm"
+                of_argument[name] = new + _OF_ARGUMENT[argument] if is_of_one else new
         yield _Stage(program, names)
 
 
@@ -113,8 +120,10 @@ def _backward(
     return before
 
 
-def _number(name: str) -> int:
-    return int(name[1:])
+def _place(name: str) -> tuple[int, int, str]:
+    """By which operands are sorted: by kind and number, those of gate before those of up."""
+    digits = name[1:].rstrip("gu")
+    return _KINDS[name[0]], int(digits), name[1 + len(digits) :]
 
 
 @lru_cache(maxsize=1024)

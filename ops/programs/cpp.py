@@ -15,19 +15,21 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
     """The definition of a type that computes a program, for elements of a kernel.
 
     Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kColumns`` (of a column),
-    ``kConstants``, ``kVectors`` (for epilogues: how many vectors a lane differentiates at a time), ``forward(x, u,
-    r)``, and ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. In ``r`` stand the numbers of the
-    row, those of the column and the constants. Nothing of the text is the user's.
+    ``kMatrices`` (of an element), ``kConstants``, ``kVectors`` (for epilogues: how many vectors a lane differentiates
+    at a time), ``forward(x, u, r)``, and ``backward(x, u, r, dy)``, which returns ``Gradients{y, dx, du, dr}``. In
+    ``r`` stand the numbers of the row, of the column, of the element, and the constants. Nothing of the text is the
+    user's.
 
     Args:
         fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
         vectors: see ``kVectors``.
     """
-    numbers = program.rows + program.columns + program.constants
+    numbers = program.rows + program.columns + program.matrices + program.constants
     return f"""struct {name} {{
   using M = Math<{boolean(fast)}>;
   static constexpr bool kGated = {boolean("u" in program.inputs)};
   static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
+  static constexpr int kMatrices = {len(program.matrices)};
   static constexpr int kConstants = {len(program.constants)};
   static constexpr int kVectors = {vectors};
 {methods(program, {name: f"r[{i}]" for i, name in enumerate(numbers)}, is_static=True)}}};
@@ -36,7 +38,7 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
 
 def methods(program: Program, operands: Mapping[str, str], *, is_static: bool) -> str:
     """``forward`` and ``backward``; ``operands``: how the numbers of the row, of the column and constants are read."""
-    numbers = program.rows + program.columns
+    numbers = program.rows + program.columns + program.matrices
     outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
     names = {**operands, "x": "x", "u": "u", "dy": "dy"}
     forward, backward = (_with_multiples(part_of(program, each)) for each in (("y",), outputs))

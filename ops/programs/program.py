@@ -88,7 +88,10 @@ class Program:
 
     Attributes:
         inputs: the names of what it reads: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, …
-            (numbers of a row), ``b0``, … (numbers of a column), ``c0``, … (constants), ``dy`` (the gradient of ``y``).
+            (numbers of a row), ``b0``, … (numbers of a column, of each group its own; of all rows where there are no
+            groups), ``a0``, … (numbers of a column, the same for all rows), ``m0``, … (matrices, a number an element),
+            ``c0``, … (constants), ``dy`` (the gradient of ``y``). Columns and matrices of gate and up are two inputs,
+            ``b0g`` and ``b0u``.
         lines: in an order in which they can be computed.
         outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, ``db0``, …, by name.
     """
@@ -110,7 +113,22 @@ class Program:
     @cached_property
     def columns(self) -> tuple[str, ...]:
         """The inputs that are numbers of a column."""
-        return tuple([name for name in self.inputs if name[0] == "b"])
+        return tuple([name for name in self.inputs if name[0] in "ab"])
+
+    @cached_property
+    def matrices(self) -> tuple[str, ...]:
+        """The inputs that are numbers of an element."""
+        return tuple([name for name in self.inputs if name[0] == "m"])
+
+    @cached_property
+    def column_operands(self) -> Mapping[str, tuple[str, ...]]:
+        """The operands with numbers of a column, and which inputs each is: one, or those of gate and of up."""
+        return _operands(self.columns)
+
+    @cached_property
+    def matrix_operands(self) -> Mapping[str, tuple[str, ...]]:
+        """The operands that are matrices, and which inputs each is."""
+        return _operands(self.matrices)
 
     @cached_property
     def constants(self) -> tuple[str, ...]:
@@ -175,6 +193,11 @@ class Program:
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+
+def _operands(inputs: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    names = dict.fromkeys([name.rstrip("gu") for name in inputs])
+    return {name: tuple([each for each in inputs if each.rstrip("gu") == name]) for name in names}
 
 
 @lru_cache(maxsize=1024)

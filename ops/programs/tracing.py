@@ -139,7 +139,7 @@ def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tens
 
 def _trial_inputs(inputs: tuple[str, ...]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    shapes = {"r": (_TRIAL[0], 1), "b": (1, _TRIAL[1])}
+    shapes = {"r": (_TRIAL[0], 1), "a": (1, _TRIAL[1]), "b": (1, _TRIAL[1])}
     return [_random(shapes.get(name[0], _TRIAL), generator, True, 3.0) for name in inputs]
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from test_pointwise import BINARY, UNARY, function_of
 from torch import Tensor
 
-from fusible import Pointwise
+from fusible import Activation, Bias, Op, Pointwise, SwiGLU
 from fusible.ops.activation_spec import Interleaved
+from fusible.ops.fused.pointwise_chain import PointwiseChain
 
 Function = Callable[..., Tensor]
 
@@ -101,6 +102,28 @@ def op_of_columns(name: str, halves: str | Interleaved = "concat") -> Pointwise:
     """A function of :data:`OF_COLUMNS` as an op, with room for columns of any groups."""
     function, count, columns = OF_COLUMNS[name]
     return Pointwise(function, halves=halves if count == 2 else None, columns=dict.fromkeys(columns, (1, 1)))
+
+
+def chain(*ops: Op) -> PointwiseChain:
+    """The ops as one program."""
+    return PointwiseChain(**{f"op{i}": op for i, op in enumerate(ops)})
+
+
+Act = Pointwise | PointwiseChain
+ACTS_OF_COLUMNS: dict[str, tuple[Callable[[str | Interleaved], Act], Function]] = {
+    "biases": (
+        lambda halves: chain(Bias(2), SwiGLU(layout=halves), op_of_columns("swish"), Bias(1)),
+        lambda gate, up, a, b, slope, c: (
+            F.silu(gate + a) * (up + b) * torch.sigmoid(F.silu(gate + a) * (up + b) * slope) + c
+        ),
+    ),
+    "slopes of gate and up": (
+        lambda halves: chain(op_of_columns("swish"), SwiGLU(layout=halves)),
+        lambda gate, up, a, b: F.silu(gate * torch.sigmoid(gate * a)) * up * torch.sigmoid(up * b),
+    ),
+    "bias": (lambda halves: chain(Bias(1), Activation("gelu")), lambda x, a: F.gelu(x + a)),
+}
+"""Chains of which numbers of columns are of all rows, of groups, or of gate and up, and what they compute."""
 
 
 def op_of(function: Function, count: int, halves: str | Interleaved = "concat") -> Pointwise:

@@ -18,10 +18,19 @@ from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.fused.activation_role import reads_a_row
+from fusible.ops.fused.pointwise_chain import PointwiseChain
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.interface import ActivationKernels
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, OperandPair
+from fusible.ops.kernels.problem import (
+    Activate,
+    ActivateBackward,
+    ActivationGrads,
+    GroupedGemm,
+    Layout,
+    OperandPair,
+    Operands,
+)
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
 
@@ -57,19 +66,23 @@ class Case:
     rank: int = 0  # depth of a second pair of operands
     variant: int = -1
     function: Callable[..., Tensor] | None = None  # of gate, up, the scale and columns, where the spec is a user's
-    vectors: torch.dtype = torch.float32  # of what the function reads of each group's columns
+    vectors: torch.dtype = torch.float32  # of what the function reads of columns; every second one is of ``dtype``
 
     @property
     def width(self) -> int:
         return self.columns * (2 if self.spec.gated else 1)
 
     @property
-    def operands(self) -> int:
-        """How many numbers of a column the function reads."""
-        return 0 if self.spec.program is None else len(self.spec.program.columns)
+    def operands(self) -> list[tuple[int, int, torch.dtype]]:
+        """What the function reads of columns: for how many groups, how many numbers, and in which type."""
+        operands = {} if self.spec.program is None else self.spec.program.column_operands
+        return [
+            (len(self.sizes) if name[0] == "b" else 1, len(inputs) * self.columns, (self.vectors, self.dtype)[i % 2])
+            for i, (name, inputs) in enumerate(operands.items())
+        ]
 
 
-def case_of(op: Pointwise, function: Callable[..., Tensor], **asked: Any) -> Case:
+def case_of(op: Pointwise | PointwiseChain, function: Callable[..., Tensor], **asked: Any) -> Case:
     """A case whose activation is a user's function, times the scale unless the function reads it."""
     assert op.spec is not None
     count = op.spec.gated + 1
@@ -84,11 +97,11 @@ class ByAutograd(NamedTuple):
     """The function itself, and its gradients by autograd.
 
     Attributes:
-        columns: [K, rows, F]: what each row reads of its group's columns.
+        columns: [rows, F] each, 2 F of gate and up: what each row reads of columns.
     """
 
     function: Callable[..., Tensor]
-    columns: Tensor
+    columns: list[Tensor]
     NAME: str = "autograd"
 
     def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
@@ -106,7 +119,10 @@ class ByAutograd(NamedTuple):
         dx, (dscales, *dcolumns) = grads[: spec.gated + 1], grads[spec.gated + 1 :]
         join(dx, out.preact)
         if out.vectors is not None:
-            out.vectors.copy_(torch.stack([each.reshape(dpostact.shape) for each in dcolumns]))
+            for vector in out.vectors:
+                count = vector.shape[1] // dpostact.shape[1]  # type: ignore[union-attr]
+                join(tuple(dcolumns[:count]), vector)  # type: ignore[arg-type]
+                del dcolumns[:count]
         if out.postact is not None:
             out.postact.copy_(y.detach().reshape(out.postact.shape))
         if out.scales is not None:
@@ -114,7 +130,8 @@ class ByAutograd(NamedTuple):
 
     def _leaves(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None) -> list[Tensor]:
         scales = preact.new_ones(preact.shape[0]) if scales is None else scales
-        columns = [split(each, 1, spec.block)[0] for each in self.columns]
+        width = preact.shape[1] // (1 + spec.gated)
+        columns = [part for each in self.columns for part in split(each, each.shape[1] // width, spec.block)]
         return [*split(preact, 2 if spec.gated else 1, spec.block), scales.view(-1, 1, 1), *columns]
 
 
@@ -136,9 +153,10 @@ class Tensors:
         self.bias = None if case.bias is None else self.random(experts, case.width).to(case.bias)
         self.bias_scale = self.rows(1).float().flatten() if case.bias_scale else None
         self.sizes = torch.tensor(case.sizes, dtype=case.index, device=device)
-        self.vectors = self.random(case.operands, experts, case.columns).to(case.vectors) if case.operands else None
-        if self.vectors is not None:
-            self.vectors[:, self.sizes == 0] = math.nan
+        self.vectors = [self.random(groups, columns).to(dtype) for groups, columns, dtype in case.operands] or None
+        for vector in self.vectors or ():
+            if vector.shape[0] > 1:
+                vector[self.sizes == 0] = math.nan
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.case.dtype)
@@ -154,12 +172,13 @@ class Tensors:
         """What gives the truth in float64, of the valid rows."""
         if self.case.function is None:
             return pointwise
-        if self.vectors is None:
-            return ByAutograd(self.case.function, self.x.new_empty(0))
-        return ByAutograd(
-            self.case.function,
-            self.vectors.double().repeat_interleave(self.sizes, dim=1, output_size=self.valid),
-        )
+        return ByAutograd(self.case.function, [self.of_rows(vector) for vector in self.vectors or ()])
+
+    def of_rows(self, vector: Tensor) -> Tensor:
+        """What each valid row reads of it, in float64."""
+        if vector.shape[0] == 1:
+            return vector.double().expand(self.valid, -1)
+        return vector.double().repeat_interleave(self.sizes, dim=0, output_size=self.valid)
 
     def by_group(self, rows: Tensor, weights: Tensor) -> Tensor:
         """``rows @ weights[g].T`` of the valid rows, in float64."""
@@ -194,10 +213,9 @@ def poisoned(t: Tensors, *shape: int, dtype: torch.dtype, rows: int | None = Non
     return torch.full((rows + 2 * GUARD, *shape), POISON, dtype=dtype, device=t.device)[GUARD:-GUARD]
 
 
-def room_for_vectors(t: Tensors) -> Tensor:
-    """[K, E, F]: poison, in the middle of more."""
-    operands, experts, columns = t.case.operands, len(t.case.sizes), t.case.columns
-    return poisoned(t, columns, dtype=t.case.vectors, rows=operands * experts).view(operands, experts, columns)
+def room_for_vectors(t: Tensors) -> list[Tensor]:
+    """Poison for the gradients of each, in the middle of more."""
+    return [poisoned(t, columns, dtype=dtype, rows=groups) for groups, columns, dtype in t.case.operands]
 
 
 def assert_only_valid_rows_written(t: Tensors, *results: Tensor | None) -> None:
@@ -296,7 +314,7 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
         assert_sums_of_groups(t, out.preact, out.bias)
     truth = ActivationGrads(*(None if r is None else torch.empty_like(r[:n], dtype=torch.float64) for r in out[:3]))
     if out.vectors is not None:
-        truth = truth._replace(vectors=dpostact.new_empty(case.operands, n, case.columns))
+        truth = truth._replace(vectors=[dpostact.new_empty(n, columns) for _, columns, _ in case.operands])
     t.exact.backward(rounded[:n].double(), preact[:n].double(), case.spec, scales, truth)
     assert_near(out.preact[:n], truth.preact, absolute=4e-5)
     if out.postact is not None:
@@ -309,20 +327,22 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
         assert (error <= truth.scales.abs() * step + 2e-6 * size).all(), error.max()
 
 
-def assert_vectors(t: Tensors, out: ActivationGrads, by_row: Tensor | None) -> None:
-    """The gradients of column operands are the sums of those ``by_row`` [K, rows, F]."""
+def assert_vectors(t: Tensors, out: ActivationGrads, by_row: Operands) -> None:
+    """The gradients of column operands are the sums of those ``by_row`` [rows, F] each."""
     if out.vectors is None:
         return
     assert by_row is not None
     for got, rows in zip(out.vectors, by_row, strict=True):
-        parts = torch.split(rows, list(t.case.sizes))
+        assert got is not None
+        assert rows is not None
+        parts = torch.split(rows, list(t.case.sizes)) if got.shape[0] > 1 else (rows,)
         expected = torch.stack([part.sum(0) for part in parts])
         size = torch.stack([part.abs().sum(0) for part in parts])
         step = STEP.get(got.dtype, 0.0) * 1.02
         assert ((got.double() - expected).abs() <= expected.abs() * step + size * 4e-5 + 4e-5).all()
-    around = out.vectors._base
-    assert around is not None
-    assert torch.cat([around[:GUARD], around[-GUARD:]]).eq(POISON).all(), "wrote beside the gradients of columns"
+        around = got._base
+        assert around is not None
+        assert torch.cat([around[:GUARD], around[-GUARD:]]).eq(POISON).all(), "wrote beside the gradients of columns"
 
 
 def fits(spec: ActivationSpec, variant: int) -> bool:

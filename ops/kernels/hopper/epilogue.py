@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
+from ...programs.columns import columns_of
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, addresses, first
+from ..jit.operands import Input, inputs_of
+from ..jit.pointwise_driver import MOST_OPERANDS
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import Activation, activation, scale_arguments
+from .rows import Activation, activation, column_sums, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -56,7 +59,8 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
     rows = (postact,) if preact is None else (postact, preact)
-    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows) or _vectors_refusal(epilogue.vectors)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, postact.shape[-1])
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
@@ -69,7 +73,8 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
     rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
-    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows) or _vectors_refusal(epilogue.vectors)
+    why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
+    why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, problem.mnk[1])
     return why or _function_refusal(problem, epilogue.spec, problem.mnk[1])
 
 
@@ -92,10 +97,12 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
 
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
-    backward, vectors = isinstance(ending, ActivateBackward), None if ending is None else ending.vectors
+    backward = isinstance(ending, ActivateBackward)
+    vectors = () if ending is None else _vectors_of(program, ending.vectors, block, columns)
+    types = tuple([each.tensor.dtype for each in vectors if each.tensor is not None])
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
-    of_columns = None if vectors is None else vectors.dtype, sums
-    return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, *extras, *of_columns)
+    layout = problem.layout, problem.a.dtype, block, columns
+    return functions.form_of(program, backward, *layout, *extras, types, sums)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
@@ -109,15 +116,25 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
     return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
 
 
-def _vectors_refusal(vectors: Tensor | None) -> str | None:
+def _vectors_refusal(spec: ActivationSpec, vectors: Operands, columns: int) -> str | None:
     """They are read in pieces of 16 bytes."""
-    if vectors is None:
+    if spec.program is None or vectors is None:
         return None
-    if vectors.dtype not in TYPE_CODES:
-        return "needs numbers of columns of 16 or 32 bits"
-    if not vectors.is_contiguous() or addresses(vectors)[0] % 16:
-        return "needs numbers of columns that are dense and aligned to 16 bytes"
+    if len(spec.program.columns) > MOST_OPERANDS:
+        return f"takes at most {MOST_OPERANDS} numbers of a column, got {len(spec.program.columns)}"
+    for vector in columns_of(spec.program, vectors, columns):
+        if vector is None or vector.dtype not in TYPE_CODES:
+            return "needs numbers of columns of 16 or 32 bits"
+        if not vector.is_contiguous() or addresses(vector)[0] % 16:
+            return "needs numbers of columns that are dense and aligned to 16 bytes"
     return None
+
+
+def _vectors_of(program: Program, vectors: Operands, block: int | None, columns: int) -> tuple[Input, ...]:
+    """The inputs of a program that are numbers of columns."""
+    if vectors is None:
+        return ()
+    return inputs_of(program.column_operands, columns_of(program, vectors, columns), block or columns)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -162,7 +179,7 @@ def forward(
         bias_scale=address(bias_scale),
         scales=scales,
         scales_type=scales_type,
-        **_vectors(epilogue.vectors),
+        vectors=_vector_addresses(epilogue, postact.shape[-1]),
         workspace=workspace.data_ptr(),
         variant=variant,
         **second_fields(p.second),
@@ -173,7 +190,10 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
-    dvectors, dvectors_type = (0, 0) if grads.vectors is None else _counted(grads.vectors)
+    program = epilogue.spec.program
+    dvectors = None
+    if program is not None and grads.vectors is not None:
+        dvectors = _ColumnGradients.of(program, grads.vectors, p.groups, columns)
     scales, scales_type = scale_arguments(epilogue.scales)
     size = library.backward_workspace_bytes(
         groups=p.groups,
@@ -181,7 +201,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         columns=columns,
         dscales=grads.scales is not None,
         bias_columns=bias_columns,
-        dvectors=dvectors,
+        dvectors=0 if program is None or dvectors is None else len(program.columns),
     )
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
@@ -194,13 +214,20 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         postact=address(grads.postact),
         dbias=address(grads.bias),
         dbias_type=bias_type,
-        **_vectors(epilogue.vectors),
-        dvectors=address(grads.vectors),
-        dvectors_type=dvectors_type,
+        vectors=_vector_addresses(epilogue, columns),
+        **({} if program is None or dvectors is None else dvectors.fields(program, epilogue.spec.block or columns)),
         workspace=workspace.data_ptr(),
         variant=variant,
         **second_fields(p.second),
     )
+    if dvectors is not None:
+        dvectors.finish()
+
+
+def _vector_addresses(epilogue: Activate | ActivateBackward, columns: int) -> list[int]:
+    spec = epilogue.spec
+    vectors = () if spec.program is None else _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
+    return [each.address for each in vectors]
 
 
 def second_depth(problem: GroupedGemm) -> int:
@@ -223,14 +250,39 @@ def second_fields(second: OperandPair | None) -> dict[str, int]:
     }
 
 
-def _vectors(vectors: Tensor | None) -> dict[str, int]:
-    """The numbers of columns, as the extension wants them."""
-    return {"vectors": address(vectors), "vectors_count": 0 if vectors is None else vectors.shape[0]}
+class _ColumnGradients(NamedTuple):
+    """Where the kernel puts the gradients of numbers of columns: ``out``, or sums by group to be summed over these."""
 
+    out: list[Tensor | None]
+    by_group: list[Tensor | None]
 
-def _counted(vectors: Tensor) -> tuple[int, int]:
-    """How many operands of columns there are, and their type."""
-    return vectors.shape[0], TYPE_CODES[vectors.dtype]
+    @classmethod
+    def of(cls, program: Program, out: Operands, groups: int, columns: int) -> _ColumnGradients:
+        gradients, by_group = columns_of(program, out, columns), list[Tensor | None]()
+        for name, gradient in zip(program.column_operands, gradients, strict=False):
+            is_whole = gradient is None or (name[0] == "b" and gradient.is_contiguous())
+            shape = groups, 0 if gradient is None else gradient.shape[1]
+            by_group.append(gradient if is_whole else gradient.new_empty(shape, dtype=torch.float32))
+        return cls(gradients, by_group)
+
+    def fields(self, program: Program, block: int) -> dict[str, list[int]]:
+        """As the extension wants them."""
+        inputs = inputs_of(program.column_operands, self.by_group, block)
+        return {
+            "dvectors": [each.address for each in inputs],
+            "dvector_types": [TYPE_CODES[each.tensor.dtype] if each.tensor is not None else 0 for each in inputs],
+            "dvectors_of_both": [int(name[-1] in "gu") for name in program.columns],
+        }
+
+    def finish(self) -> None:
+        """Sums those of all rows over the groups."""
+        for gradient, by_group in zip(self.out, self.by_group, strict=True):
+            if gradient is None or by_group is None or gradient is by_group:
+                continue
+            if gradient.shape[0] == 1 and gradient.is_contiguous():
+                column_sums(by_group, None, gradient, None)
+            else:
+                gradient.copy_(by_group)
 
 
 def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:

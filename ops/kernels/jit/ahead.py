@@ -7,7 +7,6 @@ from itertools import product
 import torch
 
 from ...activation_spec import ActivationSpec
-from ...programs.columns import stacked_dtype
 from ...programs.program import Program
 from ..hopper.extension import is_built
 from ..problem import Layout
@@ -40,13 +39,14 @@ def compile_ahead(
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
         return len(rows)
-    vectors = stacked_dtype(columns) if columns else None
-    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, vectors))
+    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, columns))
 
 
-def _forms(program: Program, block: int | None, dtype: torch.dtype, vectors: torch.dtype | None) -> list[EpilogueForm]:
+def _forms(
+    program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...]
+) -> list[EpilogueForm]:
     forms = [(False, bias, False) for bias in (False, True)]  # whether backward, with a bias, with sums of vectors
-    forms += [(True, False, sums) for sums in ((False,) if vectors is None else (False, True))]
+    forms += [(True, False, sums) for sums in ((False, True) if vectors else (False,))]
     layouts = (Layout.NT, Layout.NN)
     return [
         form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, vectors=vectors, sums_vectors=sums)

@@ -18,6 +18,7 @@ from ..problem import Layout
 from .compilation import ELEMENTS, compiled
 from .compiler import CompileError
 from .driver import LoadedKernel
+from .operands import column_types
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector
@@ -33,7 +34,7 @@ class EpilogueForm(NamedTuple):
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
         second: it has a second pair of operands.
-        vectors: the type of the numbers of columns, if the program reads some.
+        vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
     """
 
@@ -45,7 +46,7 @@ class EpilogueForm(NamedTuple):
     narrow: bool
     scale_bias: bool
     second: bool = False
-    vectors: torch.dtype | None = None
+    vectors: tuple[torch.dtype, ...] = ()
     sums_vectors: bool = False
 
 
@@ -58,7 +59,7 @@ def form_of(
     columns: int,
     bias: bool,
     second: bool = False,
-    vectors: torch.dtype | None = None,
+    vectors: tuple[torch.dtype, ...] = (),
     sums_vectors: bool = False,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
@@ -147,7 +148,8 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 
 def _epilogue(form: EpilogueForm) -> str:
-    vectors = () if form.vectors is None else (ELEMENTS[form.vectors], boolean(form.sums_vectors))
+    types = column_types(form.program.columns, form.vectors)
+    vectors = (types, boolean(form.sums_vectors)) if form.vectors else ()
     functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...programs.columns import sums
+from ...programs.columns import columns_of, matrices_of, sums
 from ...programs.cpp import function_type
 from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
@@ -21,6 +21,7 @@ from . import pointwise_driver
 from .compilation import ELEMENTS, compiled, compiler
 from .compiler import CompileError
 from .driver import LoadedKernel
+from .operands import column_types, inputs_of, matrix_types
 from .pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
@@ -28,25 +29,29 @@ _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
 
 
 class KernelForm(NamedTuple):
-    """What a kernel is compiled for: direction, program, the types of y, of numbers of rows and of vectors."""
+    """What a kernel is compiled for: direction, program, and the types of y and of what the inputs of each kind are."""
 
     direction: str
     program: Program
     columns: torch.dtype
     numbers: tuple[torch.dtype, ...]
     vectors: tuple[torch.dtype, ...]
+    matrices: tuple[torch.dtype, ...] = ()
 
     def source(self) -> str:
         """The CUDA source."""
         function = function_type(self.program, fast=self.columns != torch.float32)
-        numbers, vectors = (", ".join([ELEMENTS[t] for t in types]) for types in (self.numbers, self.vectors))
+        numbers = ", ".join([ELEMENTS[t] for t in self.numbers])
+        vectors = column_types(self.program.columns, self.vectors)
+        matrices = matrix_types(self.program.matrices, self.matrices)
         return f"""#include "device/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
 static_assert(sizeof(fusible::PointwiseParams) == {PARAMS_BYTES} && fusible::kPointwiseThreads == {THREADS});
 extern "C" __global__ void __launch_bounds__({THREADS}) kernel(const __grid_constant__ fusible::PointwiseParams p) {{
   using namespace fusible;
-  pointwise_{self.direction}<{ELEMENTS[self.columns]}, Function, Types<{numbers}>, Types<{vectors}>>(p);
+  using Inputs = PointwiseInputs<Types<{numbers}>, {vectors}, {matrices}>;
+  pointwise_{self.direction}<{ELEMENTS[self.columns]}, Function, Inputs>(p);
 }}
 """
 
@@ -55,12 +60,15 @@ def refusal(program: Program, columns: Tensor, rows: PointwiseRows) -> str | Non
     """Why these kernels do not take such rows, None: they do."""
     if columns.dtype not in ELEMENTS:
         return f"computes no {_name(columns.dtype)}"
-    for subject, operands, inputs in (("row", rows.numbers, program.rows), ("column", rows.vectors, program.columns)):
+    of_inputs = {"a row": program.rows, "a column": program.columns, "an element": program.matrices}
+    of_kinds = dict(zip(of_inputs, (rows.numbers, rows.vectors, rows.matrices), strict=True))
+    for subject, inputs in of_inputs.items():
         if len(inputs) > MOST_OPERANDS:
-            return f"takes at most {MOST_OPERANDS} numbers of a {subject}, got {len(inputs)}"
+            return f"takes at most {MOST_OPERANDS} numbers of {subject}, got {len(inputs)}"
+        operands = of_kinds[subject]
         for tensor in operands if operands is not None else ():
             if tensor is not None and tensor.dtype not in ELEMENTS:
-                return f"reads no numbers of a {subject} in {_name(tensor.dtype)}"
+                return f"reads no numbers of {subject} in {_name(tensor.dtype)}"
     if len(program.constants) > MOST_CONSTANTS:
         return f"takes at most {MOST_CONSTANTS} constants, got {len(program.constants)}"
     return device_refusal(columns.get_device())
@@ -73,31 +81,38 @@ def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
 
 def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
     """Fills what ``out`` has tensors for."""
-    vectors, written, terms = _listed(out.vectors), list[Tensor | None](), list[Tensor | None]()
-    for vector, name in zip(vectors, program.columns, strict=False):
-        term = None if vector is None else _term(program, name, dy, out.x)
+    operands, vectors = program.column_operands, columns_of(program, out.vectors, dy.shape[1])
+    written, terms = list[Tensor | None](), list[Tensor | None]()
+    for vector, inputs in zip(vectors, operands.values(), strict=False):
+        term = None if vector is None else _term(program, inputs, dy, out.x)
+        shape = dy.shape[0], dy.shape[1] * len(inputs)
         is_written = vector is not None and term is None
-        written.append(dy.new_empty(dy.shape, dtype=torch.float32) if is_written else None)
+        written.append(dy.new_empty(shape, dtype=torch.float32) if is_written else None)
         terms.append(written[-1] if term is None else term)
-    _launch("backward", program, rows, dy, None, out, written)
-    for term, vector in zip(terms, vectors, strict=True):
+    matrices = matrices_of(program, out.matrices, dy.shape[1])
+    dense = [None if each is None else each if each.is_contiguous() else torch.empty_like(each) for each in matrices]
+    _launch("backward", program, rows, dy, None, out._replace(matrices=dense), written)
+    for matrix, filled in zip(matrices, dense, strict=True):
+        if matrix is not None and filled is not None and filled is not matrix:
+            matrix.copy_(filled)
+    for term, vector, name in zip(terms, vectors, operands, strict=False):
         if term is not None and vector is not None:
-            _sum_by_group(term, rows.split_sizes, vector)
+            _sum_by_group(term, rows.split_sizes if name[0] == "b" else None, vector)
 
 
-def _term(program: Program, column: str, dy: Tensor, dx: Tensor | None) -> Tensor | None:
-    """That of dy and dx whose sum is the gradient of a number of a column, such as a bias; None if it is neither's."""
+def _term(program: Program, column: Sequence[str], dy: Tensor, dx: Tensor | None) -> Tensor | None:
+    """That of dy and dx whose sum is the gradient of an operand of columns, such as a bias; None if it is neither's."""
     outputs = dict(program.outputs)
-    gradient = outputs[f"d{column}"]
-    if gradient == "dy":
+    gradients = [outputs[f"d{name}"] for name in column]
+    if gradients == ["dy"]:
         return dy
-    return dx if len(program.arguments) == 1 and gradient == outputs["dx"] else None
+    return dx if gradients == [outputs[f"d{name}"] for name in program.arguments] else None
 
 
 def _sum_by_group(by_row: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
     """``out`` [groups, C] = the sums of [rows, C] over the rows of each group."""
     if hopper_rows.groups_refusal(by_row, split_sizes, out) is not None:
-        out.copy_(sums(by_row.unsqueeze(0).to(torch.promote_types(by_row.dtype, torch.float32)), split_sizes)[0])
+        out.copy_(sums(by_row.to(torch.promote_types(by_row.dtype, torch.float32)), split_sizes))
     else:
         hopper_rows.column_sums(by_row, split_sizes, out, None)
 
@@ -109,16 +124,24 @@ def _launch(
     dy: Tensor | None,
     y: Tensor | None,
     grads: PointwiseGrads,
-    dcolumns: Sequence[Tensor | None],
+    dcolumns_of_operands: Sequence[Tensor | None],
 ) -> None:
     columns = y if dy is None else dy
     assert columns is not None
     if not columns.numel():
         return
     device, (count, width) = columns.get_device(), columns.shape
-    numbers, dnumbers, vectors = _listed(rows.numbers), _listed(grads.numbers), _listed(rows.vectors)
-    types = _types(len(program.rows), numbers, dnumbers), _types(len(program.columns), vectors, [])
-    form, sizes = KernelForm(direction, program, columns.dtype, *types), rows.split_sizes
+    block, numbers, dnumbers = rows.block or width, _listed(rows.numbers), _listed(grads.numbers)
+    sizes = rows.split_sizes if any(name[0] == "b" for name in program.columns) else None
+    vectors = inputs_of(program.column_operands, _dense(columns_of(program, rows.vectors, width)), block)
+    dcolumns = inputs_of(program.column_operands, dcolumns_of_operands, block)
+    matrices = inputs_of(program.matrix_operands, _dense(matrices_of(program, rows.matrices, width)), block)
+    dmatrices = inputs_of(program.matrix_operands, _listed(grads.matrices), block)
+    form = KernelForm(
+        *(direction, program, columns.dtype, _types(len(program.rows), numbers, dnumbers)),
+        _types(len(program.columns), [each.tensor for each in vectors], []),
+        _types(len(program.matrices), [m.tensor for m in matrices], [m.tensor for m in dmatrices]),
+    )
     launches = library() if is_built() else pointwise_driver
     launches.pointwise(
         function=kernel_function(form, device),
@@ -126,20 +149,27 @@ def _launch(
         stream=stream(device),
         rows=count,
         columns=width,
-        block=rows.block or width,
+        block=block,
         x=address(rows.x),
         dy=address(dy),
         y=address(y),
         dx=address(grads.x),
         numbers=[address(tensor) for tensor in numbers],
         dnumbers=[address(tensor) for tensor in dnumbers],
-        vectors=[address(tensor) for tensor in vectors],
-        dcolumns=[address(tensor) for tensor in dcolumns],
+        vectors=[each.address for each in vectors],
+        dcolumns=[each.address for each in dcolumns],
+        matrices=[each.address for each in matrices],
+        dmatrices=[each.address for each in dmatrices],
         groups=1 if sizes is None else sizes.shape[0],
         sizes=address(sizes),
         int64_sizes=sizes is not None and sizes.dtype == torch.int64,
         constants=rows.constants,
     )
+
+
+def _dense(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Those of a stack may be narrower than it."""
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 def _listed(operands: Operands) -> list[Tensor | None]:

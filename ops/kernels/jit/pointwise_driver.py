@@ -11,7 +11,7 @@ from . import driver
 
 THREADS, MOST_CONSTANTS, MOST_OPERANDS = 256, 16, 8  # of kernels and of PointwiseParams: pointwise_params.h in csrc
 _BLOCKS_PER_MULTIPROCESSOR = 8
-_PARAMS = struct.Struct(f"@qII4P{4 * MOST_OPERANDS}PPi?3xP{MOST_CONSTANTS}f")
+_PARAMS = struct.Struct(f"@qII4P{6 * MOST_OPERANDS}PPi?3xP{MOST_CONSTANTS}f")
 PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
 
 
@@ -31,6 +31,8 @@ def pointwise(
     dnumbers: list[int],
     vectors: list[int],
     dcolumns: list[int],
+    matrices: list[int],
+    dmatrices: list[int],
     groups: int,
     sizes: int,
     int64_sizes: bool,
@@ -38,8 +40,9 @@ def pointwise(
 ) -> None:
     """Launches a compiled kernel. What the keywords are is said in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
+    lists = numbers, dnumbers, vectors, dcolumns, matrices, dmatrices
     nowhere = 0  # to report wrong sizes to, which is the extension's
-    operands = [address for each in (numbers, dnumbers, vectors, dcolumns) for address in _filled(each)]
+    operands = [address for each in lists for address in _filled(each)]
     of_groups = sizes, groups, int64_sizes, nowhere
     params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, *operands, *of_groups, *constants, *unused)
     blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row

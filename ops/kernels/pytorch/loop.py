@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Activate, ActivateBackward, GroupedGemm, GroupVectors, Layout, Matrices
+from ..problem import Activate, ActivateBackward, GroupedGemm, GroupVectors, Layout, Matrices, Operands
 from . import activation
 
 NAME = "loop"
@@ -54,8 +54,7 @@ def run(problem: GroupedGemm) -> None:
         _activate_backward(problem, epilogue)
     else:
         keep_freed_memory()
-        sizes = group_sizes(problem.split_sizes, problem.rows)
-        _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
+        _multiply_groups(problem, _all_groups(problem), problem.out)
 
 
 def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
@@ -79,7 +78,7 @@ def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
     preact, grads = epilogue.preact, epilogue.grads
-    for span in _spans(problem):
+    for span in [_all_groups(problem)] if _sums_all_rows(epilogue) else _spans(problem):
         rows = span.rows
         dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
         _multiply_groups(problem, span, dpostact)
@@ -237,14 +236,28 @@ def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | Non
     return factor[group] if isinstance(factor, Tensor) and factor.dim() else factor
 
 
-def _of_span(vectors: Tensor | None, span: Span, problem: GroupedGemm) -> GroupVectors | None:
+def _all_groups(problem: GroupedGemm) -> Span:
+    sizes = group_sizes(problem.split_sizes, problem.rows)
+    return Span(sizes, 0, slice(0, sum(sizes)))
+
+
+def _sums_all_rows(epilogue: ActivateBackward) -> bool:
+    """Whether a gradient is summed over the rows of all groups."""
+    program = epilogue.spec.program
+    return epilogue.grads.vectors is not None and program is not None and any(n[0] == "a" for n in program.columns)
+
+
+def _of_span(vectors: Operands, span: Span, problem: GroupedGemm) -> GroupVectors | None:
     vectors, sizes = _vectors_of(vectors, span), problem.split_sizes
     return None if vectors is None else GroupVectors(vectors, sizes.new_tensor(span.sizes))
 
 
-def _vectors_of(vectors: Tensor | None, span: Span) -> Tensor | None:
-    """[K, groups of the span, F] of [K, E, F]."""
-    return None if vectors is None else vectors[:, span.first_group : span.first_group + len(span.sizes)]
+def _vectors_of(vectors: Operands, span: Span) -> Operands:
+    """[groups of the span, F] of each [E, F]; [1, F] of all rows as it is."""
+    groups = slice(span.first_group, span.first_group + len(span.sizes))
+    if vectors is None or isinstance(vectors, Tensor):
+        return None if vectors is None else vectors[:, groups]
+    return [None if each is None else each[groups] if each.shape[0] > 1 else each for each in vectors]
 
 
 def _rows(column: Tensor | None, rows: slice) -> Tensor | None:

@@ -1,0 +1,54 @@
+"""Operands of a program as kernels take them: an address for each input, and a type of C++."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...programs.cpp import boolean
+from ..hopper.extension import address
+from .compilation import ELEMENTS
+
+
+class Input(NamedTuple):
+    """Where an input of a program is read, or its gradient written; ``tensor`` None: nowhere."""
+
+    tensor: Tensor | None
+    address: int
+
+
+def inputs_of(
+    operands: Mapping[str, tuple[str, ...]], tensors: Sequence[Tensor | None], block: int
+) -> tuple[Input, ...]:
+    """The inputs that operands are, in order. Those of gate and of up are in one tensor, in blocks that alternate."""
+    inputs = []
+    for i, names in enumerate(operands.values()):
+        tensor = tensors[i] if i < len(tensors) else None
+        for j in range(len(names)):
+            behind = 0 if tensor is None else j * block * tensor.element_size()
+            inputs.append(Input(tensor, address(tensor) + behind))
+    return tuple(inputs)
+
+
+def column_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
+    """What ``device/pointwise.cuh`` calls the types of inputs that are numbers of a column."""
+    types = [
+        f"ColumnOperand<{ELEMENTS[dtype]}, {boolean(name[0] == 'a')}, {_is_of_both(name)}>"
+        for name, dtype in zip(inputs, dtypes, strict=True)
+    ]
+    return f"Types<{', '.join(types)}>"
+
+
+def matrix_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
+    """The same of inputs that are numbers of an element."""
+    types = [
+        f"MatrixOperand<{ELEMENTS[dtype]}, {_is_of_both(name)}>" for name, dtype in zip(inputs, dtypes, strict=True)
+    ]
+    return f"Types<{', '.join(types)}>"
+
+
+def _is_of_both(name: str) -> str:
+    return boolean(name[-1] in "gu")
