@@ -49,6 +49,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   using G = typename K::Groups;  // which says what fills a block of the depth
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
+  typename K::ScaleSlots slots;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
   constexpr bool kAhead = K::kSpareRegisters;
   constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
@@ -60,13 +61,15 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
     if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
+    typename K::Scaling::template Weights<K> weight_scales(p, tile);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
       barrier_wait(&s.empty[state.stage], state.phase ^ 1);
       uint64_t* full = &s.full[state.stage];
       uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
+      weight_scales.put(s, state.stage, block < blocks - 1);
       barrier_arrive_expecting(full, bytes);
-      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, block, tile);
+      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, slots.of(state.stage), block, tile);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
         for (int i = rank; i < rows; i += 2)
@@ -95,6 +98,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       state.advance();
+      slots.advance();
     }
     const bool empty = kMayBeEmpty && blocks == 0;
     if (empty) tiles.request();

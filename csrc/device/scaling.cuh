@@ -15,13 +15,39 @@ namespace fusible {
 
 constexpr int kUnitColumns = 128;
 
+// Scales are in their stage.
+struct StageSlots {
+  static constexpr bool kMore = false;
+  DEVICE int of(int stage) const { return stage; }
+  DEVICE void advance(int = 1) {}
+};
+// Scales that are read after the stage's last product, when the stage has been released, have one slot more than there
+// are stages: whoever releases a stage has read the scales of the one before.
+template <int kStages>
+class MoreSlots {
+ public:
+  static constexpr bool kMore = true;
+  DEVICE int of(int) const { return slot_; }
+  DEVICE void advance(int stages = 1) { slot_ = (slot_ + stages) % (kStages + 1); }
+
+ private:
+  unsigned slot_ = 0;
+};
+
 // Of operands of 16 bits: there are none.
 struct NoScaling {
   static constexpr bool kScaled = false;
+  template <TileVariant>
+  using Slots = StageSlots;
   template <class P>
   using Params = P;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {};
+  template <class K>
+  struct Weights {
+    DEVICE Weights(const typename K::Params&, const WorkTile&) {}
+    DEVICE void put(typename K::Storage&, int, bool) {}
+  };
 };
 
 // The scales of the rows of A that a thread has in its accumulators.
@@ -47,6 +73,8 @@ DEVICE void promote_one(float& acc, float x, float factor) {
 
 struct Scaling1D2D {
   static constexpr bool kScaled = true;
+  template <TileVariant>
+  using Slots = StageSlots;
   template <class P>
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
@@ -54,13 +82,44 @@ struct Scaling1D2D {
     static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
     static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
     alignas(128) float a[kStages][kBoxes * kApart];
+    float2 b[kStages];  // of a weight's first and last 128 rows in the tile
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
     tma::prefetch_map(&p.a_scales);
   }
+  // Those of the weights, by the producer's thread: it asks for them a stage ahead.
+  template <class K>
+  class Weights {
+   public:
+    DEVICE Weights(const typename K::Params& p, const WorkTile& tile)
+        : next_(p.b_scales.data + tile.group * p.b_scales.group +
+                (tile.idle ? 0 : tile.column) * p.b_scales.tile_step * p.b_scales.row),
+          step_(p.b_scales.column),
+          second_(has_second(p, tile) ? p.b_scales.unit_step * p.b_scales.row : 0) {
+      fetch();
+    }
+    // Before the stage's arrival.
+    DEVICE void put(typename K::Storage& s, int stage, bool more) {
+      s.scales.b[stage] = scales_;
+      next_ += more ? step_ : 0;
+      fetch();
+    }
+
+   private:
+    DEVICE static bool has_second(const typename K::Params& p, const WorkTile& tile) {
+      return K::kTileN > kUnitColumns && !tile.idle && !(p.shape.narrow_end && tile.column == p.shape.columns - 1);
+    }
+    DEVICE void fetch() {
+      scales_.x = __ldg(next_);
+      if constexpr (K::kTileN > kUnitColumns) scales_.y = __ldg(next_ + second_);
+    }
+    const float* next_;
+    int64_t step_, second_;
+    float2 scales_;
+  };
   template <class S, class P>
-  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
+  DEVICE static void copy(S& s, const P& p, int stage, int, int block, const WorkTile& tile) {
     using Scales = decltype(s.scales);
     const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
 #pragma unroll
@@ -70,30 +129,20 @@ struct Scaling1D2D {
   // Where the scale of this token is behind that at which a box begins.
   DEVICE static int shift(int token) { return token & 3; }
 
-  // Of a consumer, through a tile. Those of the weights are asked for a stage ahead.
+  // Of a consumer, through a tile.
   template <class K>
   class Factors {
    public:
-    static constexpr bool kInStage = false;  // they are read before a stage's last product is done
-    DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
-        : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
-          step_(p.b_scales.column),
-          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row),
-          shift_(shift(tile.tokens_start + tile.row)) {
-      fetch();
-    }
+    DEVICE explicit Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
+      weight_ = s.scales.b[stage];
     }
     DEVICE void begin_unit(int unit) {
+      const float weight = K::kUnitsAreRows || unit == 0 ? weight_.x : weight_.y;
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight_[K::kUnitsAreRows ? 0 : unit];
-    }
-    // After a stage's last `begin_unit`.
-    DEVICE void advance(bool more) {
-      next_ += more ? step_ : 0;
-      fetch();
+        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight;
     }
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
@@ -102,54 +151,55 @@ struct Scaling1D2D {
     }
 
    private:
-    DEVICE void fetch() {
-      weight_[0] = __ldg(next_);
-      if constexpr (!K::kUnitsAreRows) weight_[1] = __ldg(next_ + unit_);
-    }
-    const float* next_;
-    int64_t step_, unit_;
     int shift_;
     RowFactors<K> rows_;
-    float weight_[2], factor_[2];
+    float2 weight_;
+    float factor_[2];
   };
 };
 
 struct Scaling1D1D {
   static constexpr bool kScaled = true;
+  // Tiles of 256 columns lack the registers.
+  template <TileVariant kVariant>
+  using Slots = std::conditional_t<kVariant.tile_n == 128, MoreSlots<kVariant.stages>, StageSlots>;
   template <class P>
   using Params = Params1D1D<P>;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {
     static constexpr uint32_t kBytes = (kTileM + kTileN) * sizeof(float);
-    alignas(128) float a[kStages][kTileM];
-    alignas(128) float b[kStages][kTileN];
+    alignas(128) float a[kStages + 1][kTileM];
+    alignas(128) float b[kStages + 1][kTileN];
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
     tma::prefetch_map(&p.a_scales);
     tma::prefetch_map(&p.b_scales);
   }
+  template <class K>
+  struct Weights {
+    DEVICE Weights(const typename K::Params&, const WorkTile&) {}
+    DEVICE void put(typename K::Storage&, int, bool) {}
+  };
   template <class S, class P>
-  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
+  DEVICE static void copy(S& s, const P& p, int stage, int slot, int block, const WorkTile& tile) {
     constexpr int kTileN = sizeof(s.scales.b[0]) / sizeof(float);
-    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], tile.row, tile.tokens_start + block);
-    tma::load(&p.b_scales, &s.full[stage], s.scales.b[stage], tile.column * kTileN, tile.tokens_start + block);
+    tma::load(&p.a_scales, &s.full[stage], s.scales.a[slot], tile.row, tile.tokens_start + block);
+    tma::load(&p.b_scales, &s.full[stage], s.scales.b[slot], tile.column * kTileN, tile.tokens_start + block);
   }
 
   template <class K>
   class Factors {
    public:
-    static constexpr bool kInStage = true;
-    DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
-    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
+    DEVICE explicit Factors(const WorkTile&) {}
+    DEVICE void read(const typename K::Storage& s, int slot, int consumer, int warp, int lane) {
+      rows_.read(s.scales.a[slot], 128, consumer, warp, lane);
     }
     DEVICE void begin_unit(int) {}
-    DEVICE void advance(bool) {}
     template <bool kFirst>
-    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int slot, int unit,
                         int lane) const {
-      const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+      const float* columns = s.scales.b[slot] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
       const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {

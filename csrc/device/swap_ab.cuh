@@ -8,6 +8,7 @@
 // weights, in blocks of 64, and all tokens.
 #pragma once
 #include "device/mainloop.cuh"
+#include "device/turns.cuh"
 
 namespace fusible {
 
@@ -63,29 +64,22 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
   using Tokens = typename K::A;
   using Weights = typename K::B;
   static_assert(!Weights::kHalves && K::kTileN == kConsumers * kUnitColumns);
-  const auto& scales = p.b_scales;
-  const bool exists = consumer == 0 || !p.shape.narrow_end || tile.column != p.shape.columns - 1;
-  const int first = tile.column * scales.tile_step + (exists ? consumer * scales.unit_step : 0);
-  const float* next = scales.data + tile.group * scales.group + first * scales.row;
   const int shift = K::Scaling::shift(tile.tokens_start + tile.row);
-  float of_weights = __ldg(next), part[kTokens / 2];
+  float part[kTokens / 2];
 #pragma unroll
   for (int i = 0; i < kWeightBlocks<K> * kTokens / 2; ++i) acc[i / (kTokens / 2)][i % (kTokens / 2)] = 0.f;
   for (int block = 0; block < p.k_blocks; ++block) {
     barrier_wait(&s.full[state.stage], state.phase);
-    next += block < p.k_blocks - 1 ? scales.column : 0;
-    const float following = __ldg(next);
+    const float of_weights = consumer == 0 ? s.scales.b[state.stage].x : s.scales.b[state.stage].y;
     const float* of_tokens = s.scales.a[state.stage] + shift + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kWeightBlocks<K>; ++i) {
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < K::kStepsK; ++step)
+      multiply_in_turn<K, K::kStepsK>(consumer, [&](int step) INLINE {
         wgmma_e4m3(part,
                    Weights::descriptor(s.stages.b[state.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
                        step * (Weights::kStep / 16),
                    Tokens::descriptor(s.stages.a[state.stage]) + step * (Tokens::kStep / 16), step != 0);
-      wgmma_commit();
+      });
       wgmma_wait<0>();
 #pragma unroll
       for (int vector = 0; vector < kTokens / 8; ++vector) {
@@ -97,7 +91,6 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
     __syncwarp();
     release<K>(s, state.stage, lane);
     state.advance();
-    of_weights = following;
   }
 }
 // All tokens of the tile: the narrowest product that has them.
@@ -163,6 +156,7 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   PipelineState<Layout::kSlots> slot;
   [[maybe_unused]] uint32_t epilogue_phase = 0;
   SwapAbAccumulators<K> acc;
+  begin_turns<K>(consumer);
   for (WorkTile tile; tiles.next(tile);) {
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
     else if constexpr (K::Scaling::kScaled) multiply_scaled_swap_ab<K>(acc, s, state, tile, p, consumer, lane);

@@ -28,7 +28,8 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
-  bool turns = false;  // consumers issue their products in turn (device/scaled_mainloop.cuh)
+  int turns = 0;  // steps of a product that are still to come when the other consumer's turn begins; 0: there are no
+                  // turns (device/scaled_mainloop.cuh)
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -49,10 +50,15 @@ inline constexpr TileVariant kTileVariants[] = {
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},  {128, 256, 2, 1, 3, 8, false, true}, {128, 256, 1, 1, 3, 8},
-    {256, 128, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 16}, {128, 256, 2, 1, 3, 8, true}};
+    {128, 256, 2, 1, 3, 8},           {256, 128, 1, 2, 3, 8},           {128, 256, 2, 1, 3, 8, false, 1},
+    {128, 256, 2, 1, 3, 8, false, 2}, {256, 128, 1, 2, 3, 8, false, 1}, {128, 256, 2, 1, 3, 16, false, 1},
+    {128, 256, 2, 1, 3, 8, true},     {128, 256, 2, 1, 3, 8, true, 1}};
 inline constexpr TileVariant kScaledWgradVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, true}};
+    {128, 256, 2, 1, 3, 8},
+    {256, 128, 1, 2, 3, 8},
+    {128, 256, 2, 1, 3, 8, false, 1},
+    {256, 128, 1, 2, 3, 8, false, 1},
+    {128, 256, 2, 1, 3, 8, false, 2}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);

@@ -23,12 +23,13 @@ struct GroupedGemmKernel {
   static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
   static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
   using Scaling = Scaling_;
+  using ScaleSlots = typename Scaling::template Slots<kVariant>;
   using Params = typename Scaling::template Params<typename Groups::template Params<typename Epilogue::Params>>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
-  static constexpr bool kTurns = kVariant.turns;                 // of consumers
+  static constexpr int kTurns = kVariant.turns;                  // of consumers
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -218,7 +219,7 @@ struct GroupedGemmKernel {
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   // Two scales for each element leave less beside the accumulators.
-  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kTurns);
+  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth;
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72

@@ -114,7 +114,7 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Meeting> warpgroups;
-  Meeting all;
+  Meeting all, named[16];
   int live = 0;
 };
 
@@ -134,6 +134,13 @@ void meet(Meeting& meeting, int expected, const char* what, Last last) {
   } else {
     wait({.meeting = &meeting, .generation = meeting.generation, .what = what});
   }
+}
+
+// The same for one that does not wait.
+inline void pass(Meeting& meeting, int expected) {
+  if (++meeting.arrived < expected) return;
+  meeting.arrived = 0;
+  ++meeting.generation;
 }
 
 // The values of all lanes of the warp, until the next exchange.
