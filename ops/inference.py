@@ -1,4 +1,4 @@
-"""The door to the routed experts of a layer in one call of the extension, for calls without gradients."""
+"""The door to the routed experts of a layer in one call: of the extension, without gradients; of PyTorch, if short."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .kernels.pytorch import routed_mlp as short_layer
+from .kernels.pytorch.routed_mlp import Backward, Forward
 
-__all__ = ["Experts", "RoutedMlp", "on_cpu", "one_call"]
+__all__ = ["Backward", "Experts", "Forward", "RoutedMlp", "on_cpu", "one_call"]
 
 
 class _Prepared(NamedTuple):
@@ -50,11 +51,8 @@ def one_call(experts: Experts) -> RoutedMlp | None:
     return prepared.call
 
 
-def on_cpu(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
-    """The output of a short call on a CPU, where nothing but the host takes time; None elsewhere."""
-    up, down, up_bias, down_bias, spec, transposed = experts
-    if active_config().backend != "auto" or up_bias is not None or down_bias is not None:
+def on_cpu(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Forward | None:
+    """The forward of a short call on a CPU, where nothing but the host takes time; None elsewhere."""
+    if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
         return None
-    if short_layer.refusal(x, top_k_index, up, down) is not None:
-        return None
-    return short_layer.run(x, top_k_index, top_k_weights, up, down, spec, transposed)
+    return short_layer.run(x, top_k_index, top_k_weights, experts)

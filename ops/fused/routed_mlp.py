@@ -29,6 +29,7 @@ from ..quantized.recipe import Recipe
 from ..quantized_linear import followed_by, in_force
 from ..routing import Routing
 from ..scale import Scale
+from . import short_call
 from .activation_role import (
     ACTIVATION_OR_CHAIN,
     reads_a_row,
@@ -111,11 +112,11 @@ class RoutedMLP(FusedOp):
         top_k_weights: Tensor,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved | None]:
-        if not needs_grad and autocast_dtype in (None, x.dtype):
-            y = self._in_one_call(x, top_k_index, top_k_weights)
-            if y is not None:
-                return y, None
+    ) -> tuple[Tensor, Saved | short_call.Saved | None]:
+        if autocast_dtype in (None, x.dtype):
+            once = self._in_one_call(x, top_k_index, top_k_weights, needs_grad)
+            if once is not None:
+                return once
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         replay_unless_large(tokens, top_k_index.numel())
         needs = self._needs_of_mlp(needs_grad)
@@ -133,18 +134,37 @@ class RoutedMLP(FusedOp):
         kept = _with_split_sizes(saved, None)
         return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
-    def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
-        """The output, where one call of the extension, or a compiler's one op, gives it."""
+    def _in_one_call(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
+    ) -> tuple[Tensor, short_call.Saved | None] | None:
+        """The output, where one call of the extension, or a compiler's one op, or a short call, gives it."""
+        if needs_grad:
+            return self._in_short_call(x, top_k_index, top_k_weights, needs_grad)
         traced = type(x) is not Tensor and is_traced(x)
         experts = self._stacked(x.dtype) if traced or type(x) is Tensor else None
         if experts is None:
             return None
         if traced:
-            return routed_mlp(x, top_k_index, top_k_weights, experts)
+            return routed_mlp(x, top_k_index, top_k_weights, experts), None
         if not x.is_cuda:
-            return on_cpu(experts, x, top_k_index, top_k_weights)
+            short = on_cpu(experts, x, top_k_index, top_k_weights)
+            return short and (short.y, None)
         call = one_call(experts)
-        return None if call is None else call(x, top_k_index, top_k_weights)
+        return None if call is None else (call(x, top_k_index, top_k_weights), None)
+
+    def _in_short_call(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
+    ) -> tuple[Tensor, short_call.Saved] | None:
+        """As :meth:`_in_one_call`, with what a backward in one go needs."""
+        if x.is_cuda or type(x) is not Tensor or not short_call.gives(needs_grad):
+            return None
+        if any(fc.delay_wgrad_compute or fc.accumulate_into_main_grad for fc in (self.fc1, self.fc2)):
+            return None
+        experts = self._stacked(x.dtype)
+        short = None if experts is None else on_cpu(experts, x, top_k_index, top_k_weights)
+        if experts is None or short is None:
+            return None
+        return short.y, short_call.saved(short, x, top_k_weights.dtype, experts, needs_grad)
 
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
@@ -163,8 +183,10 @@ class RoutedMLP(FusedOp):
         up_bias, down_bias = (fc.one_parameter("bias") if fc.has_bias else None for fc in (fc1, fc2))
         return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
 
-    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved | short_call.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
+        if isinstance(saved, short_call.Saved):
+            return short_call.gradients(saved, dy, needs_grad)
         needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         replay_unless_large(dy, routing.row_of_slot.numel())

@@ -58,7 +58,7 @@ def run(problem: GroupedGemm) -> None:
 
 
 def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
-    """The product of NT or NN alone, given where each group ends."""
+    """The product alone, given where each group ends."""
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
 

@@ -1,16 +1,48 @@
-"""The routed experts of a layer on a CPU, for calls without gradients that are so short that the host decides.
+"""The routed experts of a layer on a CPU, for calls that are so short that the host decides.
 
-The same operations on the same numbers as one kernel after the other, with nothing in between.
+The same operations on the same numbers as one kernel after the other, with nothing in between. Rows of no expert come
+last; what is computed for them may be anything, and nothing reads it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from ...activation_spec import ActivationSpec
-from ..problem import GroupedGemm, Layout
+from ..hopper.routed_mlp import Experts
+from ..problem import ActivationGrads, GroupedGemm, Layout
 from . import activation, grouped_mm_cpu, loop
+
+
+class Order(NamedTuple):
+    """Which of the S rows, the slots sorted by expert, belongs to which of the k slots of a token.
+
+    Attributes:
+        slot_of_row, token_of_row: [S].
+        row_of_slot: [T, k].
+        expert_of_row: [S]; the last for rows of no expert.
+        ends: int32 [E]: where the rows of each expert end.
+        end: where those of the last do.
+    """
+
+    slot_of_row: Tensor
+    token_of_row: Tensor
+    row_of_slot: Tensor
+    expert_of_row: Tensor
+    ends: Tensor
+    end: int
+
+
+class Forward(NamedTuple):
+    """The output [T, H], and what a backward reads: the order, the weight of each row [S], and the pre-activation."""
+
+    y: Tensor
+    order: Order
+    scales: Tensor
+    preact: Tensor
 
 
 def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | None:
@@ -25,39 +57,130 @@ def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | N
     return None
 
 
-def run(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    spec: ActivationSpec,
-    transposed: bool,
-) -> Tensor:
-    """[T, H]: the weighted sum of what its experts make of each token."""
-    slots, groups = top_k_index.shape[1], up.shape[0]
-    ids, slot_of_row = top_k_index.reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(ids, torch.arange(groups, dtype=ids.dtype), right=True, out_int32=True)
-    rows = x.index_select(0, slot_of_row if slots == 1 else slot_of_row // slots)
+def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Forward:
+    """The weighted sum of what its experts make of each token."""
+    up, down, up_bias, down_bias, spec, transposed = experts
+    order = _order(top_k_index, up.shape[0])
     loop.keep_freed_memory()
-    preact = _product(rows, up, ends, transposed)
+    preact = _through(x.index_select(0, order.token_of_row), up, order.ends, transposed)
+    _add_bias(preact, up_bias, order)
     postact = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
     activation.forward(preact, spec, None, postact)
-    y = _product(postact, down, ends, transposed)
-    scales = top_k_weights.reshape(-1).index_select(0, slot_of_row)
-    y.mul_(scales.to(torch.promote_types(scales.dtype, torch.float32)).unsqueeze(-1))
+    y = _through(postact, down, order.ends, transposed)
+    _add_bias(y, down_bias, order)
+    scales = top_k_weights.reshape(-1).index_select(0, order.slot_of_row)
+    scales = scales.to(_wide(scales.dtype))
+    y.mul_(scales.unsqueeze(-1))
+    return Forward(_sum_of_slots(y, order), order, scales, preact)
+
+
+class Backward:
+    """The gradients of a layer: each is computed when it is asked for, from that of the pre-activation.
+
+    Args:
+        kept: of the forward, but for its output.
+        dy: [T, H].
+        of_weights: whether the gradient of the routing weights is wanted; ``of_down``: that of the second weight.
+    """
+
+    def __init__(
+        self, kept: Forward, tokens: Tensor | None, experts: Experts, dy: Tensor, of_weights: bool, of_down: bool
+    ) -> None:
+        self.order, self.scales, self.tokens, self.experts = kept.order, kept.scales, tokens, experts
+        self.rows = dy.index_select(0, self.order.token_of_row)
+        dpostact = _through(self.rows, experts.down, self.order.ends, not experts.transposed)
+        dots = torch.empty_like(kept.scales) if of_weights else None
+        postact = torch.empty_like(dpostact) if of_down else None
+        self.grads = ActivationGrads(torch.empty_like(kept.preact), dots, postact)
+        activation.backward(dpostact, kept.preact, experts.spec, kept.scales, self.grads)
+
+    def x(self) -> Tensor:
+        """[T, H]."""
+        rows = _through(self.grads.preact, self.experts.up, self.order.ends, not self.experts.transposed)
+        return _sum_of_slots(rows, self.order)
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """[T, k], 0 for slots of no expert."""
+        dots, order, bias = self.grads.scales, self.order, self.experts.down_bias
+        assert dots is not None
+        if bias is not None:
+            dots += (self.rows * bias.index_select(0, order.expert_of_row)).sum(-1, dtype=dots.dtype)
+        _zero_tail(dots, order)
+        return dots.index_select(0, order.row_of_slot.view(-1)).view_as(order.row_of_slot).to(dtype)
+
+    def up(self) -> Tensor:
+        """As the first weight is stored."""
+        assert self.tokens is not None
+        return self._product(self.tokens.index_select(0, self.order.token_of_row), self.grads.preact)
+
+    def down(self) -> Tensor:
+        """As the second weight is stored."""
+        assert self.grads.postact is not None
+        return self._product(self.grads.postact, self.rows)
+
+    def up_bias(self, dtype: torch.dtype) -> Tensor:
+        """[E, C]."""
+        return self._sums(self.grads.preact).to(dtype)
+
+    def down_bias(self, dtype: torch.dtype) -> Tensor:
+        """[E, H]."""
+        return self._sums(self.rows * self.scales.unsqueeze(-1)).to(dtype)
+
+    def _product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """By expert, of what a linear read and of the gradient of what it gave."""
+        left, right = (inputs, outputs) if self.experts.transposed else (outputs, inputs)
+        ends = self.order.ends
+        return _multiply(Layout.TN, left, right, ends, (ends.shape[0], left.shape[1], right.shape[1]))
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        """By expert."""
+        order, rows = self.order, rows.to(_wide(rows.dtype))
+        sums = rows.new_zeros(order.ends.shape[0], rows.shape[1])
+        return sums.index_add_(0, order.expert_of_row[: order.end], rows[: order.end])
+
+
+def _order(top_k_index: Tensor, groups: int) -> Order:
+    slots = top_k_index.shape[1]
+    ids, slot_of_row = top_k_index.reshape(-1).sort(stable=True)
+    ends = torch.searchsorted(ids, torch.arange(groups, dtype=ids.dtype), right=True, out_int32=True)
     end = int(ends[-1])
-    if end < y.shape[0]:
-        y[end:].zero_()
-    return torch.nn.functional.embedding_bag(slot_of_row.argsort().view(-1, slots), y, mode="sum")
+    if end < ids.shape[0]:
+        ids.clamp_(max=groups - 1)
+    token_of_row = slot_of_row if slots == 1 else slot_of_row // slots
+    row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, torch.arange(ids.shape[0]))
+    return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots), ids, ends, end)
 
 
-def _product(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
-    """By group; rows past the last may be anything."""
+def _through(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """The rows through a weight that is stored as [E, out, in], or as [E, in, out] if ``transposed``."""
     layout = Layout.NN if transposed else Layout.NT
-    out = rows.new_empty(rows.shape[0], weight.shape[-1 if transposed else -2])
-    problem = GroupedGemm(layout, rows, weight, ends, out, fresh=True)
+    return _multiply(layout, rows, weight, ends, (rows.shape[0], weight.shape[-1 if transposed else -2]))
+
+
+def _multiply(layout: Layout, a: Tensor, b: Tensor, ends: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """By group."""
+    out = a.new_empty(shape)
+    problem = GroupedGemm(layout, a, b, ends, out, fresh=True)
     if grouped_mm_cpu.refusal(problem) is None:
-        return grouped_mm_cpu.product(problem, ends)
+        return grouped_mm_cpu.product(problem, ends).contiguous()
     loop.multiply_until(problem, ends.tolist())
     return out
+
+
+def _add_bias(rows: Tensor, bias: Tensor | None, order: Order) -> None:
+    if bias is not None:
+        rows.add_(bias.index_select(0, order.expert_of_row))
+
+
+def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
+    _zero_tail(rows, order)
+    return F.embedding_bag(order.row_of_slot, rows, mode="sum")
+
+
+def _zero_tail(rows: Tensor, order: Order) -> None:
+    if order.end < rows.shape[0]:
+        rows[order.end :].zero_()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

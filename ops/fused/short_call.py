@@ -1,0 +1,61 @@
+"""What a :class:`RoutedMLP` keeps of a short call on a CPU, and its gradients from that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Gradient, Grads
+from ..inference import Backward, Experts, Forward
+
+_OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
+
+
+class Saved(NamedTuple):
+    """Tensors that no wanted gradient reads are None, or left out of ``experts``."""
+
+    tokens: Tensor | None
+    forward: Forward
+    experts: Experts
+    weights_dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+
+
+def gives(needs_grad: frozenset[str]) -> bool:
+    """Whether :func:`gradients` gives these: one of them must lie behind the second linear."""
+    return not needs_grad <= _OF_FC2
+
+
+def saved(
+    forward: Forward, tokens: Tensor, weights_dtype: torch.dtype, experts: Experts, needs_grad: frozenset[str]
+) -> Saved:
+    """What the wanted gradients read, and no more."""
+    nothing = forward.scales.new_empty(0)
+    biases = experts.up_bias, experts.down_bias
+    dtypes = None if biases[0] is None else biases[0].dtype, None if biases[1] is None else biases[1].dtype
+    read = experts._replace(
+        up=experts.up if "x" in needs_grad else nothing,
+        up_bias=None,
+        down_bias=biases[1] if "top_k_weights" in needs_grad else None,
+    )
+    tokens_read = tokens if "fc1.weight" in needs_grad else None
+    return Saved(tokens_read, forward._replace(y=nothing), read, weights_dtype, dtypes)
+
+
+def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
+    """By the names of the fused op."""
+    up_bias, down_bias = saved.bias_dtypes
+    of_weights, of_down = "top_k_weights" in needs_grad, "fc2.weight" in needs_grad
+    backward = Backward(saved.forward, saved.tokens, saved.experts, dy, of_weights, of_down)
+    grads: dict[str, Gradient] = {
+        "x": backward.x,
+        "top_k_weights": partial(backward.weights, saved.weights_dtype),
+        "fc1.weight": backward.up,
+        "fc2.weight": backward.down,
+        "fc1.bias": partial(backward.up_bias, up_bias),
+        "fc2.bias": partial(backward.down_bias, down_bias),
+    }
+    return {name: gradient for name, gradient in grads.items() if name in needs_grad}
