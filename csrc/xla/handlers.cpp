@@ -145,8 +145,7 @@ ffi::Error linear_activation_backward_call(const Call& call, Buffer a, Buffer b,
                                 address(*dbias),
                                 type_of(*dbias),
                                 {},
-                                nullptr,
-                                DType::kFloat32},
+                                {}},
                                call.device, call.stream);
   });
 }

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from . import __version__
-from .benchmarks import grouped_gemm, grouped_mlp, hf, jax_experts, roofline, routing
+from .benchmarks import expert_parallel, grouped_gemm, grouped_mlp, hf, jax_experts, roofline, routing
 from .commands import cache, explain, info
 from .examples import moe_lm
 
@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "hf": hf.main,
     "routing": routing.main,
     "jax": jax_experts.main,
+    "ep": expert_parallel.main,
 }
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
@@ -38,7 +39,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (
         bench,
-        "time the experts (mlp, jax), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
+        "time the experts (mlp, jax), ranks (ep), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
     ),
 }
 

@@ -1,0 +1,329 @@
+"""What it costs to spread experts over ranks: rows to their owners and back, and a layer's forward and backward.
+
+    python -m fusible bench ep --preset qwen3 --ranks 2
+
+A process a rank: a GPU each over NCCL, or the CPU over gloo. ``torch`` is the same exchange written by hand: sort,
+``index_select`` and ``all_to_all_single``. Times are of the slowest rank. Before anything is timed, outputs and
+gradients are compared with those of one rank that has all experts and all tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
+
+from .arguments import command, file, positive
+from .problem import DTYPES, PRESETS, InaccurateError, Preset
+from .report import Report
+from .timing import markdown
+
+DISTRIBUTIONS = ("uniform", "skewed")
+Phases = tuple[str, ...]
+
+
+class Setting(NamedTuple):
+    """What every rank is told."""
+
+    preset: str
+    ranks: int
+    tokens: int
+    dtype: str
+    device: str
+    distribution: str
+    combine: str
+    rounds: int
+    check: bool
+
+    def of_rank(self, rank: int) -> torch.device:
+        return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
+
+
+class Batch(NamedTuple):
+    """Tokens, the experts that they choose, and gradients of what comes back."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    dy: Tensor
+
+
+def draw(setting: Setting, rank: int) -> Batch:
+    """The batch of one rank; experts without repetition."""
+    preset, tokens, device = PRESETS[setting.preset], setting.tokens, setting.of_rank(dist.get_rank())
+    generator = torch.Generator(device).manual_seed(rank)
+    chance = torch.rand(tokens, preset.experts, generator=generator, device=device)
+    if setting.distribution == "skewed":  # the first experts are chosen more often: by chance u^(1/w), w falling
+        chance = chance ** (torch.arange(preset.experts, device=device) / preset.experts + 0.25)
+    ids = chance.topk(preset.top_k, -1).indices
+    x, dy = (
+        torch.randn(tokens, preset.features, generator=generator, device=device).to(DTYPES[setting.dtype])
+        for _ in range(2)
+    )
+    weights = torch.rand(tokens, preset.top_k, generator=generator, device=device)
+    return Batch(x, ids, weights / weights.sum(-1, keepdim=True), dy)
+
+
+def layer(
+    first: Any, last: Any, preset: Preset, experts: slice, dtype: torch.dtype, device: torch.device
+) -> Sequential:
+    """A layer with some of the experts; each has the same parameters wherever it is."""
+    number, f, h = experts.stop - experts.start, preset.hidden, preset.features
+    model = Sequential(
+        *(first, GroupedLinear(number, h, 2 * f, bias=False, dtype=dtype, device=device), SwiGLU(), Scale()),
+        *(GroupedLinear(number, f, h, bias=False, dtype=dtype, device=device), last),
+    )
+    generator = torch.Generator(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for expert, weight in zip(range(experts.start, experts.stop), parameter, strict=True):
+                weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator.manual_seed(expert))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------- by hand
+
+
+class ByHand(NamedTuple):
+    """Where rows went, for the way back."""
+
+    order: Tensor
+    arrival: Tensor
+    to_rank: list[int]
+    from_rank: list[int]
+
+
+def dispatch_by_hand(batch: Batch, experts: int, ranks: int) -> tuple[Tensor, ByHand]:
+    """Rows by expert, with torch alone."""
+    order = batch.ids.flatten().sort(stable=True).indices
+    counts = torch.bincount(batch.ids.flatten(), minlength=experts).view(ranks, -1)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts)
+    sizes = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+    rows = batch.x.index_select(0, order // batch.ids.shape[1])
+    arrived = rows.new_empty(sum(sizes[1]), rows.shape[1])
+    dist.all_to_all_single(arrived, rows, sizes[1], sizes[0])
+    experts_of_rows = torch.arange(arriving.shape[1], device=rows.device).expand_as(arriving).flatten()
+    arrival = experts_of_rows.repeat_interleave(arriving.flatten(), output_size=len(arrived)).sort(stable=True).indices
+    return arrived.index_select(0, arrival), ByHand(order, arrival, *sizes)
+
+
+def combine_by_hand(rows: Tensor, batch: Batch, went: ByHand) -> Tensor:
+    """The sums of each token's rows, with torch alone."""
+    leaving = torch.empty_like(rows).index_copy_(0, went.arrival, rows)
+    back = rows.new_empty(sum(went.to_rank), rows.shape[1])
+    dist.all_to_all_single(back, leaving, went.to_rank, went.from_rank)
+    slots = torch.empty_like(back).index_copy_(0, went.order, back)
+    return slots.view(*batch.ids.shape, -1).sum(1)
+
+
+# --------------------------------------------------------------------------------------------------------- times
+
+
+def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Phases, Callable[[], Iterator[None]]]]:
+    """What is timed: a generator that stops after each phase."""
+    preset, device = PRESETS[setting.preset], batch.x.device
+    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
+    model = layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, batch.x.dtype, device)
+
+    def ours() -> Iterator[None]:
+        with torch.no_grad():
+            rows, _, _, slots = dispatch(batch.x, top_k_index=batch.ids, top_k_weights=batch.weights)
+            yield
+            combine(rows, row_of_slot=slots)
+            yield
+
+    def by_hand() -> Iterator[None]:
+        with torch.no_grad():
+            rows, went = dispatch_by_hand(batch, preset.experts, setting.ranks)
+            yield
+            combine_by_hand(rows, batch, went)
+            yield
+
+    def step() -> Iterator[None]:
+        x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
+        y = model(x, top_k_index=batch.ids, top_k_weights=weights)
+        yield
+        torch.autograd.grad(y, [x, weights, *model.parameters()], batch.dy)
+        yield
+
+    yield ("dispatch", "combine"), ours
+    yield ("dispatch, torch", "combine, torch"), by_hand
+    yield ("layer forward", "layer backward"), step
+
+
+def timed(setting: Setting, names: Phases, run: Callable[[], Iterator[None]]) -> dict[str, float]:
+    """Median seconds of each phase, of the slowest rank."""
+    seconds: list[list[float]] = []
+    for _ in range(setting.rounds + 2):
+        dist.barrier()
+        marks = [_now(setting.device), *(_now(setting.device) for _ in run())]
+        seconds.append([after - before for before, after in pairwise(marks)])
+    mine = torch.tensor([median(times) for times in zip(*seconds[2:], strict=True)], dtype=torch.float64)
+    mine = mine.to(setting.of_rank(dist.get_rank()))
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return dict(zip(names, mine.tolist(), strict=True))
+
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# -------------------------------------------------------------------------------------------------------- checks
+
+
+def differences(setting: Setting, group: ep.Group) -> dict[str, float]:
+    """How far outputs and gradients are from those of one rank with all experts and tokens, in parts of the largest."""
+    preset, rank, device = PRESETS[setting.preset], dist.get_rank(), setting.of_rank(dist.get_rank())
+    dtype, batches = DTYPES[setting.dtype], [draw(setting, r) for r in range(setting.ranks)]
+    everything = Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    alone = layer(Dispatch(preset.experts), Combine(), preset, slice(0, preset.experts), dtype, device)
+    expected = _step(alone, everything)
+    came = _step(
+        layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, dtype, device), batches[rank]
+    )
+    tokens = slice(rank * setting.tokens, (rank + 1) * setting.tokens)
+    own = [expected[i][tokens] if i < 3 else expected[i][group.local_experts] for i in range(len(expected))]
+    names = ("y", "dx", "dweights", "dW1", "dW2")
+    off = [
+        float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(came, own, strict=True)
+    ]
+    found: list[Any] = [None] * setting.ranks
+    dist.all_gather_object(found, off)
+    return {name: max(of_rank[i] for of_rank in found) for i, name in enumerate(names)}
+
+
+def _step(model: Sequential, batch: Batch) -> list[Tensor]:
+    x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
+    y = model(x, top_k_index=batch.ids, top_k_weights=weights)
+    return [y.detach(), *torch.autograd.grad(y, [x, weights, *model.parameters()], batch.dy)]
+
+
+def skew(batch: Batch, setting: Setting) -> float:
+    """The rows of the rank that has most, in parts of the mean."""
+    owned = PRESETS[setting.preset].experts // setting.ranks
+    rows = torch.bincount(batch.ids.flatten() // owned, minlength=setting.ranks).double()
+    dist.all_reduce(rows)
+    return float(rows.max() / rows.mean())
+
+
+# ----------------------------------------------------------------------------------------------------- processes
+
+
+def work(rank: int, setting: Setting, folder: str) -> None:
+    """One rank."""
+    if setting.device == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", setting.ranks)
+    backend = "nccl" if setting.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=setting.ranks)
+    found = measure(setting)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(setting: Setting) -> dict[str, Any]:
+    """What all ranks find together."""
+    preset, batch = PRESETS[setting.preset], draw(setting, dist.get_rank())
+    group = ep.Group(
+        num_experts=preset.experts,
+        max_tokens=setting.tokens,
+        top_k=preset.top_k,
+        hidden=preset.features,
+        dtype=DTYPES[setting.dtype],
+        capacity="exact",
+        combine=setting.combine,
+    )
+    off = differences(setting, group) if setting.check else {}
+    if any(value > 0.1 for value in off.values()):
+        raise InaccurateError(f"not what one rank computes: {off}")
+    seconds: dict[str, float] = {}
+    for names, run in phases(setting, batch, group):
+        seconds |= timed(setting, names, run)
+    return {"seconds": seconds, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
+
+
+def table(setting: Setting, found: dict[str, Any]) -> str:
+    """The findings as Markdown."""
+    preset = PRESETS[setting.preset]
+    flops = 6 * setting.tokens * preset.top_k * preset.features * preset.hidden
+    rows = []
+    for name, seconds in found["seconds"].items():
+        work = {"layer forward": flops, "layer backward": 2 * flops}.get(name)
+        rows.append((name, f"{seconds * 1e3:.3f}", f"{work / seconds / 1e12:.1f}" if work else ""))
+    off = ", ".join(f"{name} {value:.1e}" for name, value in found["differences"].items())
+    said = f"differs from one rank by at most: {off}" if off else "not compared with one rank"
+    return f"{markdown(('', 'ms', 'TFLOP/s a rank'), rows)}\n\n{said}; skew {found['skew']:.2f}"
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """Starts the ranks, and waits for what they find."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(work, (setting, folder), nprocs=setting.ranks)
+        return json.loads(Path(folder, "found.json").read_text())  # type: ignore[no-any-return]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark for every preset and distribution that is asked for, and prints Markdown."""
+    args = _arguments(argv)
+    with Report(args.out, args.json) as report:
+        for preset in args.preset:
+            for distribution in args.distribution:
+                setting = Setting(
+                    *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
+                    *(args.combine, args.rounds, not args.no_check),
+                )
+                found = run(setting)
+                about = (
+                    f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
+                    f"{args.combine} sums, transport {found['transport']}, {args.device}, torch {torch.__version__}"
+                )
+                report.add(f"### {about}\n\n{table(setting, found)}", [{"problem": about, **found}])
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    gpus = torch.cuda.device_count()
+    parser = command("bench ep", __doc__)
+    sizes = "sizes of a published model's experts"
+    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["qwen3" if gpus else "small"], help=sizes)
+    parser.add_argument("--ranks", type=positive, default=gpus or 2, help="processes, with a GPU each on cuda")
+    parser.add_argument("--tokens", type=positive, default=8192 if gpus else 128, help="of each rank")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if gpus else "fp32", help="of the rows")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu", help="where it runs")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["uniform"], help="of the experts")
+    parser.add_argument("--combine", choices=("exact", "reduced"), default="exact", help="how rows are summed")
+    parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
+    parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and args.ranks > gpus:
+        parser.error(f"argument --ranks: {args.ranks} ranks need as many GPUs, here are {gpus}")
+    for preset in args.preset:
+        if PRESETS[preset].experts % args.ranks:
+            parser.error(
+                f"argument --ranks: {PRESETS[preset].experts} experts of {preset} are no multiple of {args.ranks}"
+            )
+    return args
+
+
+if __name__ == "__main__":
+    main()
