@@ -17,6 +17,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two
     torch.set_num_threads(1)
 
+# four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 SLOW = {
     "test_benchmarks": "times and draws",

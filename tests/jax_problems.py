@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-jax.config.update("jax_num_cpu_devices", 4)  # for shard_map; before anybody has asked for a device
-
 RAGGED = (67, 0, 1, 33)
 TAIL = 19
 
