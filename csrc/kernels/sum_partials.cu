@@ -18,6 +18,7 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kColumns = 128;  // of a b
 __global__ void __launch_bounds__(kThreads)
     sum_dscale_partials_kernel(const float* dscale_partials, int count, int64_t tokens, const SplitSizes sizes,
                                void* out, DType type) {
+  ptx::let_next_kernel_begin();
   const int64_t rows = rows_before(sizes, sizes.groups, tokens);
   const int64_t token = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (token >= tokens) return;
@@ -29,6 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 // The warps take a group's blocks by turns, and are added up in their order.
 __global__ void __launch_bounds__(kThreads) sum_dbias_partials_kernel(const DbiasPartials call) {
   __shared__ float4 sums[kWarps][32];
+  ptx::let_next_kernel_begin();
   const int group = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32,
             column = blockIdx.y * kColumns + lane * 4;
   const auto start_of = [&](int group) { return static_cast<int>(rows_before(call.sizes, group, call.tokens)); };

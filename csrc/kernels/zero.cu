@@ -7,6 +7,7 @@
 #include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/gemm_launch.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -37,6 +38,7 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
 
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
   ptx::let_next_kernel_begin();
+  ptx::wait_for_earlier_kernels();
   if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
@@ -67,9 +69,18 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    zero_kernel<<<blocks, kThreads, 0, stream>>>(piece);
-    FUSIBLE_CUDA_CHECK(cudaGetLastError(), "zeroing ", piece.counter_count, " counters and ", piece.tail_count,
-                       " tails");
+    cudaLaunchAttribute overlapping{};  // it begins while the kernel before it ends
+    overlapping.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlapping.val.programmaticStreamSerializationAllowed = overlapping_launches;
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(blocks);
+    launch.blockDim = dim3(kThreads);
+    launch.stream = stream;
+    launch.attrs = &overlapping;
+    launch.numAttrs = 1;
+    void* arguments[] = {&piece};
+    FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, reinterpret_cast<const void*>(&zero_kernel), arguments), "zeroing ",
+                       piece.counter_count, " counters and ", piece.tail_count, " tails");
   }
 }
 
