@@ -15,11 +15,9 @@ from fusible.fuser import registry
 from .contestant import Contestant, leaf, swiglu
 from .peers import PEERS
 from .problem import Problem
+from .recipes import RECIPES, rounding
 
 STREAMS = 4
-RECIPES = {"Float8Block": fusible.Float8Block(), "Float8Block-float32": fusible.Float8Block(scales="float32")}
-"""Those that linears follow, by the names of the command line."""
-_ROUNDING_OF_E4M3 = 2**-4  # what several roundings of 4 significant bits add up to
 
 
 def experts(problem: Problem) -> fusible.Sequential:
@@ -57,7 +55,7 @@ def under_recipe(problem: Problem, name: str) -> Contestant:
         with fusible.config(recipe=recipe):
             return whole.forward()
 
-    return Contestant(forward, whole.leaves, problem.dy, rounding=_ROUNDING_OF_E4M3)
+    return Contestant(forward, whole.leaves, problem.dy, rounding=rounding(recipe))
 
 
 def loop(problem: Problem) -> Contestant:

@@ -15,6 +15,9 @@ from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper.extension import compiled
 from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
+from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.quantized_linear import copies_of, product, weight_grad, wgrad_is_quantized
+from fusible.ops.quantized_weights import operands_of
 
 from .problem import Problem
 
@@ -130,3 +133,28 @@ def _product(layout: Layout, a: Tensor, b: Tensor, sizes: Tensor, main_grad: boo
     rows = (sizes.shape[0], a.shape[1]) if layout is Layout.TN else (a.shape[0],)
     out = a.new_zeros((*rows, columns), dtype=torch.float32 if main_grad else a.dtype)
     return GroupedGemm(layout, a, b, sizes, out, beta=1.0 if main_grad else None)
+
+
+def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
+    """The product of operands that have been quantised; None: the recipe leaves those of this one as they are."""
+    if p.layout is Layout.TN:
+        return _wgrad_under(p, recipe) if wgrad_is_quantized(recipe) else None
+    back, out = p.layout is Layout.NN, p.out
+    rows = copies_of(recipe, p.a, p.split_sizes, rows=True, wgrad=False, is_gradient=back).rows
+    of_weight = operands_of(recipe, p.b, back)
+    weight = of_weight.backward if back else of_weight.forward
+    assert rows is not None
+    assert weight is not None
+    assert isinstance(out, Tensor)
+    return lambda: product(rows, weight, p.split_sizes, out.dtype, out=out)
+
+
+def _wgrad_under(p: GroupedGemm, recipe: Recipe) -> Function:
+    a, b = (
+        copies_of(recipe, tokens, p.split_sizes, rows=False, wgrad=True, is_gradient=is_gradient).columns
+        for tokens, is_gradient in ((p.a, True), (stacked(p.b), False))
+    )
+    assert a is not None
+    assert b is not None
+    beta = None if p.beta is None else 1.0
+    return lambda: stacked(weight_grad(a, b, p.split_sizes, len(p.a), out=p.out, beta=beta))

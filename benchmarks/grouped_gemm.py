@@ -24,8 +24,9 @@ from fusible.fuser.config import BACKENDS
 from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 
 from .arguments import command, duration
-from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles
+from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles, under_recipe
 from .problem import DISTRIBUTIONS, Asked, InaccurateError, add_asked_arguments, asked
+from .recipes import RECIPES, rounding
 from .report import Report, describe
 from .timing import interleaved, markdown, sustained
 
@@ -69,7 +70,8 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     """The largest relative error of a sampled row, against float64, of each contestant but the yardstick.
 
     Raises:
-        InaccurateError: it is more than twice that of a plain product in the same dtype, or something is not finite.
+        InaccurateError: it is more than twice that of a plain product in the same dtype, and what its recipe rounds,
+            or something is not finite.
     """
     before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
     parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]
@@ -82,11 +84,16 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
         stacked(p.out).fill_(torch.nan if p.beta is None else before)  # NaN: what is not written is seen
         result = function()
         errors[name] = max((_error(result[s.where], truth) for s, truth, _ in parts), default=0.0)
-        finite = bool(result.sum(dtype=torch.float32).isfinite())
-        if not (finite and errors[name] <= allowed):
-            why = f"relative error {errors[name]:.3g}, allowed {allowed:.3g}" if finite else "not all of it is finite"
+        finite, most = bool(result.sum(dtype=torch.float32).isfinite()), allowed + _rounding(name)
+        if not (finite and errors[name] <= most):
+            why = f"relative error {errors[name]:.3g}, allowed {most:.3g}" if finite else "not all of it is finite"
             raise InaccurateError(f"{name}: {p.layout.value}, M, N, K = {p.mnk}: {why}")
     return errors
+
+
+def _rounding(name: str) -> float:
+    """Of the operands of a contestant."""
+    return rounding(RECIPES[name]) if name in RECIPES else 0.0
 
 
 def measure(
@@ -157,6 +164,8 @@ def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
         refusals = {who: refusal(who, p) for who in args.contestants}
         functions = {who: CONTESTANTS[who](p) for who, why in refusals.items() if why is None}
         functions |= tiles(p) if args.tiles else {}
+        quantised = {recipe: under_recipe(p, RECIPES[recipe]) for recipe in args.recipe}
+        functions |= {recipe: function for recipe, function in quantised.items() if function is not None}
         left_out += [f"{who} {why}" for who, why in refusals.items() if why]
         print(f"{case}: {name} …", file=sys.stderr, flush=True)
         findings.append(finding(name, p, measure(p, functions, args.rounds, args.sustain)))
@@ -184,6 +193,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(distribution=list(DISTRIBUTIONS) if cuda else ["random"])
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="of ours")
     parser.add_argument("--tiles", action="store_true", help="also each tile that our kernels are built with")
+    parser.add_argument("--recipe", choices=RECIPES, nargs="+", default=[], help="also of operands quantised before")
     parser.add_argument(
         "--sustain", type=duration, metavar="SECONDS", help="each alone for so long, timed in its second half"
     )

@@ -23,12 +23,13 @@ import torch
 
 from .arguments import add_plot_argument, command
 from .contestant import Contestant
-from .contestants import CONTESTANTS, RECIPES, race, refusal, under_recipe
+from .contestants import CONTESTANTS, race, refusal, under_recipe
 from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
 from .plots import bars
 from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
+from .recipes import RECIPES
 from .report import Report, describe
 from .timing import interleaved, markdown, peak_bytes
 

@@ -21,17 +21,13 @@ from fusible.fuser import registry
 
 from .arguments import add_plot_argument, device, file, positive
 from .plots import curves
+from .recipes import RECIPES
 from .report import Report
 from .timing import markdown
 
 SMOOTHED = 20  # steps
 NUDGE = 1e-6
 NUDGES = 3  # runs from nudged parameters, the furthest of which says what training amplifies
-RECIPES: dict[str, fusible.Float8Block] = {
-    "Float8Block": fusible.Float8Block(),
-    "float32 scales": fusible.Float8Block(scales="float32"),
-    "weight gradients of 16 bits": fusible.Float8Block(wgrad="bfloat16"),
-}
 
 
 def losses(device: str, steps: int) -> dict[str, list[float]]:

@@ -7,6 +7,7 @@ its own, whose result is quantised: the bytes are the same, since an activation 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...fuser import tracing as trace
 from ...fuser.config import active_config
+from ...fuser.replay import capture
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 from . import activate, activate_backward, dequantized
@@ -290,12 +292,26 @@ def scaled_wgrad(
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
+    columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
+    if out is not None and accumulate and a.is_cuda and first(out).dtype != torch.float32:
+        return _added(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
     fresh = out is None
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
-    columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
     _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
     return out
+
+
+def _added(problem: ScaledWgrad) -> Matrices:
+    """Adds to what has 16 bits: kernels add in float32, so the product is one of its own, and the sum rounded once."""
+    trace.note("the weight gradient is added by a kernel of its own, since its sum has 16 bits")
+    capture.refuse("PyTorch adds a weight gradient of 16 bits")
+    product = new_scaled_wgrad(problem.a.data, problem.b.data, problem.split_sizes, torch.float32)
+    _multiply(replace(problem, out=product, accumulate=False, fresh=True))
+    if not trace.active():
+        for target, values in zip(problem.out, product, strict=True):
+            target.add_(values)
+    return problem.out
 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
