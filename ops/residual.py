@@ -76,6 +76,10 @@ class MakeExtraOutput(Op):
 class AddExtraInput(Op):
     """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's."""
 
+    checks_values = False
+    values_checked_on_host = frozenset()
+    replayable = True
+
     def __init__(self, name: str = "extra") -> None:
         super().__init__()
         _check_name("AddExtraInput", name)
