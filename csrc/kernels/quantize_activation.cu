@@ -46,8 +46,8 @@ DEVICE void read_values(float (&to)[8], const T* from) {
   convert_words<T>(to, ptx::load_vector_if(true, from));
 }
 
-// How gate and up lie in a row: there is no up; blocks of whole vectors, so of whole tiles in the backward; or blocks of
-// less than a vector, which alternate in sixteen neighbouring columns.
+// How gate and up lie in a row: there is no up; blocks of whole vectors, so of whole tiles in the backward; or blocks
+// of less than a vector, which alternate in sixteen neighbouring columns.
 enum class Halves { kNone, kWide, kNarrow };
 
 // Functions are chosen for a tile, so that nothing is decided for each element.
