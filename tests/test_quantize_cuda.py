@@ -53,7 +53,7 @@ def test_weights_of_many_experts():
 def test_activation(name, dtype, power_of_two):
     for want, scales, features in (("rows", None, 768), ("rows and columns", torch.float32, 1024)):
         checks.check_activation("cuda", name, features, dtype, power_of_two=power_of_two, want=want, scales=scales)
-    if checks.SPECS[name].block is None:
+    if checks.SPECS[name].block in (None, 1, 2, 4):
         checks.check_activation("cuda", name, 2880, dtype, want="columns", scales=torch.bfloat16)
 
 
@@ -65,8 +65,9 @@ def test_activation_backward(name, dtype, power_of_two):
     for want, scales in (("rows", None), ("rows, columns", torch.float32), ("columns, postact, dscales", dtype)):
         asked = {"want": want, "scales": scales, "power_of_two": power_of_two, "sizes": sizes}
         checks.check_activation_backward("cuda", name, 768, dtype, **asked)
-    if not checks.SPECS[name].gated:
+    if not checks.SPECS[name].gated or checks.SPECS[name].block in (1, 2, 4):
         checks.check_activation_backward("cuda", name, 2880, dtype)
+        checks.check_activation_backward("cuda", name, 2960, dtype, sizes=sizes)
 
 
 @pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])

@@ -138,6 +138,14 @@ def test_activation_backward(name: str, power_of_two: bool) -> None:
     checks.check_activation_backward("cpu", name, 256, power_of_two=power_of_two)
 
 
+@pytest.mark.parametrize("name", ["blocks of 1", "blocks of 2", "blocks of 4"])
+@pytest.mark.parametrize("features", [16, 64, 80, 144, 208])
+def test_alternating_gates_and_ups(name: str, features: int) -> None:
+    """A tile of activated features is one or two of the pre-activation, of which the last may be narrow."""
+    checks.check_activation("cpu", name, features, scales=None)
+    checks.check_activation_backward("cpu", name, features, torch.float16, sizes=(130, 0, 3))
+
+
 @pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
 @pytest.mark.parametrize("want", ["rows", "columns", "rows, postact", "rows, columns, dscales"])
 def test_parts_of_an_activation_backward(want: str, dtype: torch.dtype) -> None:
@@ -151,8 +159,8 @@ def activation_problem(spec: ActivationSpec, features: int = 128) -> QuantizeAct
 
 
 def test_activations_that_are_refused() -> None:
-    problem = activation_problem(gated("silu", None, 1.0, 0.0, interleaved(1)))
-    assert "blocks of gate and up that are multiples of 8, got 1" in str(quantize.refusal(problem))
+    problem = activation_problem(gated("silu", None, 1.0, 0.0, interleaved(12)), 144)
+    assert "blocks of gate and up of 1, 2 or 4 columns, or multiples of 8, got 12" in str(quantize.refusal(problem))
     problem = activation_problem(checks.SPECS["silu glu"])
     assert quantize.refusal(problem) is None
     problem.scales = torch.ones(4, dtype=torch.float64)

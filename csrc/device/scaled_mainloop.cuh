@@ -4,8 +4,8 @@
 //
 // A consumer has two units of 64 rows x 128 columns: two blocks of rows, or the halves of a tile of 256 columns. They
 // are multiplied in turn, into the same registers. While one consumer adds, the other one multiplies. Left alone, both
-// begin with the same stage, share the tensor cores and add at the same time; so they take turns (turns.cuh). A finished
-// tile stays in its registers until the next tile's first products are under way: each unit until its own.
+// begin with the same stage, share the tensor cores and add at the same time; so they take turns (turns.cuh). A
+// finished tile stays in its registers until the next tile's first products are under way: each unit until its own.
 #pragma once
 #include "device/hand_over.cuh"
 #include "device/mainloop.cuh"
@@ -26,7 +26,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
   constexpr bool kInStage = A::kRaggedDepth && !K::ScaleSlots::kMore;  // scales are read from the stage until its end
-  constexpr bool kOverlaps = !K::kScaleBias;  // there are registers for it
+  constexpr bool kOverlaps = !K::kScaleBias;                           // there are registers for it
   constexpr bool kByUnits = K::kTurns > 0 && !K::kUnitsAreRows && !A::kRaggedDepth;  // likewise
   const auto all_meanwhile = [&] {
     meanwhile(std::integral_constant<int, 0>());

@@ -49,16 +49,15 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 192, 1, 2, 3, 4},  // for weight gradients alone
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {
-    {128, 256, 2, 1, 3, 8},           {256, 128, 1, 2, 3, 8},           {128, 256, 2, 1, 3, 8, false, 1},
-    {128, 256, 2, 1, 3, 8, false, 2}, {256, 128, 1, 2, 3, 8, false, 1}, {128, 256, 2, 1, 3, 16, false, 1},
-    {128, 256, 2, 1, 3, 8, true},     {128, 256, 2, 1, 3, 8, true, 1}};
-inline constexpr TileVariant kScaledWgradVariants[] = {
-    {128, 256, 2, 1, 3, 8},
-    {256, 128, 1, 2, 3, 8},
-    {128, 256, 2, 1, 3, 8, false, 1},
-    {256, 128, 1, 2, 3, 8, false, 1},
-    {128, 256, 2, 1, 3, 8, false, 2}};
+inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},           {256, 128, 1, 2, 3, 8},
+                                                  {128, 256, 2, 1, 3, 8, false, 1}, {128, 256, 2, 1, 3, 8, false, 2},
+                                                  {256, 128, 1, 2, 3, 8, false, 1}, {128, 256, 2, 1, 3, 16, false, 1},
+                                                  {128, 256, 2, 1, 3, 8, true},     {128, 256, 2, 1, 3, 8, true, 1}};
+inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8},
+                                                       {256, 128, 1, 2, 3, 8},
+                                                       {128, 256, 2, 1, 3, 8, false, 1},
+                                                       {256, 128, 1, 2, 3, 8, false, 1},
+                                                       {128, 256, 2, 1, 3, 8, false, 2}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);

@@ -5,6 +5,7 @@
 
 #include "device/activation.cuh"
 #include "device/element.cuh"
+#include "device/epilogue_vectors.cuh"
 #include "device/quantize.cuh"
 #include "device/rows.cuh"
 #include "device/token_blocks.cuh"
@@ -18,13 +19,6 @@ namespace {
 
 constexpr int kForwardBlocks = 3, kBackwardBlocks = 2;  // of a multiprocessor
 constexpr int kForwardUnroll = 4, kBackwardUnroll = 2;  // rows whose loads are under way at once
-
-// Functions are chosen for a tile, so that nothing is decided for each element.
-template <bool kGated, class Body>
-DEVICE void with_form(const Activation& a, Body body) {
-  if constexpr (kGated) with_function<true>(a, body);
-  else with_plain_function<true>(a, body);
-}
 
 // The scales of the block's rows into shared memory, which the next barrier makes visible.
 DEVICE void read_scales(float (&to)[kScaleBlock], const RowScale& scales, const TokenBlock& block) {
@@ -52,6 +46,37 @@ DEVICE void read_values(float (&to)[8], const T* from) {
   convert_words<T>(to, ptx::load_vector_if(true, from));
 }
 
+// How gate and up lie in a row: there is no up; blocks of whole vectors, so of whole tiles in the backward; or blocks
+// of less than a vector, which alternate in sixteen neighbouring columns.
+enum class Halves { kNone, kWide, kNarrow };
+
+// Functions are chosen for a tile, so that nothing is decided for each element.
+template <Halves kHalves, class Body>
+DEVICE void with_form(const Activation& a, Body body) {
+  if constexpr (kHalves != Halves::kNone) with_function<true>(a, body);
+  else with_plain_function<true>(a, body);
+}
+
+// A row's gates and ups of eight neighbouring features.
+template <Halves kHalves, class T>
+DEVICE void read_gate_and_up(float (&gate)[8], float (&up)[8], const T* from, int block) {
+  if constexpr (kHalves == Halves::kNarrow) {
+    uint4 first = ptx::load_vector_if(true, from), second = ptx::load_vector_if(true, from + 8);
+    separate(first, second, block);
+    convert_words<T>(gate, first), convert_words<T>(up, second);
+  } else {
+    read_values(gate, from);
+    if constexpr (kHalves == Halves::kWide) read_values(up, from + block);
+  }
+}
+// The column where the gate of a feature begins in a row.
+template <Halves kHalves>
+DEVICE unsigned first_column(unsigned feature, unsigned block) {
+  if constexpr (kHalves == Halves::kNone) return feature;
+  else if constexpr (kHalves == Halves::kNarrow) return 2 * feature;
+  else return gate_column(feature, block);
+}
+
 // Of a row of the tile: the row itself, or the last that exists, so that loads need no condition. Of features too.
 DEVICE int row_that_exists(const TileExtent& extent, int row) { return min(row, extent.rows - 1); }
 DEVICE int feature_that_exists(const TileExtent& extent, int feature) { return min(feature, extent.features - 8); }
@@ -64,12 +89,26 @@ DEVICE void prefetch_tile(const T* tile, int64_t pitch, const TileExtent& extent
   ptx::prefetch_l2(tile + row_that_exists(extent, row) * pitch + feature_that_exists(extent, feature));
 }
 
-// Tiles that wait for their turn, each thread's part where it alone looks. So no registers wait, and a loop over rows
-// need not be unrolled.
+// The same of gates and ups.
+template <Halves kHalves, class T>
+DEVICE void prefetch_preact(const T* gate, int64_t pitch, int block, const TileExtent& extent) {
+  if constexpr (kHalves == Halves::kNarrow) {
+    const TileExtent first{extent.rows, min(2 * extent.features, kScaleBlock)};
+    prefetch_tile(gate, pitch, first);
+    if (const int rest = 2 * extent.features - kScaleBlock; rest > 0)
+      prefetch_tile(gate + kScaleBlock, pitch, TileExtent{extent.rows, rest});
+  } else {
+    prefetch_tile(gate, pitch, extent);
+    if constexpr (kHalves == Halves::kWide) prefetch_tile(gate + block, pitch, extent);
+  }
+}
+
+// Tiles that wait for their turn. So no registers wait, and a loop over rows need not be unrolled. A thread's part is
+// put there by itself, or by a lane of its half warp.
 struct WaitingTile {
   uint4 words[kTileRows][kQuantizeThreads];
 
-  DEVICE void put(int row, const uint4& w) { words[row][threadIdx.x] = w; }
+  DEVICE void put(int row, const uint4& w, int thread = threadIdx.x) { words[row][thread] = w; }
   // Rows that do not exist, which were computed from others, become zeros.
   template <class T>
   DEVICE void take(Tile<T>& tile, const TilePosition& at, const TileExtent& extent) const {
@@ -97,6 +136,21 @@ struct BackwardShared {
   float scales[kScaleBlock];
 };
 
+// The gradients of eight gates and ups of a row to the tiles of their columns: those of either, or where they alternate
+// the first 128 columns and the next 128, of which a thread has sixteen. These are the parts of two threads.
+template <Halves kHalves>
+DEVICE void put_gradients(BackwardShared& shared, int row, uint4 gate, uint4 up, int block, const TilePosition& at) {
+  if constexpr (kHalves == Halves::kNarrow) {
+    join(gate, up, block);
+    WaitingTile& tile = at.c < 8 ? shared.gate.waiting : shared.up;
+    const int thread = threadIdx.x - at.c + at.c % 8 * 2;
+    tile.put(row, gate, thread), tile.put(row, up, thread + 1);
+  } else {
+    shared.gate.waiting.put(row, gate);
+    if constexpr (kHalves == Halves::kWide) shared.up.put(row, up);
+  }
+}
+
 // Those copies of a tile at `feature` that are wanted. By all threads of a block.
 template <class T>
 DEVICE void quantize_tile(const Tile<T>& tile, const TokenCopies& to, const TilePosition& at, const TileExtent& extent,
@@ -111,7 +165,7 @@ DEVICE void quantize_tile(const Tile<T>& tile, const TokenCopies& to, const Tile
   store_columns(shared.bytes, extent, to.columns.data + feature * kScaleBlock);
 }
 
-template <class T, bool kGated>
+template <class T, Halves kHalves>
 __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
     quantize_activation_kernel(const __grid_constant__ QuantizeActivation c, int chunks) {
   __shared__ ForwardShared shared;
@@ -121,7 +175,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
   read_scales(shared.scales, c.scales, block);
   __syncthreads();
   const unsigned up = static_cast<unsigned>(c.activation.block);
-  const int pitch = static_cast<int>(c.features) * (kGated ? 2 : 1);
+  const int pitch = static_cast<int>(c.features) * (kHalves == Halves::kNone ? 1 : 2);
   const T* rows = static_cast<const T*>(c.preact) + block.first_row * int64_t{pitch};
   const TokenCopies copies(c.rows, c.columns, c.features, block.number, block.first_row);
   const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
@@ -129,25 +183,22 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
   for (int64_t feature = first; feature < end; feature += kScaleBlock) {
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
     const unsigned column = static_cast<unsigned>(feature) + feature_that_exists(extent, at.feature());
-    const T* preact = rows + (kGated ? gate_column(column, up) : column);
-    with_form<kGated>(c.activation, [&](auto function) INLINE {
+    const T* preact = rows + first_column<kHalves>(column, up);
+    with_form<kHalves>(c.activation, [&](auto function) INLINE {
 #pragma unroll kForwardUnroll
       for (int i = 0; i < kTileRows; ++i) {
         const T* from = preact + row_that_exists(extent, at.row() + i) * pitch;
         const float scale = shared.scales[at.row() + i];
         float x[8], u[8], y[8];
-        read_values(x, from);
-        if constexpr (kGated) read_values(u, from + up);
+        read_gate_and_up<kHalves>(x, u, from, up);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) y[n] = function.forward(x[n], kGated ? u[n] : 1.f, &scale);
+        for (int n = 0; n < 8; ++n) y[n] = function.forward(x[n], kHalves == Halves::kNone ? 1.f : u[n], &scale);
         shared.first.waiting.put(i, rounded_words<T>(y));
       }
     });
     if (const int64_t next = feature + kScaleBlock; next < end) {
       const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
-      const T* gate = rows + (kGated ? gate_column(static_cast<unsigned>(next), up) : next);
-      prefetch_tile(gate, pitch, coming);
-      if constexpr (kGated) prefetch_tile(gate + up, pitch, coming);
+      prefetch_preact<kHalves>(rows + first_column<kHalves>(static_cast<unsigned>(next), up), pitch, up, coming);
     }
     Tile<T> tile;
     shared.first.waiting.take(tile, at, extent);
@@ -171,7 +222,7 @@ DEVICE float sum_of_row(float (&sums)[kTileRows], const TilePosition& at) {
   return sums[0] + __shfl_xor_sync(~0u, sums[0], 1);
 }
 
-template <class T, bool kGated>
+template <class T, Halves kHalves>
 __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
     quantize_activation_backward_kernel(const __grid_constant__ QuantizeActivationBackward c, int chunks) {
   extern __shared__ __align__(16) char memory[];
@@ -182,7 +233,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
   read_scales(shared.scales, c.scales, block);
   __syncthreads();
   const unsigned up = static_cast<unsigned>(c.activation.block);
-  const int features = static_cast<int>(c.features), pitch = features * (kGated ? 2 : 1);
+  const int features = static_cast<int>(c.features), pitch = features * (kHalves == Halves::kNone ? 1 : 2);
   const T* preacts = static_cast<const T*>(c.preact) + block.first_row * pitch;
   const T* dpostacts = static_cast<const T*>(c.dpostact) + block.first_row * features;
   const TokenCopies preact_copies(c.rows, c.columns, pitch, block.number, block.first_row),
@@ -191,29 +242,27 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
                 end = min(c.features, first + width);
   for (int64_t feature = first; feature < end; feature += kScaleBlock) {
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
-    const unsigned column = static_cast<unsigned>(feature), gate = kGated ? gate_column(column, up) : column;
+    const unsigned column = static_cast<unsigned>(feature), gate = first_column<kHalves>(column, up);
     const int column_of_thread = feature_that_exists(extent, at.feature());
-    const T* preact = preacts + gate + column_of_thread;
+    const T* preact = preacts + gate + column_of_thread * (kHalves == Halves::kNarrow ? 2 : 1);
     const T* dpostact = dpostacts + column + column_of_thread;
-    with_form<kGated>(c.activation, [&](auto function) INLINE {
+    with_form<kHalves>(c.activation, [&](auto function) INLINE {
 #pragma unroll kBackwardUnroll
       for (int i = 0; i < kTileRows; ++i) {
         const int row = row_that_exists(extent, at.row() + i);
         const float scale = shared.scales[at.row() + i];
         float x[8], u[8], dy[8];
-        read_values(x, preact + row * pitch);
-        if constexpr (kGated) read_values(u, preact + row * pitch + up);
+        read_gate_and_up<kHalves>(x, u, preact + row * pitch, up);
         read_values(dy, dpostact + row * features);
         float sum = 0.f;
 #pragma unroll
         for (int n = 0; n < 8; ++n) {
-          const auto d = function.backward(x[n], kGated ? u[n] : 1.f, &scale, dy[n]);
+          const auto d = function.backward(x[n], kHalves == Halves::kNone ? 1.f : u[n], &scale, dy[n]);
           sum += d.dr[0];
           x[n] = d.dx, u[n] = d.du, dy[n] = d.y;
         }
         shared.sums[i][threadIdx.x] = at.feature() < extent.features ? sum : 0.f;
-        shared.gate.waiting.put(i, rounded_words<T>(x));
-        if constexpr (kGated) shared.up.put(i, rounded_words<T>(u));
+        put_gradients<kHalves>(shared, i, rounded_words<T>(x), rounded_words<T>(u), up, at);
         shared.postact.put(i, rounded_words<T>(dy));
       }
     });
@@ -228,46 +277,59 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
     }
     if (const int64_t next = feature + kScaleBlock; next < end) {
       const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
-      const T* gate = preacts + (kGated ? gate_column(static_cast<unsigned>(next), up) : next);
-      prefetch_tile(gate, pitch, coming);
-      if constexpr (kGated) prefetch_tile(gate + up, pitch, coming);
+      prefetch_preact<kHalves>(preacts + first_column<kHalves>(static_cast<unsigned>(next), up), pitch, up, coming);
       prefetch_tile(dpostacts + next, features, coming);
     }
+    if constexpr (kHalves == Halves::kNarrow) __syncwarp();
+    TileExtent first_columns = extent, other_columns = extent;
+    if constexpr (kHalves == Halves::kNarrow)
+      first_columns.features = min(2 * extent.features, kScaleBlock),
+      other_columns.features = 2 * extent.features - kScaleBlock;
     Tile<T> tile;
     shared.gate.waiting.take(tile, at, extent);
     __syncthreads();
-    const auto quantize = [&](const TokenCopies& to, int64_t at_feature, bool want_rows, bool want_columns) INLINE {
-      quantize_tile(tile, to, at, extent, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
+    const auto quantize = [&](const TokenCopies& to, const TileExtent& columns, int64_t at_feature, bool want_rows,
+                              bool want_columns) INLINE {
+      quantize_tile(tile, to, at, columns, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
     };
-    quantize(preact_copies, gate, c.rows.data, c.columns.data);
-    if constexpr (kGated) {
+    quantize(preact_copies, first_columns, gate, c.rows.data, c.columns.data);
+    if (kHalves != Halves::kNone && other_columns.features > 0) {
       shared.up.take(tile, at, extent);
-      quantize(preact_copies, gate + up, c.rows.data, c.columns.data);
+      quantize(preact_copies, other_columns, gate + (kHalves == Halves::kNarrow ? kScaleBlock : up), c.rows.data,
+               c.columns.data);
     }
     if (c.postact_columns.data) {
       shared.postact.take(tile, at, extent);
-      quantize(postact_copies, feature, false, true);
+      quantize(postact_copies, extent, feature, false, true);
     }
     __syncthreads();
   }
 }
 
-template <class T, bool kGated>
+template <class T, Halves kHalves>
 void launch_forward(QuantizeActivation c, int device, cudaStream_t stream) {
   const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kForwardBlocks, c.tiles, device);
   c.tiles = tiles.of_block, c.rows.scales_pitch = row_scales_pitch(c.tokens);
-  quantize_activation_kernel<T, kGated><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, tiles.chunks);
+  quantize_activation_kernel<T, kHalves><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, tiles.chunks);
 }
 
-template <class T, bool kGated>
+template <class T, Halves kHalves>
 void launch_backward(QuantizeActivationBackward c, int device, cudaStream_t stream) {
   const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, kBackwardBlocks, c.tiles, device);
   c.tiles = tiles.of_block, c.rows.scales_pitch = row_scales_pitch(c.tokens);
-  void (*const kernel)(QuantizeActivationBackward, int) = quantize_activation_backward_kernel<T, kGated>;
+  void (*const kernel)(QuantizeActivationBackward, int) = quantize_activation_backward_kernel<T, kHalves>;
   FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(BackwardShared)),
                      "shared memory of the activation's backward");
   kernel<<<tiles.blocks, kQuantizeThreads, sizeof(BackwardShared), stream>>>(c, tiles.chunks);
+}
+
+// Calls body(halves) with those of the activation, which the compiler knows.
+template <class Body>
+void dispatch_halves(const Activation& a, Body body) {
+  if (!a.gated) body(std::integral_constant<Halves, Halves::kNone>());
+  else if (a.block < 8) body(std::integral_constant<Halves, Halves::kNarrow>());
+  else body(std::integral_constant<Halves, Halves::kWide>());
 }
 
 }  // namespace
@@ -277,7 +339,7 @@ void quantize_activation(const QuantizeActivation& c, int device, cudaStream_t s
   const DeviceGuard guard(device);
   dispatch_dtype_of_16_bits(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    c.activation.gated ? launch_forward<T, true>(c, device, stream) : launch_forward<T, false>(c, device, stream);
+    dispatch_halves(c.activation, [&](auto halves) { launch_forward<T, halves.value>(c, device, stream); });
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising an activation of ", c.tokens, " rows of ", c.features,
                      " features, ", c.sizes.groups, " groups");
@@ -288,7 +350,7 @@ void quantize_activation_backward(const QuantizeActivationBackward& c, int devic
   const DeviceGuard guard(device);
   dispatch_dtype_of_16_bits(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    c.activation.gated ? launch_backward<T, true>(c, device, stream) : launch_backward<T, false>(c, device, stream);
+    dispatch_halves(c.activation, [&](auto halves) { launch_backward<T, halves.value>(c, device, stream); });
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising an activation's backward of ", c.tokens, " rows of ", c.features,
                      " features, ", c.sizes.groups, " groups");

@@ -45,6 +45,9 @@ SPECS: dict[str, ActivationSpec] = {
     "gelu_tanh": activation("gelu_tanh"),
     "relu2 glu": gated("relu2", None, 1.0, 0.0, "concat"),
     "limited": gated("silu", 1.5, 1.702, 1.0, "concat"),
+    "blocks of 1": gated("silu", 7.0, 1.702, 1.0, interleaved(1)),
+    "blocks of 2": gated("gelu", None, 1.0, 0.0, interleaved(2)),
+    "blocks of 4": gated("sigmoid", None, 1.0, 0.0, interleaved(4)),
     "blocks of 32": gated("silu", None, 1.0, 0.0, interleaved(32)),
     "blocks of 128": gated("gelu", 1.0, 1.0, 0.5, interleaved(128)),
 }

@@ -268,8 +268,8 @@ def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward
         return f"quantises bfloat16 or float16 rows, not {preact.dtype}"
     if not _is_dense(preact, preact.dtype):
         return f"needs dense rows, got strides {list(preact.stride())}"
-    if spec.gated and block % least:
-        return f"needs blocks of gate and up that are multiples of {least}, got {block}"
+    if spec.gated and block % least and block not in (1, 2, 4):
+        return f"needs blocks of gate and up of 1, 2 or 4 columns, or multiples of {least}, got {block}"
     if scales is not None and not (scales.dtype in TYPE_CODES and scales.is_contiguous()):
         return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
     return _tokens_refusal(preact.shape[0], problem.split_sizes) or _features_refusal(features)
