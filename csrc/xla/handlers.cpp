@@ -184,25 +184,19 @@ ffi::Error column_sums_call(const Call& call, Buffer rows, Buffer sizes, Buffer 
   });
 }
 
-FUSIBLE_HANDLER(column_sums_call, ffi::Ffi::Bind()
-                                      .Ctx<Call>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Ret<Buffer>()
-                                      .Ret<Buffer>());
+FUSIBLE_HANDLER(column_sums_call,
+                ffi::Ffi::Bind().Ctx<Call>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
 
 ffi::Error row_dots_call(const Call& call, Buffer rows, Buffer vectors, Buffer sizes, Result out) {
   return launched([&] {
     FUSIBLE_CHECK(type_of(*out) == DType::kFloat32, "products of rows are float32");
-    row_dots({dense_rows(rows), address(vectors), type_of(vectors), split_sizes(sizes),
-              static_cast<float*>(address(*out))},
-             call.device, call.stream);
+    row_dots(
+        {dense_rows(rows), address(vectors), type_of(vectors), split_sizes(sizes), static_cast<float*>(address(*out))},
+        call.device, call.stream);
   });
 }
 
-FUSIBLE_HANDLER(row_dots_call,
-                ffi::Ffi::Bind().Ctx<Call>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>());
+FUSIBLE_HANDLER(row_dots_call, ffi::Ffi::Bind().Ctx<Call>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>());
 
 }  // namespace
 
