@@ -2,9 +2,9 @@
 
     python -m fusible bench jax --preset qwen3 --tokens 8192
 
-Each contestant is compiled ahead; ``compile`` is how long that takes, ``temporaries`` what XLA allocates beside operands
-and results. Results are compared with float64 arithmetic first. Times are medians of rounds in which all take turns; a
-measurement is ``--calls`` calls, and ends when the device is done.
+Each contestant is compiled ahead; ``compile`` is how long that takes, ``temporaries`` what XLA allocates beside
+operands and results. Results are compared with float64 arithmetic first. Times are medians of rounds in which all take
+turns; a measurement is ``--calls`` calls, and ends when the device is done.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def as_tensor(array: Any) -> Tensor:
     """The same numbers; arrays of jax are copied."""
     if isinstance(array, Tensor):
         return array.detach()
-    tensor: Tensor = torch.from_dlpack(array)
+    tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
     return tensor.clone()
 
 
@@ -142,7 +142,8 @@ def by_pytorch(problem: Problem) -> Program:
 def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Program], list[LeftOut], dict[str, float]]:
     """Those that can run here, why the others cannot, and how wrong the first are."""
     programs: dict[str, Program] = {}
-    left_out, errors = [], {}
+    left_out: list[LeftOut] = []
+    errors: dict[str, float] = {}
     for name in names:
         try:
             program = by_pytorch(problem) if name == PYTORCH else compiled(LAYERS[name](), problem)
@@ -153,7 +154,9 @@ def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Progr
     return programs, left_out, errors
 
 
-def measure(problem: Problem, programs: dict[str, Program], errors: dict[str, float], rounds: int, calls: int) -> dict[str, Measured]:
+def measure(
+    problem: Problem, programs: dict[str, Program], errors: dict[str, float], rounds: int, calls: int
+) -> dict[str, Measured]:
     """Times every contestant."""
     seconds = {}
     for part in ("forward", "step"):
@@ -187,7 +190,10 @@ def table(problem: Problem, measured: dict[str, Measured]) -> str:
     rows = []
     for name, m in measured.items():
         speed = f"{3 * problem.flops / m.step / 1e12:.3g}"
-        built = ["" if m.compile is None else f"{m.compile:.2f}", "" if m.temporaries is None else f"{m.temporaries / 1e6:.1f}"]
+        built = [
+            "" if m.compile is None else f"{m.compile:.2f}",
+            "" if m.temporaries is None else f"{m.temporaries / 1e6:.1f}",
+        ]
         rows.append((name, f"{m.forward * 1e3:.3f}", f"{m.step * 1e3:.3f}", speed, *built, f"{m.error:.1e}"))
     return markdown(("", "forward, ms", "both, ms", "TFLOP/s", "compile, s", "temporaries, MB", "error"), rows)
 

@@ -187,8 +187,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
-  module.attr("XLA_FFI_API") = py::make_tuple(fusible::xla_ffi::api_version().first,
-                                              fusible::xla_ffi::api_version().second);
+  module.attr("XLA_FFI_API") =
+      py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);
   module.attr("TILE_VARIANTS") = tile_variants(false);
   module.attr("FP32_OUTPUT_TILE_VARIANTS") = tile_variants(true);
 }

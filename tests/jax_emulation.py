@@ -1,4 +1,4 @@
-"""The real handlers over the real sources of the kernels, on the CPU: the emulated extension as that of ``fusible.jax``."""
+"""The handlers and the kernels' sources on the CPU: the emulated extension as that of ``fusible.jax``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
-import fusible.jax
 from emulation import build
+
+import fusible.jax
 from fusible.jax import extension
 
 

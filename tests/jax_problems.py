@@ -1,9 +1,10 @@
-"""Problems for the tests of ``fusible.jax``: operands, and what they should give, in float64 by PyTorch, a group at a time."""
+"""Problems for the tests of ``fusible.jax``, and what they should give: in float64 by PyTorch, a group at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def assert_close(actual: Any, reference: Tensor, roundings: float = 1.0, dtype: 
 
 def rows_of_groups(sizes: Sequence[int]) -> list[slice]:
     ends = np.cumsum([0, *sizes])
-    return [slice(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(int(a), int(b)) for a, b in pairwise(ends)]
 
 
 def product64(lhs: Any, rhs: Any, sizes: Sequence[int], transpose: bool = False, bias: Any = None) -> Tensor:

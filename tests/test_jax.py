@@ -141,9 +141,7 @@ def test_gradients_of_ragged_rows(backend: str, transposed: bool, into: bool) ->
     start = array(seeded(4), lhs.shape[0], 40) if into else None
 
     def run(lhs: Any, rhs: Any, bias: Any, start: Any) -> Any:
-        return fusible.jax.grouped_gemm(
-            lhs, rhs, first_dims=counts, transpose_rhs=transposed, bias=bias, into=start
-        )
+        return fusible.jax.grouped_gemm(lhs, rhs, first_dims=counts, transpose_rhs=transposed, bias=bias, into=start)
 
     _, pull = jax.vjp(run, lhs, rhs, bias, start)
     dlhs, drhs, dbias, dstart = pull(dy)

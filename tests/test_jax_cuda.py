@@ -53,7 +53,11 @@ def test_info_knows_no_reason_for_a_fallback() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_products_have_the_bits_of_pytorch(dtype: Any) -> None:
     random, counts, groups = seeded(), jnp.array(SIZES, jnp.int32), len(SIZES)
-    a, b, dy = array(random, 800, 512, dtype=dtype), array(random, groups, 512, 384, dtype=dtype), array(random, 800, 384, dtype=dtype)
+    a, b, dy = (
+        array(random, 800, 512, dtype=dtype),
+        array(random, groups, 512, 384, dtype=dtype),
+        array(random, 800, 384, dtype=dtype),
+    )
     into = array(random, groups, 512, 384, dtype=jnp.float32)
     at, bt, dyt, ct, out = map(tensor, (a, b, dy, counts, into))
 
@@ -119,7 +123,10 @@ def test_sizes_stay_on_the_device() -> None:
 
     def step(arrays: Any, ids: Any) -> Any:
         counts = jnp.bincount(ids, length=groups).astype(jnp.int32)
-        loss = lambda arrays: jnp.sum(fusible.jax.grouped_mlp(sizes=counts, **arrays).astype(jnp.float32))
+
+        def loss(arrays):
+            return jnp.sum(fusible.jax.grouped_mlp(sizes=counts, **arrays).astype(jnp.float32))
+
         return jax.grad(loss)(arrays)["w13"], counts
 
     run = jax.jit(step)

@@ -139,7 +139,10 @@ def test_info_says_why_jax_multiplies() -> None:
 
 def test_strict_raises_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "unavailable", lambda: "is not built (for this test)")
-    with fusible.jax.config(strict=True), pytest.raises(fusible.jax.RefusedError, match="the Hopper backend is not built"):
+    with (
+        fusible.jax.config(strict=True),
+        pytest.raises(fusible.jax.RefusedError, match="the Hopper backend is not built"),
+    ):
         fusible.jax.ragged_dot(*operands())
     with fusible.jax.config(strict=True, backend="xla"):
         fusible.jax.ragged_dot(*operands())
@@ -169,7 +172,10 @@ def test_settings_are_those_of_the_body() -> None:
         with fusible.jax.config(strict=True) as inner:
             assert (inner.backend, inner.strict) == ("xla", True)
         assert fusible.jax.info()["fallback"].startswith("config")
-    with pytest.raises(ValueError, match="backend must be one of auto, hopper, xla, got 'triton'"), fusible.jax.config(backend="triton"):
+    with (
+        pytest.raises(ValueError, match="backend must be one of auto, hopper, xla, got 'triton'"),
+        fusible.jax.config(backend="triton"),
+    ):
         pass
 
 
@@ -202,9 +208,18 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (gemm(into=jnp.ones((4, 4))), "into must be [4, 8], got shape [4, 4]"),
     (gemm(into=jnp.ones((4, 8)), preferred_element_type=jnp.bfloat16), "into must be bfloat16"),
     (gemm(preferred_element_type=jnp.int32), "a result of int32 cannot hold a product of bfloat16"),
-    (lambda: fusible.jax.grouped_gemm(*operands()[:2], last_dims=operands()[2]), "contracts 4 of lhs's rows with 16 of rhs's rows"),
-    (lambda: fusible.jax.grouped_gemm(*operands()[:2], last_dims=operands()[2], transpose_rhs=True), "are for first_dims"),
-    (lambda: fusible.jax.ragged_dot(*operands(), group_offset=jnp.array([0])), "group_offset is not taken; slice the weights"),
+    (
+        lambda: fusible.jax.grouped_gemm(*operands()[:2], last_dims=operands()[2]),
+        "contracts 4 of lhs's rows with 16 of rhs's rows",
+    ),
+    (
+        lambda: fusible.jax.grouped_gemm(*operands()[:2], last_dims=operands()[2], transpose_rhs=True),
+        "are for first_dims",
+    ),
+    (
+        lambda: fusible.jax.ragged_dot(*operands(), group_offset=jnp.array([0])),
+        "group_offset is not taken; slice the weights",
+    ),
     (lambda: fusible.jax.ragged_dot(*operands(), precision="highest"), "precision is not taken"),
     (mlp(activation="swish"), "activation must be one of silu, gelu"),
     (mlp(activation="gelu", alpha=2.0), "alpha is the slope inside silu"),
@@ -240,6 +255,9 @@ def test_errors_are_raised_while_tracing() -> None:
 
 def test_second_derivatives_of_experts_say_what_has_them() -> None:
     lhs, rhs, sizes = (value.astype(jnp.float32) if value.ndim > 1 else value for value in operands())
-    loss = lambda x: fusible.jax.grouped_mlp(x, rhs, jnp.ones((2, 4, 8)), sizes).sum()
+
+    def loss(x):
+        return fusible.jax.grouped_mlp(x, rhs, jnp.ones((2, 4, 8)), sizes).sum()
+
     with pytest.raises(NotImplementedError, match="second derivatives are not supported; a layer of two grouped_gemm"):
         jax.hessian(loss)(lhs)

@@ -72,7 +72,10 @@ def layers(problem: Experts, checkpointed: bool) -> Any:
 
     policy = jax.checkpoint_policies.save_only_these_names("fusible_pre")
     body = jax.checkpoint(layer, policy=policy) if checkpointed else layer
-    loss = lambda x, weights: jnp.sum(jax.lax.scan(body, x, weights)[0].astype(jnp.float32) ** 2)
+
+    def loss(x, weights):
+        return jnp.sum(jax.lax.scan(body, x, weights)[0].astype(jnp.float32) ** 2)
+
     return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, weights)
 
 
@@ -115,7 +118,9 @@ def test_shard_map(backend: str, weights: Any, check_vma: bool) -> None:
     random = seeded()
     a = array(random, 20, 16)
     b = array(random, 3 if weights is ALL else 12, 16, 24)
-    run = shards(check_vma, (ROWS, weights, ROWS), lambda *o: fusible.jax.ragged_dot(*o, preferred_element_type=jnp.float32))
+    run = shards(
+        check_vma, (ROWS, weights, ROWS), lambda *o: fusible.jax.ragged_dot(*o, preferred_element_type=jnp.float32)
+    )
     out = jax.jit(run)(a, b, COUNTS)
     da, db = jax.jit(jax.grad(lambda a, b: jnp.sum(run(a, b, COUNTS)), (0, 1)))(a, b)
     wgrads = []
@@ -139,9 +144,14 @@ def test_experts_in_shard_map(backend: str, check_vma: bool) -> None:
     run = shards(
         check_vma,
         (ROWS, ROWS, ROWS, *[ALL] * len(names)),
-        lambda x, probs, n, *rest: fusible.jax.grouped_mlp(x, sizes=n, probs=probs, **dict(zip(names, rest, strict=True))),
+        lambda x, probs, n, *rest: fusible.jax.grouped_mlp(
+            x, sizes=n, probs=probs, **dict(zip(names, rest, strict=True))
+        ),
     )
-    loss = lambda x, probs, *rest: jnp.sum(run(x, probs, counts, *rest).astype(jnp.float32))
+
+    def loss(x, probs, *rest):
+        return jnp.sum(run(x, probs, counts, *rest).astype(jnp.float32))
+
     grads = jax.jit(jax.grad(loss, tuple(range(2 + len(names)))))(x, probs, *arrays.values())
     one = problem.reference({"x": x[:5], "probs": probs[:5], **arrays}, jnp.ones((5, 16)))
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from .integrations.on_import import after_import
 
 if TYPE_CHECKING:
-    from . import ep, functional, integrations, jax, testing
+    from . import ep, functional, integrations, testing
+    from . import jax as jax
     from .fuser import (
         ArgumentError,
         Buffer,

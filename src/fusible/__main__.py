@@ -13,7 +13,7 @@ from .examples import moe_lm
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Times the experts, in PyTorch or jax, the grouped GEMM alone, or a transformers block; the first argument says which (mlp)."""
+    """Times what the first argument says: experts in PyTorch (``mlp``, the default) or jax, products, whole blocks."""
     named = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="fusible bench", description=bench.__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)

@@ -44,9 +44,7 @@ def ragged_gemm(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: An
     return _product("ragged_gemm", layout, jax.ShapeDtypeStruct(shape, dtype), operands, into, workspace)
 
 
-def _product(
-    name: str, layout: Layout, result: Any, operands: Sequence[Any], into: Any, workspace: int
-) -> jax.Array:
+def _product(name: str, layout: Layout, result: Any, operands: Sequence[Any], into: Any, workspace: int) -> jax.Array:
     """What is added to is written in place where XLA may, and copied before where it may not."""
     out, _ = _call(
         name,

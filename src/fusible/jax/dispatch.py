@@ -1,4 +1,4 @@
-"""What runs: a kernel of the extension, or jax's own products. Chosen while a call is traced; the platform at lowering."""
+"""What runs, a kernel of the extension or jax's own product: chosen by the operands, while a call is traced."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def linear_activation(
     why = operands_refusal(x, w, x.dtype, sizes, bias) or _scales_refusal(scales)
     arguments = layout, spec, keep_preact
     kernel, other = (partial(module.linear_activation, *arguments) for module in (calls, fallback))
-    return _run(why, kernel, other, x, w, sizes, bias, scales)
+    found: tuple[jax.Array, jax.Array] = _run(why, kernel, other, x, w, sizes, bias, scales)
+    return found
 
 
 def linear_activation_backward(
@@ -82,13 +83,21 @@ def linear_activation_backward(
     why = operands_refusal(dy, w, dy.dtype, sizes, None) or _scales_refusal(scales)
     arguments = layout, spec, bias_dtype
     kernel, other = (partial(module.linear_activation_backward, *arguments) for module in (calls, fallback))
-    return _run(why, kernel, other, dy, w, sizes, preact, scales)
+    found: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _run(why, kernel, other, dy, w, sizes, preact, scales)
+    return found
 
 
 def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any = None) -> jax.Array:
     """The sums of the rows of each group, each row times its scale."""
     why = None if rows.dtype in _FLOATS and dtype in _FLOATS else f"needs rows of 16 or 32 bits, got {rows.dtype}"
-    return _run(why or _empty_refusal(rows), partial(_column_sums_kernel, dtype), partial(fallback.column_sums, dtype), rows, sizes, scale)
+    return _run(
+        why or _empty_refusal(rows),
+        partial(_column_sums_kernel, dtype),
+        partial(fallback.column_sums, dtype),
+        rows,
+        sizes,
+        scale,
+    )
 
 
 def _column_sums_kernel(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Array:
@@ -143,7 +152,7 @@ def device_refusal() -> str | None:
 
 
 def _run(why: str | None, kernel: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
-    """The kernel on GPUs, where nothing refuses it; jax elsewhere. ``vmap`` makes one call after the other of either."""
+    """The kernel on GPUs, if nothing refuses it; jax elsewhere. ``vmap`` makes one call after the other of either."""
     operands = vary_alike(*operands)
     default = jax.custom_batching.sequential_vmap(other)
     why = device_refusal() or why
@@ -164,4 +173,6 @@ def _tell(why: str) -> None:
 
 @cache
 def _warn_once(why: str) -> None:
-    warnings.warn(f"fusible.jax: jax.lax.ragged_dot runs instead of our kernels: the Hopper backend {why}", stacklevel=2)
+    warnings.warn(
+        f"fusible.jax: jax.lax.ragged_dot runs instead of our kernels: the Hopper backend {why}", stacklevel=2
+    )

@@ -61,7 +61,7 @@ def register(found: Kernels) -> None:
 
 
 def version_refusal(handlers: Version, jaxlib: Version) -> str | None:
-    """Why jaxlib would refuse handlers; None: it takes them. A handler that it refuses breaks every later call of jax."""
+    """Why jaxlib would refuse handlers; None: it takes them. One that it refuses breaks every later call of jax."""
     if handlers.major == jaxlib.major and handlers.minor <= jaxlib.minor:
         return None
     return (

@@ -15,9 +15,7 @@ _WGRAD = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def product(
-    layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any
-) -> jax.Array:
+def product(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any) -> jax.Array:
     """One product a group; rows past the last group are zero, or what ``into`` has there."""
     out = _multiply(layout, a, b, sizes, jnp.promote_types(dtype, jnp.float32))
     if bias is not None:
@@ -55,7 +53,9 @@ def linear_activation_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """See :func:`calls.linear_activation_backward`."""
     wide = jnp.promote_types(dy.dtype, jnp.float32)
-    return through_activation(product(layout, wide, dy, w, sizes, None, None, None), spec, bias_dtype, sizes, preact, scales)
+    return through_activation(
+        product(layout, wide, dy, w, sizes, None, None, None), spec, bias_dtype, sizes, preact, scales
+    )
 
 
 def through_activation(

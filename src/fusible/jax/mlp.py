@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.ad_checkpoint
+from jax.ad_checkpoint import checkpoint_name
 
 from . import dispatch
-from .activation import Activation, activation as activation_of
+from .activation import Activation
+from .activation import activation as activation_of
 from .calls import Layout
 from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sizes
 from .errors import ArgumentError
@@ -99,11 +100,15 @@ def grouped_mlp(
         ArgumentError: arguments that do not fit; raised while tracing.
     """
     spec = activation_of(activation, gated, limit, alpha, linear_offset, interleave)
-    form = Form(spec, _choice("weight_layout", weight_layout, "kn", "nk"), _choice("probs_at", probs_at, "output", "activation"))
+    form = Form(
+        spec, _choice("weight_layout", weight_layout, "kn", "nk"), _choice("probs_at", probs_at, "output", "activation")
+    )
     _check(form, x, w13, w2, sizes, probs, b13, b2)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if probs is None else probs.reshape(-1)
-    return _mlp(form, *vary_alike(rows, w13, w2, sizes, factors, b13, b2)).reshape(x.shape)
+    operands = Operands(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
+    y: jax.Array = _mlp(form, operands)
+    return y.reshape(x.shape)
 
 
 def _choice(name: str, value: Any, chosen: str, other: str) -> bool:
@@ -117,24 +122,26 @@ def _check(form: Form, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: A
     for name, weight in (("w13", w13), ("w2", w2)):
         check_array(_NAME, name, weight, 3)
     check_one_dtype(_NAME, x=x, w13=w13, w2=w2)
-    (first_in, first_out), (second_in, second_out) = (
-        w.shape[1:] if form.kn else w.shape[:0:-1] for w in (w13, w2)
-    )
+    (first_in, first_out), (second_in, second_out) = (w.shape[1:] if form.kn else w.shape[:0:-1] for w in (w13, w2))
     groups, spec = w13.shape[0], form.activation
-    if x.ndim < 1 or spec.gated and first_out % (2 * (spec.block or 1)):
+    if x.ndim < 1 or (spec.gated and first_out % (2 * (spec.block or 1))):
         raise ArgumentError(f"{_NAME}: w13 has {first_out} columns, which do not divide into gate and up")
     check_depths(_NAME, ("x", "w13"), (x.shape[-1], first_in))
     check_depths(_NAME, ("the activation", "w2"), (spec.columns(first_out), second_in))
     check_depths(_NAME, ("x", "the columns of w2"), (x.shape[-1], second_out))
     check_shape(_NAME, "w2", w2, (groups, *w2.shape[1:]))
     check_sizes(_NAME, "sizes", sizes, groups)
-    for name, array, shape in (("probs", probs, x.shape[:-1]), ("b13", b13, (groups, first_out)), ("b2", b2, (groups, second_out))):
+    for name, array, shape in (
+        ("probs", probs, x.shape[:-1]),
+        ("b13", b13, (groups, first_out)),
+        ("b2", b2, (groups, second_out)),
+    ):
         if array is not None:
             check_shape(_NAME, name, array, shape)
 
 
-class Saved(NamedTuple):
-    """What the forward leaves for the backward."""
+class Operands(NamedTuple):
+    """The arrays of a call, or their gradients; None for what is not there."""
 
     x: Any
     w13: Any
@@ -143,58 +150,55 @@ class Saved(NamedTuple):
     probs: Any
     b13: Any
     b2: Any
+
+
+class Saved(NamedTuple):
+    """What the forward leaves for the backward."""
+
+    operands: Operands
     preact: Any
 
 
-def _forward(form: Form, keep: bool, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> Any:
-    before, after = (None, probs) if form.probs_at_output else (probs, None)
-    hidden, preact = dispatch.linear_activation(form.forward, form.activation, keep, x, w13, sizes, b13, before)
-    return dispatch.product(form.forward, x.dtype, hidden, w2, sizes, b2, after), preact
+def _forward(form: Form, keep_preact: bool, o: Operands) -> Any:
+    before, after = (None, o.probs) if form.probs_at_output else (o.probs, None)
+    spec = form.activation
+    hidden, preact = dispatch.linear_activation(form.forward, spec, keep_preact, o.x, o.w13, o.sizes, o.b13, before)
+    return dispatch.product(form.forward, o.x.dtype, hidden, o.w2, o.sizes, o.b2, after), preact
 
 
-def _primal(form: Form, *arrays: Any) -> jax.Array:
-    y: jax.Array = _forward(form, False, *arrays)[0]
+def _primal(form: Form, operands: Operands) -> jax.Array:
+    y: jax.Array = _forward(form, False, operands)[0]
     return y
 
 
-def _fwd(form: Form, *arrays: Any) -> tuple[jax.Array, Saved]:
-    y, preact = _forward_once(form, *arrays)
-    return y, Saved(*arrays, jax.ad_checkpoint.checkpoint_name(preact, PREACT))
+def _fwd(form: Form, operands: Operands) -> tuple[jax.Array, Saved]:
+    y, preact = _forward_once(form, operands)
+    return y, Saved(operands, checkpoint_name(preact, PREACT))
 
 
-def _bwd(form: Form, saved: Saved, dy: Any) -> Any:
-    grads = _backward_once(form, saved, dy)
-    return grads.x, grads.w13, grads.w2, no_gradient(saved.sizes), grads.probs, grads.b13, grads.b2
+def _bwd(form: Form, saved: Saved, dy: Any) -> tuple[Operands]:
+    grads: Operands = _backward_once(form, saved, dy)
+    return (grads._replace(sizes=no_gradient(saved.operands.sizes)),)
 
 
-class Grads(NamedTuple):
-    """Of each operand; None for one that is not there."""
-
-    x: Any
-    w13: Any
-    w2: Any
-    probs: Any
-    b13: Any
-    b2: Any
-
-
-def _backward(form: Form, saved: Saved, dy: Any) -> Grads:
-    x, w13, w2, sizes, probs, b13, b2, preact = saved
-    bias_dtype = None if b13 is None else b13.dtype
+def _backward(form: Form, saved: Saved, dy: Any) -> Operands:
+    o, spec = saved.operands, form.activation
+    bias_dtype = None if o.b13 is None else o.b13.dtype
     dpreact, dprobs, hidden, db13 = dispatch.linear_activation_backward(
-        form.backward, form.activation, bias_dtype, dy, w2, sizes, preact, probs
+        form.backward, spec, bias_dtype, dy, o.w2, o.sizes, saved.preact, o.probs
     )
-    at_output = probs if form.probs_at_output else None
-    if at_output is not None and b2 is not None:
-        dots = dispatch.row_dots(dy, b2, sizes)
-        dprobs = (dprobs.astype(dots.dtype) + dots).astype(probs.dtype)
-    return Grads(
-        x=dispatch.product(form.backward, x.dtype, dpreact, w13, sizes),
-        w13=form.wgrad(x, dpreact, sizes, w13.dtype),
-        w2=form.wgrad(hidden, dy, sizes, w2.dtype),
-        probs=None if probs is None else dprobs,
-        b13=None if b13 is None else db13,
-        b2=None if b2 is None else dispatch.column_sums(b2.dtype, dy, sizes, at_output),
+    at_output = o.probs if form.probs_at_output else None
+    if at_output is not None and o.b2 is not None:
+        dots = dispatch.row_dots(dy, o.b2, o.sizes)
+        dprobs = (dprobs.astype(dots.dtype) + dots).astype(o.probs.dtype)
+    return Operands(
+        x=dispatch.product(form.backward, o.x.dtype, dpreact, o.w13, o.sizes),
+        w13=form.wgrad(o.x, dpreact, o.sizes, o.w13.dtype),
+        w2=form.wgrad(hidden, dy, o.sizes, o.w2.dtype),
+        sizes=None,
+        probs=None if o.probs is None else dprobs,
+        b13=None if o.b13 is None else db13,
+        b2=None if o.b2 is None else dispatch.column_sums(o.b2.dtype, dy, o.sizes, at_output),
     )
 
 
@@ -206,12 +210,10 @@ def _once(function: Callable[..., Any]) -> Any:
 
 
 def _refuse(form: Form, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "grouped_mlp: second derivatives are not supported; a layer of two grouped_gemm has them"
-    )
+    raise NotImplementedError("grouped_mlp: second derivatives are not supported; a layer of two grouped_gemm has them")
 
 
-_forward_once = _once(lambda form, *arrays: _forward(form, True, *arrays))
+_forward_once = _once(lambda form, operands: _forward(form, True, operands))
 _backward_once = _once(_backward)
 _mlp = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _mlp.defvjp(_fwd, _bwd)
