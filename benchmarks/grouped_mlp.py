@@ -163,7 +163,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_run_arguments(parser, [*CONTESTANTS, *PEERS], rounds=30)
     parser.add_argument("--recipe", choices=RECIPES, nargs="+", default=[], help="also the fused experts under these")
     add_plot_argument(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.recipe and args.dtype == "fp32":
+        parser.error("--recipe quantises bf16 or fp16: give --dtype bf16")
+    return args
 
 
 if __name__ == "__main__":

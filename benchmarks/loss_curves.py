@@ -1,8 +1,8 @@
 """The demo's model trained twice from one seed, with fused kernels and with those of PyTorch: the losses must agree.
 
 Run it with ``python -m fusible.benchmarks.loss_curves --out docs/loss_curves --plot docs/loss_curves.svg``. With
-``--recipes`` its experts are trained by each recipe for quantised products, and beside them in 16 bits from parameters
-that differ by a millionth. At this size a curve finds mistakes, and cannot rank recipes.
+``--recipes`` its experts are trained by each recipe for quantised products, or by those that are named, and beside them
+in 16 bits from parameters that differ by a millionth. At this size a curve finds mistakes, and cannot rank recipes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +48,15 @@ def losses(device: str, steps: int) -> dict[str, list[float]]:
     return {f"{fallback}, nudged": _losses(way, device, steps, NUDGE), **found}
 
 
-def recipe_losses(device: str, steps: int) -> dict[str, list[float]]:
-    """In nats a byte at every step, in bfloat16 by autocast: nudged runs, each recipe, and 16 bits at last."""
+def recipe_losses(device: str, steps: int, names: Collection[str] = ()) -> dict[str, list[float]]:
+    """In nats a byte at every step, in bfloat16 by autocast: nudged runs, each recipe, and 16 bits at last.
+
+    Args:
+        names: of recipes; all without any.
+    """
+    recipes = {name: RECIPES[name] for name in names or RECIPES}
     nudged = {f"nudged {i}": _losses({}, device, steps, i * NUDGE, bf16=True) for i in range(1, NUDGES + 1)}
-    quantised = {name: _losses({"recipe": recipe}, device, steps, bf16=True) for name, recipe in RECIPES.items()}
+    quantised = {name: _losses({"recipe": recipe}, device, steps, bf16=True) for name, recipe in recipes.items()}
     return {**nudged, **quantised, "16 bits": _losses({}, device, steps, bf16=True)}
 
 
@@ -83,12 +88,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="loss_curves", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=positive, default=200)
-    parser.add_argument("--recipes", action="store_true", help="train by recipes for quantised products")
+    parser.add_argument(
+        "--recipes",
+        nargs="*",
+        choices=RECIPES,
+        metavar="RECIPE",
+        help="train by these for quantised products, or by all",
+    )
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
-    found = (recipe_losses if args.recipes else losses)(args.device, args.steps)
-    far_from = "16 bits" if args.recipes else "the fallback"
+    by_recipes = args.recipes is not None
+    found = recipe_losses(args.device, args.steps, args.recipes) if by_recipes else losses(args.device, args.steps)
+    far_from = "16 bits" if by_recipes else "the fallback"
     heading = ("loss, nats a byte", "first step", f"mean of the last {SMOOTHED}", f"apart from {far_from}, at most")
     rows = []
     for (name, values), far in zip(found.items(), apart(found).values(), strict=True):

@@ -48,6 +48,7 @@ from fusible.benchmarks.problem import (
     sizes_of,
     split_sizes,
 )
+from fusible.benchmarks.recipes import RECIPES
 from fusible.ops.kernels.problem import GroupedGemm
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
@@ -277,8 +278,15 @@ def test_loss_curves_agree_on_the_cpu(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "| unfused, loop " in capsys.readouterr().out
 
 
+def test_loss_curves_of_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    loss_curves.main(["--device", "cpu", "--steps", "1", "--recipes", "Float8Row"])
+
+    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert names[2:] == ["nudged 1", "nudged 2", "nudged 3", "Float8Row", "16 bits"]
+
+
 def test_loss_curves_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    loss_curves.main(["--device", "cpu", "--steps", "2", "--recipes", "--out", str(tmp_path / "curves")])
+    loss_curves.main(["--device", "cpu", "--steps", "2", "--out", str(tmp_path / "curves"), "--recipes"])
     found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
 
     assert list(found) == ["nudged 1", "nudged 2", "nudged 3", *loss_curves.RECIPES, "16 bits"]
@@ -522,12 +530,34 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
 
 
-def test_bench_mlp_under_recipes(capsys):
-    sizes = ["--experts", "4", "--features", "256", "--hidden", "128", "--tokens", "16", "--dtype", "bf16"]
-    grouped_mlp.main([*sizes, "--rounds", "1", "--contestants", "fused", "loop", "--recipe", "Float8Block"])
+_SMALL = ("--experts", "4", "--features", "256", "--hidden", "128", "--tokens", "16", "--rounds", "1")
 
-    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert names[2:] == ["fused", "loop", "fused, Float8Block"]
+
+def _first_column(printed):
+    return [line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")]
+
+
+def test_bench_mlp_under_recipes(capsys):
+    grouped_mlp.main([*_SMALL, "--dtype", "bf16", "--contestants", "fused", "loop", "--recipe", *RECIPES])
+
+    names = _first_column(capsys.readouterr().out)
+    assert names[2:] == ["fused", "loop", *(f"fused, {name}" for name in RECIPES)]
+
+
+def test_bench_mlp_quantises_16_bits_only(capsys):
+    with pytest.raises(SystemExit):
+        grouped_mlp.main([*_SMALL, "--dtype", "fp32", "--recipe", "MXFP8"])
+
+    assert "give --dtype bf16" in capsys.readouterr().err
+
+
+def test_bench_grouped_gemm_under_recipes(capsys):
+    options = ["--dtype", "bf16", "--main-grad", "--contestants", "ours", "--recipe", *RECIPES]
+    grouped_gemm.main([*_SMALL, *options])
+
+    heading, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert all(f" {name} |" in heading for name in RECIPES)
+    assert len(rows) == 8
 
 
 def test_a_wrong_result_under_a_recipe_is_refused():

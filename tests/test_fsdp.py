@@ -20,7 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fusible import ArgumentError, Sequential, SwiGLU, interleaved
+from fusible import (
+    MXFP8,
+    NVFP4,
+    ArgumentError,
+    Delayed,
+    Float8Block,
+    Float8Row,
+    Float8Tensor,
+    GroupedLinear,
+    Sequential,
+    SwiGLU,
+    interleaved,
+)
+from fusible.ops.quantized.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}
@@ -86,6 +99,36 @@ def test_sharded_experts_are_fused_and_give_the_same(mesh: DeviceMesh) -> None:
     for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert isinstance(mine, DTensor)
         torch.testing.assert_close(mine.grad.full_tensor(), other.grad)
+
+
+RECIPES = (
+    Float8Block(),
+    Float8Row(),
+    Float8Tensor(gradient="e5m2"),
+    Float8Tensor(delayed=Delayed(history=2)),
+    MXFP8(),
+    NVFP4(stochastic_rounding=False),
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_sharded_experts_under_a_recipe_give_the_same(mesh: DeviceMesh, recipe: Recipe) -> None:
+    """Weights are gathered in 16 bits, and quantised where they have been gathered."""
+
+    def quantised() -> Sequential:
+        options = {"bias": False, "dtype": torch.bfloat16, "recipe": recipe}
+        torch.manual_seed(0)
+        return Sequential(GroupedLinear(2, 32, 64, **options), SwiGLU(), GroupedLinear(2, 32, 32, **options))
+
+    x, plain, sharded = torch.randn(5, 32).bfloat16(), quantised(), fully_shard(quantised(), mesh=mesh)
+    for _ in range(2):
+        results = [model(x, split_sizes=CALL["split_sizes"]) for model in (sharded, plain)]
+        for result in results:
+            result.sum().backward()
+        assert torch.equal(*results)
+
+    for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), other.grad)
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
