@@ -34,16 +34,22 @@ class Router(nn.Module):
 class MoELayer(nn.Module):
     """Experts of the form ``W2 (swiglu(W1 x) * weight)`` with their permutations, computed as one fused op."""
 
-    def __init__(self, features: int, hidden: int, experts: int = 8, top_k: int = 2) -> None:
+    def __init__(
+        self, features: int, hidden: int, experts: int = 8, top_k: int = 2, group: fusible.ep.Group | None = None
+    ) -> None:
         super().__init__()
         self.router = Router(features, experts, top_k)
+        first: fusible.Op = fusible.Dispatch(experts)  # gives split sizes and scales to the ops behind it
+        last: fusible.Op = fusible.Combine()
+        if group is not None:  # each rank has some of the experts, and tokens travel to them
+            first, last, experts = fusible.ep.EPDispatch(group), fusible.ep.EPCombine(group), group.num_local_experts
         self.experts = fusible.Sequential(
-            fusible.Dispatch(experts),  # gives split sizes and scales to the ops behind it
+            first,
             fusible.GroupedLinear(experts, features, 2 * hidden, bias=False),
             fusible.SwiGLU(),
             fusible.Scale(),
             fusible.GroupedLinear(experts, hidden, features, bias=False),
-            fusible.Combine(),
+            last,
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

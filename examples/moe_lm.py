@@ -17,7 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from fusible.benchmarks.grouped_mlp import measure
 from fusible.benchmarks.problem import Problem, Result
 from fusible.benchmarks.report import describe
 from fusible.benchmarks.timing import kept_bytes, markdown
+from fusible.ep import Group
 
 from .moe_layer import MoELayer
 
@@ -77,9 +78,21 @@ class Setting(NamedTuple):
         """The context of the training."""
         return torch.autocast(torch.device(self.device).type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def model(self) -> LanguageModel:
-        """A new one."""
-        return LanguageModel(*self.size[:6]).to(self.device)
+    def model(self, group: Group | None = None) -> LanguageModel:
+        """A new one, with all experts, or those of a rank."""
+        return LanguageModel(*self.size[:6], group).to(self.device)
+
+
+class Ranks(Protocol):
+    """Processes that train one model together."""
+
+    rank: int
+
+    def agreed(self, done: Iterator[float]) -> Iterator[float]:
+        """How far the training is, the same on all of them."""
+
+    def clip(self, model: LanguageModel) -> None:
+        """Makes gradients those of the batches of all, then does what :func:`clip` does."""
 
 
 class Attention(nn.Module):
@@ -102,11 +115,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then experts, each on normalised rows and added to what comes in."""
 
-    def __init__(self, features: int, heads: int, hidden: int, experts: int, top_k: int) -> None:
+    def __init__(
+        self, features: int, heads: int, hidden: int, experts: int, top_k: int, group: Group | None = None
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(features), nn.RMSNorm(features)
         self.attention = Attention(features, heads)
-        self.moe = MoELayer(features, hidden, experts, top_k)
+        self.moe = MoELayer(features, hidden, experts, top_k, group)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.norm1(x))
@@ -118,12 +133,19 @@ class LanguageModel(nn.Module):
     """Bytes in, logits of the next byte out."""
 
     def __init__(
-        self, features: int = 128, heads: int = 4, hidden: int = 256, experts: int = 8, top_k: int = 2, layers: int = 2
+        self,
+        features: int = 128,
+        heads: int = 4,
+        hidden: int = 256,
+        experts: int = 8,
+        top_k: int = 2,
+        layers: int = 2,
+        group: Group | None = None,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, features)
         self.positions = nn.Parameter(torch.randn(CONTEXT, features) * 0.02)
-        self.blocks = nn.ModuleList(Block(features, heads, hidden, experts, top_k) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(features, heads, hidden, experts, top_k, group) for _ in range(layers))
         self.norm = nn.RMSNorm(features)
         self.head = nn.Linear(features, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -169,6 +191,11 @@ def progress(seconds: float, steps: int | None) -> Iterator[float]:
         step += 1
 
 
+def clip(model: nn.Module) -> None:
+    """Shortens the gradient to length 1, where it is longer."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def train(
     model: LanguageModel,
     text: Tensor,
@@ -176,12 +203,19 @@ def train(
     steps: int | None = None,
     batch: int = BATCH,
     rate: float = PEAK_RATE,
+    *,
+    ranks: Ranks | None = None,
 ) -> list[float]:
-    """Trains with AdamW, the rate rising for a tenth of the time and falling along a cosine; returns the losses."""
+    """Trains with AdamW, the rate rising for a tenth of the time and falling along a cosine; returns the losses.
+
+    Args:
+        ranks: that train together, each on batches of its own.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
-    generator, losses, bar = torch.Generator().manual_seed(1), [], Bar()
+    generator, losses, bar = torch.Generator().manual_seed(ranks.rank + 1 if ranks else 1), [], Bar()
+    done_by_now = progress(seconds, steps)
     device = model.positions.device
-    for done in progress(seconds, steps):
+    for done in ranks.agreed(done_by_now) if ranks else done_by_now:
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, done / 0.1 + 0.05) * 0.5 * (1 + math.cos(math.pi * done))
         x, target = (t.to(device) for t in batch_of(text, batch, generator))
@@ -189,7 +223,7 @@ def train(
         loss = cross_entropy(logits, target)
         optimizer.zero_grad()
         (loss + BALANCE * balance).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        ranks.clip(model) if ranks else clip(model)
         optimizer.step()
         losses.append(loss.item())
         bar.show(done, f"step {len(losses):4}  loss {recent(losses):.3f}  balance {balance.item():.2f}")
@@ -319,7 +353,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, help="of training, instead of seconds")
     parser.add_argument("--rounds", type=positive, default=20, help="of the comparison at the end")
     parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu", help="where")
+    parser.add_argument("--ep", type=positive, default=1, metavar="RANKS", help="spread the experts over processes")
     args = parser.parse_args(argv)
+    if args.ep > 1:
+        from .moe_lm_ranks import start  # which is made of the parts of this file
+
+        return start(args)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
         found = run(args)
     if args.json:

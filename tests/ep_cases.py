@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from fusible import ArgumentError, Sequential, config, ep
+from fusible import ArgumentError, Scale, ScaledSwiGLU, Sequential, SwiGLU, config, ep
+from fusible.ops import kernels
+from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 
 CASES: list[Callable[[World], None]] = []
 
@@ -110,8 +112,113 @@ def ids_of_32_bits_and_weights_of_other_dtypes(world: World) -> None:
 @case
 def unfused_ops_give_the_same(world: World) -> None:
     group = world.group()
-    with config(disable_fusions=("GroupedMLP", "RoutedMLP", "EPGroupedMLP")):
-        check_step(group, batch_for(group, counts_of(world)))
+    for fusions in ({"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP", "RoutedMLP"}):
+        with config(disable_fusions=frozenset(fusions)):
+            check_step(group, batch_for(group, counts_of(world)))
+
+
+@case
+def only_the_experts_are_fused_where_groups_or_lanes_differ(world: World) -> None:
+    first, second = world.group(lanes=2), world.group()
+    mine = batch_for(first, counts_of(world)).of(world.rank)
+    call = {"x": mine.x, "top_k_index": mine.ids, "top_k_weights": mine.weights}
+    for last, reason in (
+        (ep.EPCombine(second), "dispatch and combine are of different groups"),
+        (ep.EPCombine(first, 1), "dispatch and combine use different lanes"),
+        (ep.EPCombine(first), ""),
+    ):
+        layer = experts(ep.EPDispatch(first), first.num_local_experts, last)
+        said = layer.explain(**call)
+        assert [s.name for s in said.steps] == (
+            ["EPDispatch", "GroupedMLP", "EPCombine"] if reason else ["EPGroupedMLP"]
+        )
+        assert not reason or reason in [fusion.reason for fusion in said.fusions]
+
+
+@case
+def other_places_of_the_scale_are_fused_too(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    batch = batch_for(group, counts_of(world))
+    for behind in ((ScaledSwiGLU,), (SwiGLU, None, Scale), (SwiGLU, None)):
+        layers = []
+        for of in (whole(group), part(group)):
+            activation, *scale = [kind and kind() for kind in behind]
+            inside = [of[1], activation, of[4], *[op for op in scale if op is not None]]
+            layers.append(Sequential(of[0], *inside, of[5]))
+        expected = trained(layers[0], batch).of(batch.counts, group)
+        same(trained(layers[1], batch.of(world.rank)), expected)
+        assert [s.name for s in layers[1].explain().steps] == ["EPGroupedMLP"]
+
+
+class Lending(CollectiveTransport):
+    """Has memory for rows, as where our own kernels run."""
+
+    def lends(self, table: CollectiveTable) -> bool:
+        return True
+
+
+@case
+def rows_are_written_into_the_buffer_of_the_exchange(world: World) -> None:
+    for capacity in (2.0, "exact"):
+        for combine in ("exact", "reduced"):
+            group = world.group(capacity=capacity, combine=combine)
+            batches = [batch_for(group, counts_of(world), seed) for seed in (0, 1)]
+            expected = [trained(part(group), batch.of(world.rank)) for batch in batches]
+            group._mover = Lending(group.settings, group.process_group)
+            for batch, of_unlent in zip(batches, expected, strict=True):
+                layer, mine = part(group), batch.of(world.rank)
+                trained(layer, mine)  # makes the buffer
+                group._mover._buffers[0].fill_(torch.nan)
+                layer.zero_grad()
+                with allocations() as made:
+                    same(trained(layer, mine), of_unlent)
+                assert made == [], made
+
+
+@contextmanager
+def allocations() -> Iterator[list[object]]:
+    """The products of the experts that are given no memory to write into, of the two whose rows travel."""
+    made: list[object] = []
+    original = kernels.grouped_gemm
+
+    def watched(layout: object, *args: object, out: Tensor | None = None, **factors: object) -> object:
+        if layout in (kernels.Layout.NT, kernels.Layout.NN) and out is None:
+            made.append(layout)
+        return original(layout, *args, out=out, **factors)
+
+    kernels.grouped_gemm = watched
+    try:
+        yield made
+    finally:
+        kernels.grouped_gemm = original
+
+
+@case
+def autocast_casts_tokens_to_the_dtype_of_the_group(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    batch = Batch.random(counts_of(world), group.settings.num_experts, 3)
+    batch = batch._replace(dy=batch.dy.bfloat16())
+    for fusions in (frozenset(), frozenset({"EPGroupedMLP"})):
+        with config(disable_fusions=fusions), torch.autocast("cpu", torch.bfloat16):
+            expected = trained(whole(group).float(), batch).of(batch.counts, group)
+            came = trained(part(group).float(), batch.of(world.rank))
+        assert came.y.dtype == torch.bfloat16
+        assert came.dx.dtype == torch.float32
+        torch.testing.assert_close(came.dx, expected.dx, rtol=2e-2, atol=2e-2)  # ours is rounded to that of the group
+        same(came._replace(dx=expected.dx), expected)
+
+
+@case
+def gradients_accumulate_into_main_grad(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    expected, layer = trained(whole(group), batch).of(batch.counts, group), part(group)
+    for linear in (layer[1], layer[4]):
+        linear.accumulate_into_main_grad = True
+        linear.weight.main_grad = torch.ones_like(linear.weight)
+    trained(layer, batch.of(world.rank))
+    for i, linear in ((0, layer[1]), (2, layer[4])):
+        torch.testing.assert_close(linear.weight.main_grad, 1 + expected.parameters[i])
 
 
 @case

@@ -7,7 +7,8 @@ what travels come from one gather of counts, for which the host waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -91,6 +92,7 @@ class CollectiveTransport:
         self._rank, self._ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._capacity = settings.rows(self._ranks)
         self._required = self._dropped = 0
+        self._buffers: dict[int, Tensor] = {}
 
     def route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
         experts = self._settings.num_experts
@@ -114,7 +116,7 @@ class CollectiveTransport:
         header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
         mine = torch.cat((header, routing.split_sizes))
         found = mine.new_empty(self._ranks * mine.numel())
-        self._wait(_gather(found, mine, self._group), exchange.named("dispatch"))
+        self._started(_gather(found, mine, self._group), exchange.named("dispatch"))()
         table = found.view(self._ranks, -1).cpu()
         self._compare(exchange, table[:, :_HEADER].tolist())
         return table[:, _HEADER:].long()
@@ -160,7 +162,7 @@ class CollectiveTransport:
         """For each token, which of its rows lie with one rank; found from the slots, which travel as rows do."""
         slots = table.routing.slot_of_row[: sum(table.to_rank)].to(torch.int64)
         kind = table.exchange.named("dispatch")
-        arrived = self._exchanged(slots, table.to_rank, table.arrivals.from_rank, kind)
+        arrived = self._exchanged(slots, table.to_rank, table.arrivals.from_rank, kind)()
         sources = torch.repeat_interleave(torch.tensor(table.arrivals.from_rank)).to(slots.device)
         here, to_rank = _by_token(arrived, sources, table.arrivals.order, self._settings, self._ranks)
         owners = torch.repeat_interleave(torch.tensor(table.to_rank)).to(slots.device)
@@ -178,37 +180,55 @@ class CollectiveTransport:
     def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str) -> Tensor:
         """Q rows or numbers by expert, from those of this rank's slots."""
         arrivals, named = table.arrivals, table.exchange.named(kind)
-        arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)
+        arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)()
         rows = mine.new_empty(table.num_rows, *mine.shape[1:])
         count = arrivals.order.shape[0]
         torch.index_select(arrived, 0, arrivals.order, out=rows[:count])
         rows[count:].zero_()
         return rows
 
-    def pull_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+    def start_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
         if table.sums is None:
-            return permutation.unpermute(self._returned(rows, table, kind), table.routing)
+            arrived = self._start_returning(rows, table, kind)
+            return lambda: permutation.unpermute(arrived(), table.routing)
         sums = table.sums
         mine = permutation.unpermute(_with_zero(rows[: table.arrivals.order.shape[0]]), sums.here)
         back = self._exchanged(mine, sums.to_rank, sums.from_rank, table.exchange.named(kind))
-        return permutation.unpermute(_with_zero(back), sums.back)
+        return lambda: permutation.unpermute(_with_zero(back()), sums.back)
 
     def return_numbers(self, numbers: Tensor, table: CollectiveTable, dtype: torch.dtype, kind: str) -> Tensor:
-        return permutation.by_slot(self._returned(numbers, table, kind), table.routing, dtype)
+        return permutation.by_slot(self._start_returning(numbers, table, kind)(), table.routing, dtype)
 
-    def _returned(self, rows: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+    def _start_returning(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
         """The rows or numbers of this rank's slots, those of no expert zero, from Q rows by expert."""
         order, slots = table.arrivals.order, table.routing.slot_of_row.shape[0]
         leaving = rows.new_empty(order.shape[0], *rows.shape[1:])
         leaving.index_copy_(0, order, rows[: order.shape[0]])
-        back = rows.new_empty(slots, *rows.shape[1:])
-        sent = sum(table.to_rank)
-        self._exchange(back[:sent], leaving, table.arrivals.from_rank, table.to_rank, table.exchange.named(kind))
+        back, sent = rows.new_empty(slots, *rows.shape[1:]), sum(table.to_rank)
         back[sent:].zero_()
-        return back
+        sizes = table.arrivals.from_rank, table.to_rank
+        arrived = self._exchange(back[:sent], leaving, *sizes, table.exchange.named(kind))
+
+        def returned() -> Tensor:
+            arrived()
+            return back
+
+        return returned
 
     def row_buffer(self, table: CollectiveTable) -> Tensor | None:
-        return None
+        if not self.lends(table):
+            return None
+        lane, rows = table.exchange.lane, table.num_rows
+        buffer = self._buffers.get(lane)
+        if buffer is None or buffer.shape[0] < rows:
+            form = {"dtype": self._settings.dtype, "device": table.split_sizes.device}
+            with torch.inference_mode(False):
+                buffer = self._buffers[lane] = torch.empty(rows, self._settings.hidden, **form)
+        return buffer[:rows]
+
+    def lends(self, table: CollectiveTable) -> bool:
+        """Whether it has memory for rows: where our own kernels run, which write there at no cost."""
+        return table.routing.is_native
 
     def statistics(self) -> Mapping[str, int]:
         return {"required": self._required, "dropped": self._dropped}
@@ -217,31 +237,51 @@ class CollectiveTransport:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
 
-    def _exchanged(self, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str) -> Tensor:
+    def _exchanged(
+        self, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str
+    ) -> Callable[[], Tensor]:
+        """What arrives, once it is there."""
         arrived = rows.new_empty(sum(from_rank), *rows.shape[1:])
-        self._exchange(arrived, rows, to_rank, from_rank, named)
-        return arrived
+        wait = self._exchange(arrived, rows, to_rank, from_rank, named)
+
+        def there() -> Tensor:
+            wait()
+            return arrived
+
+        return there
 
     def _exchange(
         self, arrived: Tensor, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str
-    ) -> None:
-        """So many rows to each rank, and so many from each, in the order of ranks."""
-        sizes = [*from_rank], [*to_rank]
-        self._wait(
-            lambda: dist.all_to_all_single(arrived, rows.contiguous(), *sizes, group=self._group, async_op=True), named
+    ) -> Callable[[], None]:
+        """So many rows to each rank, and so many from each, in the order of ranks; returns what waits for them."""
+        sizes, leaving = ([*from_rank], [*to_rank]), rows.contiguous()
+        return self._started(
+            lambda: dist.all_to_all_single(arrived, leaving, *sizes, group=self._group, async_op=True), named
         )
 
-    def _wait(self, start: Any, named: str) -> None:
-        """Starts a collective and waits for it: on a host until it is there, on a device as the device will."""
-        try:
+    def _started(self, start: Callable[[], Any], named: str) -> Callable[[], None]:
+        """Starts a collective; returns what waits for it: a host until it is there, a device as the device will."""
+        with _peers_of(named):
             work = start()
+
+        def wait() -> None:
             seconds = self._settings.timeout
-            if seconds and dist.get_backend(self._group) == "gloo":
-                work.wait(timedelta(seconds=seconds))
-            else:
-                work.wait()  # NCCL has the timeout of the process group, and a watchdog
-        except RuntimeError as error:
-            raise PeerError(f"a rank did not take part in {named}: {error}") from error
+            with _peers_of(named):
+                if seconds and dist.get_backend(self._group) == "gloo":
+                    work.wait(timedelta(seconds=seconds))
+                else:
+                    work.wait()  # NCCL has the timeout of the process group, and a watchdog
+
+        return wait
+
+
+@contextmanager
+def _peers_of(named: str) -> Iterator[None]:
+    """Says which exchange it was that a collective of the body did not end."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(f"a rank did not take part in {named}: {error}") from error
 
 
 def _gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ...fuser import ArgumentError, Grads, Op, TensorSpec
 from ...fuser import tracing as trace
-from .dispatch import TokensForeseen, check_lane, check_rows_of, summed
+from .dispatch import TableForeseen, check_lane, check_rows_of, pulled, start_sum
 from .group import Group
+from .transport import Exchange
 
 
 class EPCombine(Op):
@@ -53,22 +54,13 @@ class EPCombine(Op):
 
     def fwd(self, x: Tensor, *, row_of_slot: Tensor) -> tuple[Tensor, Saved]:
         if trace.active():
-            table: Any = TokensForeseen(*row_of_slot.shape)
+            table: Any = TableForeseen(Exchange(self.lane, 0), row_of_slot, row_of_slot, x.shape[0])
         else:
             table = self.group.lane(self.lane).end(row_of_slot)
-        return summed(self.group, x, table, "combine"), self.Saved(table)
+        return start_sum(self.group, x, table, "combine")(), self.Saved(table)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
-        return {"x": lambda: self._spread(saved, dy)}
-
-    def _spread(self, saved: Saved, dy: Tensor) -> Tensor:
-        """[Q, H]: the gradient of each row is that of its token's sum."""
-        if isinstance(saved.table, TokensForeseen):
-            rows = dy.new_empty(self.group.local_capacity or saved.table.tokens * saved.table.top_k, dy.shape[1])
-            self.group.mover.foresee("combine backward", rows)
-            return rows
-        with self.group.moving() as transport:
-            return transport.pull(dy, saved.table, "combine backward")
+        return {"x": lambda: pulled(self.group, dy, saved.table, "combine backward")}
 
     def extra_repr(self) -> str:
         return f"{self.group!r}, lane={self.lane}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from ...fuser import tracing as trace
-from ..checks import check_floats
+from ..checks import check_floats, product_dtype
 from ..moe import check_slots, index_dtype
 from .group import Group
+from .transport import Exchange, Table
 
 
 class EPDispatch(Op):
@@ -57,14 +58,23 @@ class EPDispatch(Op):
 
     class Saved(NamedTuple):
         table: Any
+        x_dtype: torch.dtype
         weights_dtype: torch.dtype
 
     def __init__(self, group: Group, lane: int = 0) -> None:
         super().__init__()
         self.group, self.lane = group, check_lane("EPDispatch", group, lane)
 
-    def check(self, x: TensorSpec, *, top_k_index: Tensor, top_k_weights: Tensor) -> Mapping[str, TensorSpec]:
+    def check(
+        self,
+        x: TensorSpec,
+        *,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> Mapping[str, TensorSpec]:
         settings = self.group.settings
+        x = x._replace(dtype=product_dtype(x.dtype, autocast_dtype))
         check_rows_of(self.group, x, "tokens [T, H]")
         check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
         check_slots("top_k_weights", top_k_weights, x, "floating-point", lambda dtype: dtype.is_floating_point)
@@ -95,65 +105,104 @@ class EPDispatch(Op):
         return known
 
     def fwd(
-        self, x: Tensor, *, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
+        self,
+        x: Tensor,
+        *,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
     ) -> tuple[Outputs, Saved]:
+        table, rows, scales = self.exchange(x, top_k_index, top_k_weights, needs_grad)
+        self.group.lane(self.lane).opened(table)
+        outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
+        return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
+
+    def exchange(
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wanted: frozenset[str]
+    ) -> tuple[Table, Tensor, Tensor]:
+        """The table of a new exchange, and the rows and scales of this rank's experts.
+
+        Args:
+            wanted: the gradients that a backward will give, of ``x`` and ``top_k_weights``.
+        """
+        x = x.to(self.group.settings.dtype)
         if trace.active():
             return self._foreseen(x, top_k_index, top_k_weights)
-        lane = self.group.lane(self.lane)
-        exchange = lane.begin()
+        exchange = self.group.lane(self.lane).begin()
         with self.group.moving() as transport:
-            table = transport.route(exchange, top_k_index, needs_grad)
+            table: Table = transport.route(exchange, top_k_index, wanted)
             rows = transport.pull(x, table, "dispatch")
-            scales = transport.pull_numbers(top_k_weights, table, "dispatch")
-        lane.opened(table)
-        outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
-        return outputs, self.Saved(table, top_k_weights.dtype)
+            return table, rows, transport.pull_numbers(top_k_weights, table, "dispatch")
 
-    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Outputs, Saved]:
+    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Table, Tensor, Tensor]:
         """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
-        rows = self.group.local_capacity or top_k_index.numel()
-        outputs = {
-            "y": x.new_empty(rows, x.shape[1]),
-            "split_sizes": x.new_empty(self.group.num_local_experts, dtype=torch.int32),
-            "scales": x.new_empty(rows, dtype=torch.promote_types(top_k_weights.dtype, torch.float32)),
-            "row_of_slot": torch.empty_like(top_k_index, dtype=torch.int64),
-        }
-        self.group.mover.foresee("dispatch", outputs["y"], outputs["scales"])
+        count = self.group.local_capacity or top_k_index.numel()
+        table = TableForeseen(
+            Exchange(self.lane, 0),
+            x.new_empty(self.group.num_local_experts, dtype=torch.int32),
+            torch.empty_like(top_k_index, dtype=torch.int64),
+            count,
+        )
+        rows = x.new_empty(count, x.shape[1])
+        scales = x.new_empty(count, dtype=torch.promote_types(top_k_weights.dtype, torch.float32))
+        self.group.mover.foresee("dispatch", rows, scales)
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
-        return outputs, self.Saved(TokensForeseen(*top_k_index.shape), top_k_weights.dtype)
+        return table, rows, scales
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
         grads: dict[str, Gradient] = {
-            "x": lambda: summed(self.group, dy, saved.table, "dispatch backward"),
-            "top_k_weights": lambda: self._weight_grads(saved, scales),
+            "x": lambda: start_sum(self.group, dy, saved.table, "dispatch backward")().to(saved.x_dtype),
+            "top_k_weights": lambda: returned(self.group, scales, saved.table, saved.weights_dtype),
         }
         return grads
-
-    def _weight_grads(self, saved: Saved, dscales: Tensor) -> Tensor:
-        if isinstance(saved.table, TokensForeseen):
-            self.group.mover.foresee("dispatch backward", dscales)
-            return dscales.new_empty(saved.table, dtype=saved.weights_dtype)
-        with self.group.moving() as transport:
-            return transport.return_numbers(dscales, saved.table, saved.weights_dtype, "dispatch backward")
 
     def extra_repr(self) -> str:
         return f"{self.group!r}, lane={self.lane}"
 
 
-class TokensForeseen(NamedTuple):
-    """In place of a table, of a run without data."""
+class TableForeseen(NamedTuple):
+    """The table of a run without data."""
 
-    tokens: int
-    top_k: int
+    exchange: Exchange
+    split_sizes: Tensor
+    row_of_slot: Tensor
+    num_rows: int
 
 
-def summed(group: Group, rows: Tensor, table: Any, kind: str) -> Tensor:
-    """[T, H]: the sums of the rows of each token of this rank, from the rows [Q, H] of all ranks."""
-    if isinstance(table, TokensForeseen):
+def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[], Tensor]:
+    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H]."""
+    if trace.active():
         group.mover.foresee(kind, rows)
-        return rows.new_empty(table.tokens, rows.shape[1])
+        return lambda: rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
     with group.moving() as transport:
-        return transport.pull_sum(rows, table, kind)
+        finish = transport.start_sum(rows, table, kind)
+
+    def finished() -> Tensor:
+        with group.moving():
+            return finish()
+
+    return finished
+
+
+def pulled(group: Group, tokens: Tensor, table: Table, kind: str) -> Tensor:
+    """Rows [Q, H] of this rank's experts, from the tokens of all ranks, by the table of an earlier dispatch."""
+    if trace.active():
+        rows = tokens.new_empty(table.num_rows, tokens.shape[1])
+        group.mover.foresee(kind, rows)
+        return rows
+    with group.moving() as transport:
+        return transport.pull(tokens, table, kind)
+
+
+def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) -> Tensor:
+    """The gradients [T, k] of routing weights, from those of the scales [Q] of all ranks."""
+    kind = "dispatch backward"
+    if trace.active():
+        group.mover.foresee(kind, dscales)
+        return torch.empty_like(table.row_of_slot, dtype=dtype)
+    with group.moving() as transport:
+        return transport.return_numbers(dscales, table, dtype, kind)
 
 
 def check_lane(op: str, group: Group, lane: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -67,8 +67,11 @@ class Transport(Protocol):
     def pull(self, tokens: Tensor, table: Any, kind: str) -> Tensor:
         """Rows [Q, H] of this rank's experts, from the tokens [T, H] of all ranks. The tail is zero."""
 
-    def pull_sum(self, rows: Tensor, table: Any, kind: str) -> Tensor:
-        """Tokens [T, H] of this rank: the sums of their rows, from the rows [Q, H] of all ranks."""
+    def start_sum(self, rows: Tensor, table: Any, kind: str) -> Callable[[], Tensor]:
+        """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
+
+        Rows may be overwritten once the sums are there.
+        """
 
     def pull_numbers(self, numbers: Tensor, table: Any, kind: str) -> Tensor:
         """One number [Q] a row, in float32 at least, from those [T, k] of the slots of all ranks. The tail is zero."""
@@ -77,7 +80,10 @@ class Transport(Protocol):
         """Of each slot [T, k] the number of its row, from those [Q] of all ranks; 0 for slots of no expert."""
 
     def row_buffer(self, table: Any) -> Tensor | None:
-        """[Q, H]: memory from which :meth:`pull_sum` moves rows without a copy; None: there is none such."""
+        """[Q, H]: memory for rows that :meth:`start_sum` is given next on that lane, in a forward or a backward.
+
+        None: any memory is as good.
+        """
 
     def statistics(self) -> Mapping[str, int]:
         """The largest number of rows that a rank had to own, and the number of rows left out, so far."""

@@ -1,5 +1,6 @@
 """Fused ops. Importing this package registers their fusions."""
 
+from .ep_grouped_mlp import EPGroupedMLP
 from .glu_scale import GLUScale
 from .grouped_linear_glu import GroupedLinearGLU
 from .grouped_mlp import GroupedMLP
@@ -7,4 +8,4 @@ from .pointwise_chain import PointwiseChain
 from .routed_lora import RoutedLoRA
 from .routed_mlp import RoutedMLP
 
-__all__ = ["GLUScale", "GroupedLinearGLU", "GroupedMLP", "PointwiseChain", "RoutedLoRA", "RoutedMLP"]
+__all__ = ["EPGroupedMLP", "GLUScale", "GroupedLinearGLU", "GroupedMLP", "PointwiseChain", "RoutedLoRA", "RoutedMLP"]

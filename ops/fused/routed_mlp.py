@@ -234,7 +234,7 @@ class RoutedMLP(FusedOp):
         return {name: gradient for name, gradient in grads.items() if name in needs_grad}
 
     def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
-        return _needs_of_mlp(needs_grad, tuple(self._scaled_by))
+        return needs_of_mlp(needs_grad, tuple(self._scaled_by))
 
     @property
     def _scaled_by(self) -> list[str]:
@@ -275,7 +275,7 @@ def _wgrad(fc: GroupedLinear, tokens: Tensor, rows: Tensor, leads: bool, routing
 
 
 @lru_cache(maxsize=4096)
-def _needs_of_mlp(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
+def needs_of_mlp(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
     """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
     needs = set(needs_grad - {"top_k_weights"})
     if "top_k_weights" in needs_grad:
