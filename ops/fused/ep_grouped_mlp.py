@@ -22,7 +22,7 @@ from ..grouped_linear import GroupedLinear
 from ..pointwise import Pointwise
 from ..quantized_linear import in_force
 from ..scale import Scale
-from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation_of_groups
+from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation_of_columns
 from .grouped_mlp import GroupedMLP
 from .pointwise_chain import PointwiseChain
 from .routed_mlp import needs_of_mlp
@@ -45,7 +45,7 @@ def _pattern() -> Pattern:
     for role in _SCALES:
         path = path.edge("dispatch", role, "scales")
     path = path.edge("dispatch", "combine", "row_of_slot").may_read("dispatch", "act", "scales", "split_sizes")
-    return with_activation_of_groups(path)
+    return with_activation_of_columns(path)
 
 
 @register_fusion(

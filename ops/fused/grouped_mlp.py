@@ -35,6 +35,7 @@ from ..quantized_linear import (
     copies_of,
     followed_by,
     hidden_for_wgrad,
+    in_force,
     quantized_hidden,
     through_activation,
     transposed_operand,

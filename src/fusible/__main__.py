@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (
         bench,
-        "time the experts (mlp, jax), ranks (ep), the grouped GEMM (grouped_gemm), blocks of transformers (hf), or routing",
+        "time the experts (mlp, jax), ranks (ep), the grouped GEMM (grouped_gemm), transformers (hf), or routing",
     ),
 }
 
