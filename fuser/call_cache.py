@@ -19,7 +19,7 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .replay.calls import CallKey, call_key, refusal, start_capture
+from .replay.calls import CallKey, CaptureSession, call_key
 from .replay.guards import GuardedCache, State
 from .runtime.autograd import Runtime
 from .spec import TensorSpec
@@ -44,17 +44,19 @@ class CallCache:
         key = call_key(self.layout, call, runtime)
         if isinstance(key, str):
             return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
-        form, addresses = self.calls.form(*key), list(map(Tensor.data_ptr, key.pool))
-        entry = form[key.rows]
-        reason, captured = refusal(entry, key.pool, addresses), entry.captured
-        if reason is not None:
-            return self.note(call, runtime, reason)(call.values, runtime)
+        form, entry, addresses = self.calls.find(*key)
+        captured = entry.captured
+        if entry.refusal is not None:
+            return self.note(call, runtime, str(entry))(call.values, runtime)
         if captured is not None:
+            if captured.plan.buffers and captured.overlaps(key.pool, addresses):
+                reason = "not replayed: a buffer may share memory with another tensor"
+                return self.note(call, runtime, reason)(call.values, runtime)
             self.last = captured.last or LastCall.of(captured.plan, call, runtime, entry.state.value)
             return captured.run(key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
         last = self.last = LastCall.of(plan, call, runtime, State.CAPTURED.value)
-        session = start_capture(form, plan, key, len(call.values))
+        session = CaptureSession.of(form, plan, key, len(call.values))
         result = plan(call.values, runtime, session)
         if session is not None:
             session.finish(last)
@@ -80,7 +82,7 @@ class CallCache:
         key = call_key(self.layout, call, runtime)
         reason = key if isinstance(key, str) else plan.replay_refusal
         if isinstance(key, CallKey) and reason is None:
-            return str(self.calls.form(*key)[key.rows])
+            return str(self.calls.find(*key)[1])
         return f"not replayed: {reason}" if reason else ""
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:

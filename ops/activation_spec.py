@@ -82,7 +82,7 @@ def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
     """The activation that computes a program, and its value times the scale where it has no number of the row."""
     with_scale = program if program.rows else scaled(program)
     gated = len(program.arguments) == 2
-    return ActivationSpec(f"function {program.digest}", gated=gated, block=block, program=with_scale)
+    return ActivationSpec(with_scale.name, gated=gated, block=block, program=with_scale)
 
 
 def activation(name: str) -> ActivationSpec:

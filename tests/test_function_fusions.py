@@ -840,4 +840,4 @@ def test_explain_names_the_function_in_the_epilogue():
         sizes = torch.empty(4, device="cuda", dtype=torch.int64)
     with extension.assume(extension.HOPPER):
         explanation = model.explain(x, split_sizes=sizes)
-    assert f"hopper (function {act.program.digest} in the epilogue)" in str(explanation)
+    assert f"hopper ({act.spec.program.name} in the epilogue)" in str(explanation)

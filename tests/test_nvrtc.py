@@ -139,7 +139,7 @@ def test_what_spills_anyway_is_refused_with_what_ptxas_says(monkeypatch: pytest.
     form = form_of(Pointwise(lambda gate, up: phish(gate) * up, halves="concat"), backward=True)
     reason = epilogue.refusal(form)
 
-    assert reason == f"has no kernel of function {form.program.digest}: ptxas: 12 bytes spill"
+    assert reason == f"has no kernel of {form.program.name}: ptxas: 12 bytes spill"
 
 
 def test_a_source_that_is_wrong_is_a_compile_error_with_its_log() -> None:

@@ -207,6 +207,41 @@ def test_a_launch_on_memory_of_two_tensors_refuses(emulation: harness.Emulation)
     assert refusals == [None, "inputs overlap, so that an address does not say whose it is"]
 
 
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (lambda x: torch.empty(()), "a result has no dims or is strided, or two are one allocation"),
+        (lambda x: torch.empty(4, 2).mT, "a result has no dims or is strided, or two are one allocation"),
+        (lambda x: torch.empty(8)[:4], "a result is a part of an allocation"),
+        (
+            lambda x: torch.empty(0),
+            "a result is empty, of a type of its own, or neither an input nor all of an allocation",
+        ),
+        (lambda x: x, "a result is an input"),
+        (lambda x: x[2:], "a result is an input"),
+        (lambda x: x.detach(), None),
+        (lambda x: torch.empty(8).view(2, 4), None),
+    ],
+)
+def test_a_result_that_cannot_be_given_again_refuses(
+    emulation: harness.Emulation, result: Callable[[Tensor], Tensor], reason: str | None
+) -> None:
+    x = torch.ones(8)
+    with torch.no_grad(), capture.Capture([x], 8) as watching:
+        y = result(x)
+
+    assert watching.finish([y]) == reason
+
+
+def test_inputs_that_are_written_are_known_by_their_versions(emulation: harness.Emulation) -> None:
+    tensors = [torch.ones(8) for _ in range(3)]
+    with capture.Capture(tensors, 8) as watching:
+        torch.autograd.graph.increment_version(tensors[1])
+
+    assert watching.finish([]) is None
+    assert watching.written == [1]
+
+
 FORMS = [
     {},
     {"bias": True},

@@ -8,8 +8,6 @@ be replayable, so none of them looks at its arguments again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
 from .capture import TENSOR_TYPES, Capture
-from .guards import Entry, Form
+from .guards import Form
 from .program import Replay
 from .step import CapturedContext, CapturedStep, attribute_version
 
@@ -78,18 +76,6 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
     return CallKey(key, pool, x.shape[0] if x.ndim else 0)
 
 
-def refusal(entry: Entry, pool: Sequence[Tensor], addresses: list[int]) -> str | None:
-    """Why a call on these tensors is neither captured nor replayed; None: it may be."""
-    if entry.refusal is not None:
-        return str(entry)
-    if reduce(or_, addresses) & 15:  # some kernels choose their way by the last bits of an address
-        return "not replayed: an address is not aligned to 16 bytes"
-    call = entry.captured
-    if call is not None and call.plan.buffers and call.overlaps(pool, addresses):
-        return "not replayed: a buffer may share memory with another tensor"
-    return None
-
-
 class CapturedCall(NamedTuple):
     """A call that is replayed.
 
@@ -128,17 +114,6 @@ class CapturedCall(NamedTuple):
         return None if len(fitting) < len(steps) else self._replace(steps=fitting, last=None)
 
 
-def start_capture(form: Form, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
-    """Captures a call, but not the first of its form if no other number of rows has been seen either."""
-    reason = plan.replay_refusal
-    if reason is None and Capture.find_library() is None:
-        reason = "no library is built whose launches can be captured"
-    if reason is not None:
-        form.refuse(key.rows, reason)
-        return None
-    return CaptureSession(form, plan, key, values) if form.see(key.rows) else None
-
-
 class CaptureSession:
     """Captures the steps of a call while they run, and files the captured call."""
 
@@ -150,6 +125,17 @@ class CaptureSession:
         self._steps = list[CapturedStep]()
         self._refusal = "" if len(self._position_of) == len(self._pool) else "two tensors of the call are one"
 
+    @classmethod
+    def of(cls, form: Form, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
+        """For a call, but not for the first of its form if no other number of rows has been seen either."""
+        reason = plan.replay_refusal
+        if reason is None and Capture.find_library() is None:
+            reason = "no library is built whose launches can be captured"
+        if reason is not None:
+            form.refuse(key.rows, reason)
+            return None
+        return cls(form, plan, key, values) if form.see(key.rows) else None
+
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
         tensors = step.inputs(inputs[0])
@@ -159,7 +145,7 @@ class CaptureSession:
         reads, of_autograd = (tuple([self._position_of.get(id(t), -1) for t in each]) for each in (tensors, inputs))
         if reason is None and -1 in (*reads, *of_autograd):
             reason = "reads a tensor that is neither an argument nor held by an op"
-        replay = Replay.of(capture) if reason is None else None
+        replay = Replay.of(capture, capture) if reason is None else None
         if replay is None:
             self._refusal = self._refusal or f"{type(step.op).__name__}: {reason}"
             return result

@@ -1,10 +1,11 @@
-"""Captures what a run does on a device: its allocations, and the kernel launches that the library notes by itself."""
+"""Captures what a run does on a device: the tensors that it creates, and the launches that the library notes itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import cache
 from math import prod
-from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
+from ..torch_private import without_dispatch_modes
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -24,32 +26,27 @@ TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 LARGE = 2**20  # bytes of allocations that stay apart: an allocator finds those of the calls before
 
 
-class Memory(NamedTuple):
-    """Memory that a run allocates; ``is_apart``: a replay makes a tensor of it, not a piece of scratch memory."""
+class Created(NamedTuple):
+    """A tensor that a run creates. If ``factor`` is not 0, a first size precedes the others: so many times the rows.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    is_apart: bool
+    Attributes:
+        origin: what allocates its memory. Of a view: which input it is of, its strides, and the number of elements
+            before its first; without strides it is the input detached.
+    """
 
-
-class View(NamedTuple):
-    """An input in another shape; ``start`` counts elements from its first. Without strides it is only detached."""
-
-    source: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-    start: int
+    origin: Any
+    sizes: tuple[int, ...]
+    factor: int = 0
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
 
     Attributes:
-        inputs: how many tensors the run reads and writes; ``rows``: what it counts as rows.
         recorder: the library's own capture, of the launches.
-        results: each a number: inputs first, then allocations, and ``~i`` for view ``i`` of an input.
-        written: the inputs that are written.
+        memory: all that is allocated; ``returned`` and ``large``: the numbers of what is a result, and of large pieces.
+        results: positions among the inputs and what is returned; ``~i`` for view ``i``.
+        written: the inputs whose versions change.
         find_library: finds the compiled library whose launches can be captured, or returns None.
     """
 
@@ -57,21 +54,22 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inputs, self.rows, self._tensors, self._refusal = len(inputs), rows, inputs, ""
-        self.memory, self.views = list[Memory](), list[View]()
-        self.results, self.written = list[int | None](), list[int]()
+        self.rows, self._inputs, self._versions, self._refusal = rows, inputs, list(map(_version, inputs)), ""
+        self.memory, self.returned, self.large = list[Created](), list[int](), list[int]()
+        self.views, self.results, self.written = list[Created](), list[int | None](), list[int]()
+        self.device = inputs[0].device
         ends = [extent(t) if t.numel() else (0, -1) for t in inputs]
         self.recorder = self.find_library().Capture([(first, last + 1 - first) for first, last in ends], rows)
         if any(type(t) not in TENSOR_TYPES for t in inputs):
             self.refuse("a tensor is of a type of its own")
 
     def __enter__(self) -> Capture:
-        _active.capture = self
+        _active.set(self)
         self.recorder.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        _active.capture = None
+        _active.set(None)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.recorder.__exit__(*error)
 
@@ -92,13 +90,6 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Says that what happens now would not happen in a replay."""
         self._refusal = self._refusal or reason
 
-    def note_written(self, tensor: Tensor) -> None:
-        """Notes an input that a launch writes, so that its version must change."""
-        number, offset = self.recorder.find(tensor.data_ptr())
-        if offset or not 0 <= number < self.inputs:
-            self.refuse("a tensor is written that is not one of the inputs")
-        self.written.append(number)
-
     def finish(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> str | None:
         """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
 
@@ -106,61 +97,69 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs: each allocated in the run, an input detached, or None.
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
-        results = [None if tensor is None else self._number(tensor) for tensor in outputs]
-        if any(n is not None and n < self.inputs and (n >= 0 or self.views[~n].strides is not None) for n in results):
+        self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
+        for tensor in (*outputs, *kept):
+            self.results.append(None if tensor is None else self._position(tensor))
+        reshaped = {~i for i, view in enumerate(self.views) if view.origin[1] is not None}
+        if not reshaped.union(range(len(self._inputs))).isdisjoint(self.results[: len(outputs)]):
             self.refuse("a result is an input")
-        self.results = results + [self._number(tensor) for tensor in kept]
-        allocated = [n for n in self.results if n is not None and n >= self.inputs]
-        if len(set(allocated)) < len(allocated):
-            self.refuse("two results are one allocation")
-        self._tensors = ()
+        self._inputs = ()
         return self.refusal
-
-    def form(self) -> tuple[Any, ...]:
-        """What does not depend on the number of rows, besides launches."""
-        memory = [each._replace(shape=(), is_apart=False) for each in self.memory]
-        return self.inputs, memory, [view._replace(shape=()) for view in self.views], self.results, self.written
 
     def _allocated(self, tensor: Tensor) -> None:
         is_bytes = tensor.dtype is torch.uint8  # bytes are workspaces, whose sizes may be rounded
         is_workspace = self.recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes) or is_bytes
-        is_apart = tensor.nbytes >= LARGE and not is_workspace
-        self.memory.append(Memory(tuple(tensor.shape), tensor.dtype, tensor.device, is_apart))
+        if tensor.nbytes >= LARGE and not is_workspace:
+            self.large.append(len(self.memory))
+        self.memory.append(Created(allocator(tensor.dtype, tensor.device), tuple(tensor.shape)))
         if not tensor.is_contiguous():
             self.refuse("strided memory is allocated")
 
-    def _number(self, result: Tensor) -> int:
-        """That of a result."""
-        number: int
-        for number, tensor in enumerate(self._tensors):
+    def _position(self, result: Tensor) -> int:
+        """Of a result; any number, if it is one that a replay could not give."""
+        for position, tensor in enumerate(self._inputs):
             if result is tensor:
-                return number
+                return position
         number, offset = self.recorder.find(result.data_ptr())
-        if 0 <= number < self.inputs:
-            return self._view_of(number, offset, result)
-        memory = self.memory[number - self.inputs] if number >= 0 else None
-        if memory is None or not result.numel() or type(result) is not Tensor:
+        if number < 0 or type(result) is not Tensor:
             self.refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation")
-            return 0
-        if offset or (result.dtype, result.numel()) != (memory.dtype, prod(memory.shape)) or not result.is_contiguous():
+        elif number < len(self._inputs):
+            return self._view_of(number, offset, result)
+        else:
+            self._return_all_of(number - len(self._inputs), offset, result)
+        return len(self._inputs) + len(self.returned) - 1
+
+    def _return_all_of(self, number: int, offset: int, result: Tensor) -> None:
+        """Makes an allocation a result, which must be all of it."""
+        allocate, sizes, _ = self.memory[number]
+        if (allocator(result.dtype, result.device), result.numel(), offset) != (allocate, prod(sizes), 0):
             self.refuse("a result is a part of an allocation")
-        self.memory[number - self.inputs] = memory._replace(shape=tuple(result.shape), is_apart=True)
-        return number
+        if not result.ndim or not result.is_contiguous() or number in self.returned:
+            self.refuse("a result has no dims or is strided, or two are one allocation")
+        self.memory[number] = Created(allocate, tuple(result.shape))
+        self.returned.append(number)
 
     def _view_of(self, number: int, offset: int, result: Tensor) -> int:
-        tensor, strides, start = self._tensors[number], result.stride(), offset // result.element_size()
+        tensor, strides, start = self._inputs[number], result.stride(), offset // result.element_size()
         if result.dtype != tensor.dtype:
             self.refuse("a result is an input in another dtype")
         same = not start and result.shape == tensor.shape and strides == tensor.stride() and not result._is_view()
-        self.views.append(View(number, tuple(result.shape), None if same else strides, start))
+        self.views.append(Created((number, None if same else strides, start), tuple(result.shape)))
         return ~(len(self.views) - 1)
 
 
-class _Active(local):
-    capture: Capture | None = None
+_active: ContextVar[Capture | None] = ContextVar("capture", default=None)  # of this thread
 
 
-_active = _Active()
+@cache
+def allocator(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
+    """Allocates a tensor of a shape: the function that does so fastest, and for all captures the same."""
+    with without_dispatch_modes():
+        return torch.empty(0, dtype=dtype, device=device).new_empty
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # that of an inference tensor is not counted
 
 
 def register_library(find: Callable[[], Any]) -> None:
@@ -168,15 +167,7 @@ def register_library(find: Callable[[], Any]) -> None:
     Capture.find_library = staticmethod(find)
 
 
-def written(tensors: Tensor | Sequence[Tensor]) -> None:
-    """Tells autograd, and the capture if there is one, that a launch writes tensors."""
-    torch.autograd.graph.increment_version(tensors)
-    if _active.capture is not None:
-        for tensor in (tensors,) if isinstance(tensors, Tensor) else tensors:
-            _active.capture.note_written(tensor)
-
-
 def refuse(reason: str) -> None:
-    """Tells the capture, if there is one, that what happens now would not happen in a replay."""
-    if _active.capture is not None:
-        _active.capture.refuse(reason)
+    """Tells the capture of this thread, if there is one, that what happens now would not happen in a replay."""
+    if (capture := _active.get()) is not None:
+        capture.refuse(reason)

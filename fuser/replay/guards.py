@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -36,6 +38,7 @@ class Entry(NamedTuple):
 
 
 _NEW, _SEEN = Entry(State.NEW), Entry(State.SEEN)
+_MISALIGNED = Entry(State.UNSUPPORTED, None, "an address is not aligned to 16 bytes")
 
 
 class Form(dict[int, Entry]):
@@ -86,9 +89,8 @@ class Form(dict[int, Entry]):
         elif self._may_join:
             joined, self._may_join = self.first.joined(captured), False
             if joined is not None:
+                self.clear()
                 self._any_rows = Entry(State.CAPTURED, joined)
-                for number in [number for number, entry in self.items() if entry is _SEEN]:
-                    del self[number]
         self._set(rows, Entry(State.CAPTURED, captured))
 
     def refuse(self, rows: int, reason: str) -> None:
@@ -107,20 +109,24 @@ class GuardedCache:
     """Forms by key. Where they are many, all are dropped."""
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Drops them all."""
         self._forms, self._count = dict[tuple[Any, ...], list[Form]](), 0
 
-    def form(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> Form:
-        """The form of these tensors; a new one if there is none."""
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Entry, list[int]]:
+        """The form of these tensors, a new one if there is none; what is known of this call; the addresses."""
         for form in self._forms.get(key, ()):
             check = form.exact.get(rows, form.check)
             if check(*tensors) and (check is not form.check or form.has_rows(tensors, rows)):
-                return form
+                break
+        else:
+            form = self._add(key, Form(tensors, rows))
+        entry, addresses = form[rows], list(map(Tensor.data_ptr, tensors))
+        if entry.refusal is None and reduce(or_, addresses) & 15:  # by its last bits some kernels choose their way
+            entry = _MISALIGNED
+        return form, entry, addresses
+
+    def _add(self, key: tuple[Any, ...], form: Form) -> Form:
         if self._count >= _MANY:
-            self.clear()
+            self._forms, self._count = {}, 0
         self._count += 1
-        self._forms.setdefault(key, []).append(Form(tensors, rows))
-        return self._forms[key][-1]
+        self._forms.setdefault(key, []).append(form)
+        return form

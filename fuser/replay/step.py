@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from functools import reduce
-from operator import attrgetter, or_
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -56,20 +56,20 @@ class CapturedContext(BackwardContext):
             inputs += dict(zip(map(id, written), written, strict=True)).values()  # each once
         for value in joined:
             inputs += (value,) if type(value) is Tensor else value
-        addresses = list(map(Tensor.data_ptr, inputs))
         facts = tuple([each.facts for each in effects]) if effects else ()
+        key = len(inputs), facts, *map(attribute_version, self.ops)
         rows = douts[0].shape[0] if douts[0].ndim else 0
-        form = self.cache.form((len(inputs), facts, *map(attribute_version, self.ops)), inputs, rows)
-        entry, misaligned = form[rows], reduce(or_, addresses) & 15
-        if entry.captured is None or misaligned:
-            capture = None if misaligned or entry.refusal is not None else Capture(inputs, rows)
+        form, entry, addresses = self.cache.find(key, inputs, rows)
+        if entry.captured is None:
+            capture = Capture(inputs, rows) if entry.refusal is None else None
             del inputs  # so that without a capture the backward alone has the tensors, and lets go of each
             with capture or nullcontext():
                 grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, node, requested)
-            if capture is not None and (reason := capture.finish(grads)) is not None:
-                form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
-            elif capture is not None:
-                form.file(rows, Replay.of(capture))
+            if capture is not None:
+                if (reason := capture.finish(grads)) is None:
+                    form.file(rows, Replay.of(capture, capture))
+                else:
+                    form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
             return grads
         replay: Replay = entry.captured
         grads = replay.run(inputs, addresses, rows, stream_of(inputs[0]))
@@ -107,16 +107,10 @@ class CapturedStep(NamedTuple):
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
-        replay = self.replay
-        outputs: Sequence[Tensor]
         tensors, starts = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)]
-        if self.inputs:
-            outputs = apply(
-                lambda flags: self._result(replay.run(tensors, starts, rows, stream)),
-                *map(pool.__getitem__, self.inputs),
-            )
-        else:
-            outputs = replay.run(tensors, starts, rows, stream)
+        run: Callable[[], Any] = partial(self.replay.run, tensors, starts, rows, stream)
+        inputs = map(pool.__getitem__, self.inputs)
+        outputs = apply(lambda flags: self._result(run()), *inputs) if self.inputs else run()
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
         for i in self.last_uses:

@@ -181,9 +181,9 @@ class Program:
         )
 
     @cached_property
-    def digest(self) -> str:
-        """Six letters of a digest of the text, by which messages tell functions apart."""
-        return sha256(self.text.encode()).hexdigest()[:6]
+    def name(self) -> str:
+        """What messages call it: six letters of a digest of the text tell functions apart."""
+        return f"function {sha256(self.text.encode()).hexdigest()[:6]}"
 
     def __str__(self) -> str:
         return self.text

@@ -71,7 +71,7 @@ def form_of(
 def refusal(form: EpilogueForm) -> str | None:
     """Why there are no kernels; None: there are, and they are compiled and loaded."""
     result = handles(form)
-    return None if isinstance(result, tuple) else f"has no kernel of {_name(form.program)}: {result}"
+    return None if isinstance(result, tuple) else f"has no kernel of {form.program.name}: {result}"
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +88,7 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
     except CompileError as error:
         return str(error).partition("\n")[0]
     direction = "backward" if form.backward else "forward"
-    _log.info("%s of %s is ready after %.1f s", direction, _name(form.program), time.perf_counter() - start)
+    _log.info("%s of %s is ready after %.1f s", direction, form.program.name, time.perf_counter() - start)
     return loaded
 
 
@@ -164,7 +164,3 @@ def _in_threads(load_variant: Callable[[int], int], variants: Iterable[int]) -> 
     """NVRTC compiles several at once."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(load_variant, variants))
-
-
-def _name(program: Program) -> str:
-    return f"function {program.digest}"
