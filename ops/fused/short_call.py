@@ -15,13 +15,13 @@ _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
 
 
 class Saved(NamedTuple):
-    """Tensors that no wanted gradient reads are None, or left out of ``experts``."""
+    """What no wanted gradient reads is None, or empty."""
 
     tokens: Tensor | None
     forward: Forward
     experts: Experts
     weights_dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    bias_dtypes: tuple[torch.dtype, torch.dtype]
 
 
 def gives(needs_grad: frozenset[str]) -> bool:
@@ -34,15 +34,14 @@ def saved(
 ) -> Saved:
     """What the wanted gradients read, and no more."""
     nothing = forward.scales.new_empty(0)
-    biases = experts.up_bias, experts.down_bias
-    dtypes = None if biases[0] is None else biases[0].dtype, None if biases[1] is None else biases[1].dtype
+    up_bias, down_bias = (experts.up if bias is None else bias for bias in (experts.up_bias, experts.down_bias))
     read = experts._replace(
         up=experts.up if "x" in needs_grad else nothing,
         up_bias=None,
-        down_bias=biases[1] if "top_k_weights" in needs_grad else None,
+        down_bias=experts.down_bias if "top_k_weights" in needs_grad else None,
     )
     tokens_read = tokens if "fc1.weight" in needs_grad else None
-    return Saved(tokens_read, forward._replace(y=nothing), read, weights_dtype, dtypes)
+    return Saved(tokens_read, forward._replace(y=nothing), read, weights_dtype, (up_bias.dtype, down_bias.dtype))
 
 
 def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:

@@ -85,9 +85,23 @@ def forward(
     """
     if spec.program is not None:
         return FunctionKernels(pointwise, spec.program, of_groups).forward(preact, spec, scales, out)
+    _multiply_into(out, _wide_postact(preact, spec), None if scales is None else scales.unsqueeze(-1))
+
+
+def postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
+    """:func:`forward` without scales, in memory of its own."""
+    if spec.program is None:
+        return _wide_postact(preact, spec).to(preact.dtype)
+    out = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
+    forward(preact, spec, None, out)
+    return out
+
+
+def _wide_postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
     gate, up = _inputs(preact, spec)
-    postact = _times(_curve(spec).value(gate), up).view(out.shape)
-    _multiply_into(out, postact, None if scales is None else scales.unsqueeze(-1))
+    value = _curve(spec).value(gate)
+    postact = value if up is None else value.mul_(up)
+    return postact.view(*preact.shape[:-1], spec.out_features(preact.shape[-1]))
 
 
 def backward(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..problem import Activate, GroupedGemm, Layout
-from . import activation, loop
+from . import activation, few_rows, loop
 from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
 __all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
@@ -33,9 +33,11 @@ def refusal(problem: GroupedGemm) -> str | None:
     dtype = a.dtype
     if dtype not in _DTYPES or a.device.type != "cpu":
         return f"needs a CPU and 16 or 32 bits, got {a.device.type} and {dtype}"
-    factors = p.alpha is not None or p.beta is not None or p.bias is not None or p.bias_scale is not None
+    factors = p.alpha is not None or p.beta is not None or p.bias_scale is not None
     if factors or b.dtype != dtype or out.dtype != dtype:
-        return "takes one dtype alone, no bias, and no factor but scales of rows"
+        return "takes one dtype alone, and no factor but scales of rows"
+    if p.bias is not None and (p.layout is Layout.TN or p.rows > few_rows.FEW or dtype.itemsize < 4):
+        return "adds a bias after the product, and so to few rows alone, not rounded to 16 bits"
     if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
         return "takes longer than a loop over the few groups that have rows"
     if p.epilogue is not None and a.shape[0] > loop.SPAN:
@@ -66,6 +68,9 @@ def run(problem: GroupedGemm) -> None:
     result = product(p, ends)
     if end < p.rows and p.layout is not Layout.TN:
         result[end:].zero_()
+    if p.bias is not None:
+        groups = few_rows.groups_of(loop.group_sizes(p.split_sizes, p.rows))
+        few_rows.add_vectors(result[: len(groups)], p.bias, groups)
     if p.row_scale is not None:
         result.mul_(p.row_scale.unsqueeze(-1))
     if fresh is not None:

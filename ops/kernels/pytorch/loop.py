@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..problem import Activate, ActivateBackward, GroupedGemm, GroupVectors, Layout, Matrices, Operands
-from . import activation
+from . import activation, few_rows
 
 NAME = "loop"
-SPAN = 512
+SPAN = few_rows.FEW
 
 
 class Span(NamedTuple):
@@ -117,6 +117,11 @@ def multiply(
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` = the sum of the rows of group g, each times its scale."""
+    if rows.shape[0] <= few_rows.FEW and not rows.is_cuda:
+        groups = few_rows.groups_of(group_sizes(split_sizes, rows.shape[0]))
+        scale = None if scale is None else scale[: len(groups)]
+        out.copy_(few_rows.column_sums(rows[: len(groups)], groups, out.shape[0], scale))
+        return
     wide = torch.promote_types(rows.dtype, torch.float32)
     for g, (start, end) in enumerate(row_bounds(split_sizes, rows.shape[0])):
         part = rows[start:end] if scale is None else rows[start:end] * scale[start:end].unsqueeze(-1)
@@ -125,8 +130,12 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
     out.zero_()
+    if rows.shape[0] <= few_rows.FEW and not rows.is_cuda:
+        groups = few_rows.groups_of(group_sizes(split_sizes, rows.shape[0]))
+        out[: len(groups)] = few_rows.row_dots(rows[: len(groups)], vectors, groups)
+        return
+    wide = torch.promote_types(rows.dtype, torch.float32)
     for g, (start, end) in enumerate(row_bounds(split_sizes, rows.shape[0])):
         out[start:end] = rows[start:end].to(wide) @ vectors[g].to(wide)
 

@@ -6,6 +6,7 @@ last; what is computed for them may be anything, and nothing reads it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from ..hopper.routed_mlp import Experts
 from ..problem import ActivationGrads, GroupedGemm, Layout
-from . import activation, grouped_mm_cpu, loop
+from . import activation, few_rows, grouped_mm_cpu, loop
 
 
 class Order(NamedTuple):
@@ -57,20 +58,17 @@ def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | N
     return None
 
 
-def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Forward:
-    """The weighted sum of what its experts make of each token."""
+def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Forward | None:
+    """The weighted sum of what its experts make of each token; None in a mode whose tensors hold no data."""
     up, down, up_bias, down_bias, spec, transposed = experts
     order = _order(top_k_index, up.shape[0])
+    if order is None:
+        return None
     loop.keep_freed_memory()
-    preact = _through(x.index_select(0, order.token_of_row), up, order.ends, transposed)
-    _add_bias(preact, up_bias, order)
-    postact = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
-    activation.forward(preact, spec, None, postact)
-    y = _through(postact, down, order.ends, transposed)
-    _add_bias(y, down_bias, order)
+    preact = _through(x.index_select(0, order.token_of_row), up, order, transposed, up_bias)
     scales = top_k_weights.reshape(-1).index_select(0, order.slot_of_row)
-    scales = scales.to(_wide(scales.dtype))
-    y.mul_(scales.unsqueeze(-1))
+    scales = scales.to(torch.promote_types(scales.dtype, torch.float32))
+    y = _through(activation.postact(preact, spec), down, order, transposed, down_bias, scales)
     return Forward(_sum_of_slots(y, order), order, scales, preact)
 
 
@@ -88,7 +86,7 @@ class Backward:
     ) -> None:
         self.order, self.scales, self.tokens, self.experts = kept.order, kept.scales, tokens, experts
         self.rows = dy.index_select(0, self.order.token_of_row)
-        dpostact = _through(self.rows, experts.down, self.order.ends, not experts.transposed)
+        dpostact = _through(self.rows, experts.down, self.order, not experts.transposed)
         dots = torch.empty_like(kept.scales) if of_weights else None
         postact = torch.empty_like(dpostact) if of_down else None
         self.grads = ActivationGrads(torch.empty_like(kept.preact), dots, postact)
@@ -96,7 +94,7 @@ class Backward:
 
     def x(self) -> Tensor:
         """[T, H]."""
-        rows = _through(self.grads.preact, self.experts.up, self.order.ends, not self.experts.transposed)
+        rows = _through(self.grads.preact, self.experts.up, self.order, not self.experts.transposed)
         return _sum_of_slots(rows, self.order)
 
     def weights(self, dtype: torch.dtype) -> Tensor:
@@ -104,7 +102,7 @@ class Backward:
         dots, order, bias = self.grads.scales, self.order, self.experts.down_bias
         assert dots is not None
         if bias is not None:
-            dots += (self.rows * bias.index_select(0, order.expert_of_row)).sum(-1, dtype=dots.dtype)
+            dots += few_rows.row_dots(self.rows, bias, order.expert_of_row)
         _zero_tail(dots, order)
         return dots.index_select(0, order.row_of_slot.view(-1)).view_as(order.row_of_slot).to(dtype)
 
@@ -120,29 +118,30 @@ class Backward:
 
     def up_bias(self, dtype: torch.dtype) -> Tensor:
         """[E, C]."""
-        return self._sums(self.grads.preact).to(dtype)
+        return self._sums(self.grads.preact, None).to(dtype)
 
     def down_bias(self, dtype: torch.dtype) -> Tensor:
         """[E, H]."""
-        return self._sums(self.rows * self.scales.unsqueeze(-1)).to(dtype)
+        return self._sums(self.rows, self.scales[: self.order.end]).to(dtype)
 
     def _product(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         """By expert, of what a linear read and of the gradient of what it gave."""
         left, right = (inputs, outputs) if self.experts.transposed else (outputs, inputs)
-        ends = self.order.ends
-        return _multiply(Layout.TN, left, right, ends, (ends.shape[0], left.shape[1], right.shape[1]))
+        problem = GroupedGemm(Layout.TN, left, right, self.order.ends, left, fresh=True)
+        return _multiply(problem, self.order, (self.order.ends.shape[0], left.shape[1], right.shape[1]))
 
-    def _sums(self, rows: Tensor) -> Tensor:
+    def _sums(self, rows: Tensor, scales: Tensor | None) -> Tensor:
         """By expert."""
-        order, rows = self.order, rows.to(_wide(rows.dtype))
-        sums = rows.new_zeros(order.ends.shape[0], rows.shape[1])
-        return sums.index_add_(0, order.expert_of_row[: order.end], rows[: order.end])
+        end, experts = self.order.end, self.order.ends.shape[0]
+        return few_rows.column_sums(rows[:end], self.order.expert_of_row[:end], experts, scales)
 
 
-def _order(top_k_index: Tensor, groups: int) -> Order:
+def _order(top_k_index: Tensor, groups: int) -> Order | None:
     slots = top_k_index.shape[1]
     ids, slot_of_row = top_k_index.reshape(-1).sort(stable=True)
     ends = torch.searchsorted(ids, torch.arange(groups, dtype=ids.dtype), right=True, out_int32=True)
+    if type(ends) is not Tensor:
+        return None
     end = int(ends[-1])
     if end < ids.shape[0]:
         ids.clamp_(max=groups - 1)
@@ -151,25 +150,32 @@ def _order(top_k_index: Tensor, groups: int) -> Order:
     return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots), ids, ends, end)
 
 
-def _through(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _through(
+    rows: Tensor,
+    weight: Tensor,
+    order: Order,
+    transposed: bool,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
     """The rows through a weight that is stored as [E, out, in], or as [E, in, out] if ``transposed``."""
     layout = Layout.NN if transposed else Layout.NT
-    return _multiply(layout, rows, weight, ends, (rows.shape[0], weight.shape[-1 if transposed else -2]))
+    problem = GroupedGemm(layout, rows, weight, order.ends, rows, bias=bias, row_scale=scales, fresh=True)
+    return _multiply(problem, order, (rows.shape[0], weight.shape[-1 if transposed else -2]))
 
 
-def _multiply(layout: Layout, a: Tensor, b: Tensor, ends: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """By group."""
-    out = a.new_empty(shape)
-    problem = GroupedGemm(layout, a, b, ends, out, fresh=True)
+def _multiply(problem: GroupedGemm, order: Order, shape: tuple[int, ...]) -> Tensor:
+    """A problem whose output comes later: in place of it stands a tensor of its dtype."""
     if grouped_mm_cpu.refusal(problem) is None:
-        return grouped_mm_cpu.product(problem, ends).contiguous()
-    loop.multiply_until(problem, ends.tolist())
+        result = grouped_mm_cpu.product(problem, order.ends).contiguous()
+        if problem.bias is not None:
+            few_rows.add_vectors(result, problem.bias, order.expert_of_row)
+        if problem.row_scale is not None:
+            result.mul_(problem.row_scale.unsqueeze(-1))
+        return result
+    out = problem.a.new_empty(shape)
+    loop.multiply_until(replace(problem, out=out), order.ends.tolist())
     return out
-
-
-def _add_bias(rows: Tensor, bias: Tensor | None, order: Order) -> None:
-    if bias is not None:
-        rows.add_(bias.index_select(0, order.expert_of_row))
 
 
 def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
@@ -180,7 +186,3 @@ def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
 def _zero_tail(rows: Tensor, order: Order) -> None:
     if order.end < rows.shape[0]:
         rows[order.end :].zero_()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,34 @@
+"""What biases need of few rows on a CPU: one operation over all of them, given their groups, and not one a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..problem import Matrices, stacked
+
+FEW = 512
+"""Of so many rows, vectors for each row cost less memory than weights do, and less time than a loop over groups."""
+
+
+def groups_of(sizes: list[int]) -> Tensor:
+    """int64: the group of each row, but for the tail's."""
+    return torch.repeat_interleave(torch.tensor(sizes))
+
+
+def add_vectors(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> None:
+    """Adds to each row its group's vector."""
+    rows.add_(stacked(vectors).index_select(0, group_of_row))
+
+
+def column_sums(rows: Tensor, group_of_row: Tensor, groups: int, scale: Tensor | None) -> Tensor:
+    """[groups, N], in float32 at least: the sum of the rows [T, N] of each, each times its scale [T]."""
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = wide if scale is None else wide * scale.unsqueeze(-1)
+    return wide.new_zeros(groups, rows.shape[1]).index_add_(0, group_of_row, wide)
+
+
+def row_dots(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> Tensor:
+    """[T], in float32 at least: each row times its group's vector."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(wide) * stacked(vectors).index_select(0, group_of_row)).sum(-1)
