@@ -103,14 +103,15 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
 
         Args:
-            outputs: each allocated in the run, an input detached, or None.
+            outputs: each allocated in the run, an input detached, or None; one tensor may be several of them.
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
         results = [None if tensor is None else self._number(tensor) for tensor in outputs]
         if any(n is not None and n < self.inputs and (n >= 0 or self.views[~n].strides is not None) for n in results):
             self.refuse("a result is an input")
         self.results = results + [self._number(tensor) for tensor in kept]
-        allocated = [n for n in self.results if n is not None and n >= self.inputs]
+        different = [*dict(zip(map(id, outputs), results, strict=True)).values(), *self.results[len(results) :]]
+        allocated = [n for n in different if n is not None and n >= self.inputs]
         if len(set(allocated)) < len(allocated):
             self.refuse("two results are one allocation")
         self._tensors = ()
