@@ -361,11 +361,7 @@ def test_constants_are_read_at_every_call():
 
 
 COLUMNS = torch.ones(H, dtype=D)
-OF_ALL_GROUPS = "act reads a number for each column, the same for all groups"
 DECLINED = {
-    OF_ALL_GROUPS: [
-        Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": COLUMNS}),
-    ],
     "act reads more than one number of a row": [Pointwise(lambda g, u, a, b: g * a + u * b, halves="concat")],
     "act has operations that kernels do not know": [
         Pointwise(lambda g, u: torch.special.i0(g) * u, halves="concat"),
@@ -391,13 +387,23 @@ def test_what_the_other_fusions_decline(reason):
     rows = {name: torch.rand(T, dtype=D) for name in op.keywords}
     pair = Sequential(op, Scale())
     pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D), **rows)
-    without_groups = "act reads a number for each column" if reason == OF_ALL_GROUPS else reason
-    assert declined(pair, "GLUScale") == [without_groups]
+    assert declined(pair, "GLUScale") == [reason]
     if not rows:
-        for kind, name, why in ((GroupedLinear, "RoutedMLP", reason), (GroupedLoRA, "RoutedLoRA", without_groups)):
+        for kind, name in ((GroupedLinear, "RoutedMLP"), (GroupedLoRA, "RoutedLoRA")):
             layer = routed(op, kind=kind)
             layer(unit(T, K, grad=False), **routing())
-            assert declined(layer, name) == [why]
+            assert declined(layer, name) == [reason]
+
+
+def test_which_fusions_take_numbers_of_columns_that_all_groups_share():
+    op = Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": COLUMNS})
+    x, weights = unit(T, K), torch.rand(T, 2, dtype=D).requires_grad_()
+    layer, index = routed(op), torch.randint(E, (T, 2))
+    compare(layer, "RoutedMLP", {"x": x, "w": weights}, x, top_k_index=index, top_k_weights=weights)
+    adapted, pair = routed(op, kind=GroupedLoRA), Sequential(op, Scale())
+    adapted(unit(T, K, grad=False), **routing())
+    pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D))
+    assert declined(adapted, "RoutedLoRA") == declined(pair, "GLUScale") == ["act reads a number for each column"]
 
 
 def test_disabled_fusions_are_not_taken():
