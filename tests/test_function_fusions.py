@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
+    Bias,
     Combine,
     Dispatch,
     GroupedLinear,
@@ -847,3 +848,39 @@ def test_explain_names_the_function_in_the_epilogue():
     with extension.assume(extension.HOPPER):
         explanation = model.explain(x, split_sizes=sizes)
     assert f"hopper (function {act.program.digest} in the epilogue)" in str(explanation)
+
+
+def trained(fused, dtype):
+    """The losses of 200 steps of experts with a function that learns a number for each column, then its parameters."""
+    torch.manual_seed(0)
+    act = Pointwise(lambda g, u, slope: g * torch.sigmoid(slope * g) * u, halves="concat", columns={"slope": COLUMNS})
+    options = {"dtype": D}
+    model = Sequential(
+        GroupedLinear(E, K, 2 * H, **options), Bias(2 * H, **options), act, GroupedLinear(E, H, K, **options)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=K**-0.5)
+    model.to(dtype)
+    x, target = torch.randn(2, T, K, dtype=D).to(dtype)
+    optimizer, sizes, valid, losses = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.tensor(SIZES),
+        sum(SIZES),
+        [],
+    )
+    with config(disable_fusions=set() if fused else FUSIONS | {"PointwiseChain"}):
+        for _ in range(200):
+            loss = (model(x, split_sizes=sizes) - target)[:valid].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    assert ("GroupedMLP" in steps(model)) is fused
+    return [torch.stack(losses), *[parameter.detach() for parameter in model.parameters()]]
+
+
+def test_200_steps_of_training_are_those_without_fusions():
+    fused, apart = trained(True, D), trained(False, D)
+    for computed, expected in zip(fused, apart, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-7, atol=1e-9)
+    assert fused[0][-1] < 0.5 * fused[0][0]
