@@ -102,7 +102,7 @@ def backward(
     grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
     for name, other in of_others.items():
         if other is not None:
-            grads[name] = grads["x"] if other == "dx" else dy
+            grads[name] = grads["x"] if other == "dx" else dy.detach()
     for name, matrix in zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False):
         if of_others.get(name, "") is None and matrix is not None:
             grads[name] = matrix.reshape(*leading, matrix.shape[-1]).to(saved.dtypes[name])

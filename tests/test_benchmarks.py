@@ -575,12 +575,23 @@ def test_float32_beside_bfloat16(capsys):
 
 
 def test_bench_of_functions_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    functions.main(["--experts", "2", "--features", "8", "--hidden", "8", "--rows", "4", "--rounds", "1"])
+    sizes = ["--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "1"]
+    functions.main([*sizes, "--preset", "small", "gpt-oss", "--rounds", "1"])
 
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("| 2 experts of 8 x 8, 4 rows")
-    names = ["SwiGLU", "function", "column bf16", "column fp32", "column frozen", "column unfused"]
-    assert [line.split("|")[1].strip() for line in printed[2:]] == names
+    assert printed[0].startswith("| small: 2 experts of 8 x 8, 2 rows")
+    columns = ["column bf16", "column fp32", "column frozen", "column unfused", "two columns", "bias", "bias unfused"]
+    names = ["SwiGLU", "function", "long function", *columns]
+    assert [line.split("|")[1].strip() for line in printed[2 : 2 + len(names)]] == names
+    assert printed[2 + len(names)].startswith("| gpt-oss: 2 experts of 8 x 8, 4 rows")
+
+
+def test_bench_of_functions_times_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "1"]
+    functions.main([*sizes, "--contestants", "SwiGLU", "long function", "--rounds", "1"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in printed[2:]] == ["SwiGLU", "long function"]
 
 
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusible import Activation, Bias, ConstantScale, GroupedLinear, Pointwise, Scale, Sequential, SwiGLU, config
+from fusible import (
+    Activation,
+    AddExtraInput,
+    Bias,
+    ConstantScale,
+    GroupedLinear,
+    Pointwise,
+    Scale,
+    Sequential,
+    SwiGLU,
+    config,
+)
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import extension
 
@@ -20,6 +31,11 @@ def chain(kind, dtype, columns=64):
     if kind == "dense":
         ops = [Bias(2 * columns), SwiGLU(), ConstantScale(0.5), Bias(columns), Activation("gelu"), Scale()]
         return Sequential(*ops).to("cuda", dtype), 2 * columns
+    if kind == "residuals":  # biases of all rows too, and a matrix of gate and up
+        ops = [AddExtraInput("h"), Bias(2 * columns), SwiGLU(), AddExtraInput("k"), Activation("gelu"), Bias(columns)]
+        return Sequential(*ops, Pointwise(lambda x, a: x * a, columns={"a": torch.rand(3, columns)})).to(
+            "cuda", dtype
+        ), 2 * columns
     first = Pointwise(lambda x, s: torch.tanh(x * s))
     second = Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.rand(3, columns)})
     third = Pointwise(lambda x, alpha: x + alpha, columns={"alpha": torch.rand(3, columns)})
@@ -34,6 +50,9 @@ def call(model, width, rows, dtype, seed=0, fused=True):
         for name in op.keywords:
             if name == "split_sizes":
                 keywords[name] = torch.tensor([rows // 2, 0, rows // 3], device="cuda")
+            elif isinstance(op, AddExtraInput):
+                matrix = torch.randn(rows, width // (1 if name == "h" else 2), generator=generator)
+                keywords[name] = matrix.to("cuda", torch.float32 if name == "h" else dtype).requires_grad_()
             else:
                 keywords.setdefault(name, torch.rand(rows, generator=generator).cuda().requires_grad_())
     wanted = [x, *[k for k in keywords.values() if k.requires_grad], *model.parameters()]
@@ -51,7 +70,7 @@ def assert_close(fused, apart, dtype):
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
-@pytest.mark.parametrize("kind", ["dense", "groups"])
+@pytest.mark.parametrize("kind", ["dense", "groups", "residuals"])
 def test_a_chain_is_its_parts(kind, dtype):
     model, width = chain(kind, dtype)
     torch.nn.init.normal_(next(model.parameters()))
@@ -63,7 +82,7 @@ def test_a_chain_is_its_parts(kind, dtype):
 
 
 @needs_extension
-@pytest.mark.parametrize("kind", ["dense", "groups"])
+@pytest.mark.parametrize("kind", ["dense", "groups", "residuals"])
 def test_chains_are_replayed(kind):
     model, width = chain(kind, torch.bfloat16)
     expected = [call(chain_of_same(model, kind), width, rows, torch.bfloat16, rows) for rows in (64, 33)]
@@ -91,10 +110,15 @@ def test_float64_runs_part_by_part():
 
 
 @needs_extension
+@pytest.mark.parametrize("kind", ["scales", "columns"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_chain_in_the_epilogue(dtype):
+def test_a_chain_in_the_epilogue(dtype, kind):
     experts, sizes, rows = 4, [70, 0, 130, 56], 256
     ops = [SwiGLU(), Pointwise(lambda x: 3 * torch.tanh(x / 3)), ConstantScale(0.5), Scale()]
+    if kind == "columns":
+        slope = Pointwise(lambda x, a: x * torch.sigmoid(a * x), columns={"a": torch.rand(experts, 256)})
+        ops = [Bias(256), slope, SwiGLU(), Bias(128), Scale()]
+        ops = [op.to("cuda", dtype) for op in ops]
     options = {"dtype": dtype, "device": "cuda", "bias": False}
     model = Sequential(GroupedLinear(experts, 128, 256, **options), *ops, GroupedLinear(experts, 128, 128, **options))
     x = torch.randn(rows, 128, device="cuda").to(dtype).requires_grad_()

@@ -182,6 +182,8 @@ def test_what_becomes_one_op(names, expected):
     ("names", "reason"),
     [
         (["row", "tanh", "scale", "row"], "act reads more than one number of a row"),
+        (["residual", "silu"], "act adds a matrix, for which the warps of an epilogue would wait"),
+        (["swiglu", "residual"], "act adds a matrix, for which the warps of an epilogue would wait"),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from checks import fused
 from checks.device import skip_module_without_hopper
-from checks.functions import OF_COLUMNS, PUBLISHED, learned_slope, op_of_columns, random_function
+from checks.functions import ACTS_OF_COLUMNS, OF_COLUMNS, PUBLISHED, learned_slope, op_of_columns, random_function
 from checks.functions import op_of as op_of_function
 from test_pointwise import FUNCTIONS
 
@@ -80,6 +80,16 @@ def test_groups_of_every_size():
     fused.check_backward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
 
 
+@pytest.mark.parametrize("name", ["slopes of gate and up", "bias"])
+@pytest.mark.parametrize("halves", ["concat", interleaved(1), interleaved(8)], ids=str)
+def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
+    build, function = ACTS_OF_COLUMNS[name]
+    case = fused.case_of(build(halves), function)
+    for variant in (-1, *_C.ACTIVATION_VARIANTS):
+        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_backward("cuda", case)
+
+
 @pytest.mark.parametrize("vectors", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OF_COLUMNS)
 def test_numbers_of_columns(name, vectors):
@@ -105,7 +115,7 @@ def test_the_sums_of_columns_are_the_same_bits_every_time():
     t = fused.Tensors("cuda", fused.case_of(op_of_columns("slope"), learned_slope, sizes=(1000, 0, 3, 700)))
     preact = t.rows(t.case.width)
     first, again = fused.backward(t, preact), fused.backward(t, preact)
-    assert torch.equal(first.vectors, again.vectors)
+    assert all(torch.equal(a, b) for a, b in zip(first.vectors, again.vectors, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

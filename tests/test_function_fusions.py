@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
+    Bias,
     Combine,
     Dispatch,
     GroupedLinear,
@@ -361,11 +362,7 @@ def test_constants_are_read_at_every_call():
 
 
 COLUMNS = torch.ones(H, dtype=D)
-OF_ALL_GROUPS = "act reads a number for each column, the same for all groups"
 DECLINED = {
-    OF_ALL_GROUPS: [
-        Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": COLUMNS}),
-    ],
     "act reads more than one number of a row": [Pointwise(lambda g, u, a, b: g * a + u * b, halves="concat")],
     "act has operations that kernels do not know": [
         Pointwise(lambda g, u: torch.special.i0(g) * u, halves="concat"),
@@ -391,13 +388,23 @@ def test_what_the_other_fusions_decline(reason):
     rows = {name: torch.rand(T, dtype=D) for name in op.keywords}
     pair = Sequential(op, Scale())
     pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D), **rows)
-    without_groups = "act reads a number for each column" if reason == OF_ALL_GROUPS else reason
-    assert declined(pair, "GLUScale") == [without_groups]
+    assert declined(pair, "GLUScale") == [reason]
     if not rows:
-        for kind, name, why in ((GroupedLinear, "RoutedMLP", reason), (GroupedLoRA, "RoutedLoRA", without_groups)):
+        for kind, name in ((GroupedLinear, "RoutedMLP"), (GroupedLoRA, "RoutedLoRA")):
             layer = routed(op, kind=kind)
             layer(unit(T, K, grad=False), **routing())
-            assert declined(layer, name) == [why]
+            assert declined(layer, name) == [reason]
+
+
+def test_which_fusions_take_numbers_of_columns_that_all_groups_share():
+    op = Pointwise(lambda g, u, beta: g.sigmoid() * u * beta, halves="concat", columns={"beta": COLUMNS})
+    x, weights = unit(T, K), torch.rand(T, 2, dtype=D).requires_grad_()
+    layer, index = routed(op), torch.randint(E, (T, 2))
+    compare(layer, "RoutedMLP", {"x": x, "w": weights}, x, top_k_index=index, top_k_weights=weights)
+    adapted, pair = routed(op, kind=GroupedLoRA), Sequential(op, Scale())
+    adapted(unit(T, K, grad=False), **routing())
+    pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D))
+    assert declined(adapted, "RoutedLoRA") == declined(pair, "GLUScale") == ["act reads a number for each column"]
 
 
 def test_disabled_fusions_are_not_taken():
@@ -841,3 +848,39 @@ def test_explain_names_the_function_in_the_epilogue():
     with extension.assume(extension.HOPPER):
         explanation = model.explain(x, split_sizes=sizes)
     assert f"hopper ({act.spec.program.name} in the epilogue)" in str(explanation)
+
+
+def trained(fused, dtype):
+    """The losses of 200 steps of experts with a function that learns a number for each column, then its parameters."""
+    torch.manual_seed(0)
+    act = Pointwise(lambda g, u, slope: g * torch.sigmoid(slope * g) * u, halves="concat", columns={"slope": COLUMNS})
+    options = {"dtype": D}
+    model = Sequential(
+        GroupedLinear(E, K, 2 * H, **options), Bias(2 * H, **options), act, GroupedLinear(E, H, K, **options)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=K**-0.5)
+    model.to(dtype)
+    x, target = torch.randn(2, T, K, dtype=D).to(dtype)
+    optimizer, sizes, valid, losses = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.tensor(SIZES),
+        sum(SIZES),
+        [],
+    )
+    with config(disable_fusions=set() if fused else FUSIONS | {"PointwiseChain"}):
+        for _ in range(200):
+            loss = (model(x, split_sizes=sizes) - target)[:valid].square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    assert ("GroupedMLP" in steps(model)) is fused
+    return [torch.stack(losses), *[parameter.detach() for parameter in model.parameters()]]
+
+
+def test_200_steps_of_training_are_those_without_fusions():
+    fused, apart = trained(True, D), trained(False, D)
+    for computed, expected in zip(fused, apart, strict=True):
+        torch.testing.assert_close(computed, expected, rtol=1e-7, atol=1e-9)
+    assert fused[0][-1] < 0.5 * fused[0][0]

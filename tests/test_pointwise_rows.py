@@ -195,15 +195,18 @@ def test_another_constant_compiles_nothing(emulation: harness.Emulation):
 
 def test_the_extension_launches_what_it_is_told(emulation: harness.Emulation):
     x = torch.ones(2, 8, dtype=BF16)
-    absent, operands = ("dy", "dx", "sizes", "int64_sizes", "stream", "device"), ("numbers", "dnumbers", "vectors")
-    nothing: dict[str, Any] = dict.fromkeys(absent, 0) | {key: [] for key in (*operands, "dcolumns")}
+    absent, operands = (
+        ("dy", "dx", "sizes", "int64_sizes", "stream", "device"),
+        ("numbers", "dnumbers", "vectors", "matrices"),
+    )
+    nothing: dict[str, Any] = dict.fromkeys(absent, 0) | {key: [] for key in (*operands, "dcolumns", "dmatrices")}
     sizes = {"rows": 2, "columns": 8, "block": 8, "groups": 1}
     with pytest.raises(RuntimeError, match="there is no compiled kernel"):
         emulation.pointwise(function=0, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nothing)
     with pytest.raises(RuntimeError, match="takes at most 16 constants, got 17"):
         emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=(0.0,) * 17, **sizes, **nothing)
     nine = nothing | {"vectors": [0] * 9}
-    with pytest.raises(RuntimeError, match="takes at most 8 numbers of a row, and of a column, got 9"):
+    with pytest.raises(RuntimeError, match="takes at most 8 numbers of a row, of a column and of an element, got 9"):
         emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=(), **sizes, **nine)
     with pytest.raises(TypeError, match="constants: does not take"):
         emulation.pointwise(function=1, x=x.data_ptr(), y=x.data_ptr(), constants=[0.0], **sizes, **nothing)

@@ -94,12 +94,13 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
 
         Args:
-            outputs: each allocated in the run, an input detached, or None.
+            outputs: each allocated in the run, an input detached, or None; one tensor may be several of them.
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
         self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
-        for tensor in (*outputs, *kept):
-            self.results.append(None if tensor is None else self._position(tensor))
+        positions = {id(tensor): None if tensor is None else self._position(tensor) for tensor in outputs}
+        self.results += [positions[id(tensor)] for tensor in outputs]
+        self.results += [self._position(tensor) for tensor in kept]
         reshaped = {~i for i, view in enumerate(self.views) if view.origin[1] is not None}
         if not reshaped.union(range(len(self._inputs))).isdisjoint(self.results[: len(outputs)]):
             self.refuse("a result is an input")

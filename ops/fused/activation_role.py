@@ -17,8 +17,7 @@ from ..kernels import Operands
 from ..link import Link
 from ..pointwise import Pointwise
 from ..quantized_linear import in_force
-from ..scale import ConstantScale, Scale
-from .pointwise_chain import PointwiseChain, has_function, number_of_gates
+from .pointwise_chain import LINKS, PointwiseChain, has_function, number_of_gates
 
 ACTIVATION = (Activated, Pointwise)
 _PREFIX, _SIZES = "act.", "split_sizes"
@@ -28,10 +27,7 @@ def _is_chain(ops: Sequence[Op]) -> bool:
     return has_function(ops) and number_of_gates(ops) < 2
 
 
-ACTIVATION_OR_CHAIN = one_or_run(
-    ACTIVATION, Run((Activated, Pointwise, Scale, ConstantScale, Bias), PointwiseChain, _is_chain)
-)
-"""In an epilogue, which reads no matrices: an :class:`AddExtraInput` ends the chain."""
+ACTIVATION_OR_CHAIN = one_or_run(ACTIVATION, Run(LINKS, PointwiseChain, _is_chain))
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -58,7 +54,8 @@ def with_activation_of_columns(pattern: Pattern) -> Pattern:
 
 def _with_rows(pattern: Pattern) -> Pattern:
     return (
-        pattern.where("act reads more than one number of a row", _reads_one_number)
+        pattern.where("act adds a matrix, for which the warps of an epilogue would wait", _adds_no_matrix)
+        .where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
     )
@@ -131,6 +128,10 @@ def _reading_columns(match: Match) -> dict[str, Link]:
 def _shares_groups(match: Match) -> bool:
     of_groups = [name for name, link in _reading_columns(match).items() if link.groups is not None]
     return {match.source(name, _SIZES) for name in of_groups} <= {match.source("fc1", _SIZES)}
+
+
+def _adds_no_matrix(match: Match) -> bool:
+    return isinstance(match.act, Activated) or not _link_of(match.act).matrices
 
 
 def _reads_one_number(match: Match) -> bool:

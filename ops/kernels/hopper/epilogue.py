@@ -98,8 +98,9 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
     backward = isinstance(ending, ActivateBackward)
-    vectors = () if ending is None else _vectors_of(program, ending.vectors, block, columns)
-    types = tuple([each.tensor.dtype for each in vectors if each.tensor is not None])
+    vectors = columns_of(program, None if ending is None else ending.vectors, columns)
+    of_operands = zip(vectors, program.column_operands.values(), strict=False)
+    types = tuple([vector.dtype for vector, inputs in of_operands if vector is not None for _ in inputs])
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
     return functions.form_of(program, backward, *layout, *extras, types, sums)
@@ -260,9 +261,10 @@ class _ColumnGradients(NamedTuple):
     def of(cls, program: Program, out: Operands, groups: int, columns: int) -> _ColumnGradients:
         gradients, by_group = columns_of(program, out, columns), list[Tensor | None]()
         for name, gradient in zip(program.column_operands, gradients, strict=False):
-            is_whole = gradient is None or (name[0] == "b" and gradient.is_contiguous())
-            shape = groups, 0 if gradient is None else gradient.shape[1]
-            by_group.append(gradient if is_whole else gradient.new_empty(shape, dtype=torch.float32))
+            if gradient is None or (name[0] == "b" and gradient.is_contiguous()):
+                by_group.append(gradient)
+            else:
+                by_group.append(gradient.new_empty((groups, gradient.shape[1]), dtype=torch.float32))
         return cls(gradients, by_group)
 
     def fields(self, program: Program, block: int) -> dict[str, list[int]]:
