@@ -61,13 +61,13 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
     if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
-    typename K::Scaling::template Weights<K> weight_scales(p, tile);
+    typename K::Scaling::template Putting<K> putting(p, tile);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
       barrier_wait(&s.empty[state.stage], state.phase ^ 1);
       uint64_t* full = &s.full[state.stage];
       uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
-      weight_scales.put(s, state.stage, block < blocks - 1);
+      putting.put(s, state.stage, block < blocks - 1);
       barrier_arrive_expecting(full, bytes);
       if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, slots.of(state.stage), block, tile);
       if (tile.share_a) {

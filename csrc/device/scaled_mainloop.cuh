@@ -15,8 +15,9 @@ namespace fusible {
 
 constexpr int kUnits = 2;
 
-// acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile` is called for each unit, when its
-// first product is under way, and before `acc` is written. Another consumer may have kUnits of them: it has its turns.
+// acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile(unit, end)` is called for each unit,
+// or for both, when its first product is under way, and before `acc` is written. Another consumer may have kUnits of
+// them: it has its turns.
 template <class K, int kUsed, class Meanwhile>
 DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, PipelineState<K::kStages>& state,
                             typename K::ScaleSlots& slots, const WorkTile& tile, const typename K::Params& p,
@@ -27,15 +28,15 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   const int blocks = k_blocks_of<K>(tile, p);
   constexpr bool kInStage = A::kRaggedDepth && !K::ScaleSlots::kMore;  // scales are read from the stage until its end
   constexpr bool kOverlaps = !K::kScaleBias;                           // there are registers for it
-  constexpr bool kByUnits = K::kTurns > 0 && !K::kUnitsAreRows && !A::kRaggedDepth;  // likewise
-  const auto all_meanwhile = [&] {
-    meanwhile(std::integral_constant<int, 0>());
-    meanwhile(std::integral_constant<int, 1>());
-  };
-  if constexpr (!kOverlaps) all_meanwhile();
-  Factors factors(tile);
+  constexpr bool kByUnits =
+      K::kTurns > 0 && !K::kUnitsAreRows && !A::kRaggedDepth && sizeof(typename K::Out) == 2;  // likewise
+  constexpr std::integral_constant<int, 0> kFirstUnit;
+  constexpr std::integral_constant<int, 1> kSecondUnit;
+  constexpr std::integral_constant<int, kUnits> kEnd;
+  if constexpr (!kOverlaps) meanwhile(kFirstUnit, kEnd);
+  Factors factors(p, tile, kUsed == 1);
   float part[64];
-  const auto stage = [&](auto steps, auto first) INLINE {
+  const auto stage = [&](auto steps, auto first, bool last) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
@@ -48,14 +49,15 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       });
       if constexpr (first.value && kOverlaps) {
         if constexpr (kUsed == 1 || !kByUnits) {
-          if (unit == 0) all_meanwhile();
+          if (unit == 0) meanwhile(kFirstUnit, kEnd);
         } else {
-          if (unit == 0) meanwhile(std::integral_constant<int, 0>());
-          else meanwhile(std::integral_constant<int, 1>());
+          if (unit == 0) meanwhile(kFirstUnit, kSecondUnit);
+          else meanwhile(kSecondUnit, kEnd);
         }
       }
       if (unit == 0) factors.read(s, slots.of(state.stage), consumer, warp, lane);
       factors.begin_unit(unit);
+      if (unit == kUsed - 1) factors.advance(!last);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, slots.of(state.stage), unit, lane);
@@ -72,21 +74,21 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   if constexpr (A::kRaggedDepth) {
     const int rest = tile.tokens - (blocks - 1) * K::kTileK;  // of the last block
     if (blocks > 1) {
-      stage(kAll, std::true_type());
+      stage(kAll, std::true_type(), false);
     } else {
-      if constexpr (kOverlaps) all_meanwhile();
+      if constexpr (kOverlaps) meanwhile(kFirstUnit, kEnd);
 #pragma unroll
       for (int i = 0; i < kUnits * 64; ++i) acc[i / 64][i % 64] = 0.f;
       if (blocks == 0) return;  // an empty group's are zeros
     }
-    for (int block = 1; block < blocks - 1; ++block) stage(kAll, std::false_type());
-    if (rest > 3 * A::kStepK) stage(std::integral_constant<int, 4>(), std::false_type());
-    else if (rest > 2 * A::kStepK) stage(std::integral_constant<int, 3>(), std::false_type());
-    else if (rest > A::kStepK) stage(std::integral_constant<int, 2>(), std::false_type());
-    else stage(std::integral_constant<int, 1>(), std::false_type());
+    for (int block = 1; block < blocks - 1; ++block) stage(kAll, std::false_type(), false);
+    if (rest > 3 * A::kStepK) stage(std::integral_constant<int, 4>(), std::false_type(), true);
+    else if (rest > 2 * A::kStepK) stage(std::integral_constant<int, 3>(), std::false_type(), true);
+    else if (rest > A::kStepK) stage(std::integral_constant<int, 2>(), std::false_type(), true);
+    else stage(std::integral_constant<int, 1>(), std::false_type(), true);
   } else {
-    stage(kAll, std::true_type());
-    for (int block = 1; block < blocks; ++block) stage(kAll, std::false_type());
+    stage(kAll, std::true_type(), blocks == 1);
+    for (int block = 1; block < blocks; ++block) stage(kAll, std::false_type(), block == blocks - 1);
   }
 }
 
@@ -102,23 +104,21 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
   float acc[kUnits][64];
   auto& rows = reinterpret_cast<float (&)[K::kRowBlocks][K::kTileN / 2]>(acc);
   int complete = 0;  // blocks of rows of the tile before, still in their registers
-  const auto hand_over_unit = [&](auto unit) INLINE {
+  const auto hand_over_units = [&](auto first, auto end) INLINE {
     if (complete == 0) return;
-    if constexpr (K::kUnitsAreRows) {
-      if (complete > unit.value)
-        hand_over<K, unit.value>(s, p, rows[unit.value], consumer, warp, lane, slot, epilogue_phase);
-    } else if constexpr (K::kScaleBias) {
-      if (unit.value == 0) hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, slot, epilogue_phase);
+    if constexpr (end.value - first.value == kUnits) {
+      hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, slot, epilogue_phase);
+      if constexpr (K::kRowBlocks == 2)
+        if (complete == 2) hand_over<K, 1>(s, p, rows[1], consumer, warp, lane, slot, epilogue_phase);
     } else {
       constexpr int kParts = K::Layout::kParts / kUnits;
-      hand_over<K, 0, unit.value * kParts, (unit.value + 1) * kParts>(s, p, rows[0], consumer, warp, lane, slot,
-                                                                      epilogue_phase);
+      hand_over<K, 0, first.value * kParts, end.value * kParts>(s, p, rows[0], consumer, warp, lane, slot,
+                                                                epilogue_phase);
     }
-    if (unit.value == kUnits - 1) end_tile<K>(s, epilogue_phase);
+    if constexpr (end.value == kUnits) end_tile<K>(s, epilogue_phase);
   };
   const auto end_tile_before = [&] {
-    hand_over_unit(std::integral_constant<int, 0>());
-    hand_over_unit(std::integral_constant<int, 1>());
+    hand_over_units(std::integral_constant<int, 0>(), std::integral_constant<int, kUnits>());
   };
   begin_turns<K>(consumer);
   for (WorkTile tile; tiles.next(tile);) {
@@ -136,9 +136,9 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
       pass_over_tile<K>(s, epilogue_phase);
     } else if (K::kUnitsAreRows ? mine == 1 : K::narrow(tile, p)) {
       const bool skips = K::kUnitsAreRows && K::row_blocks(tile, 0) == kUnits;
-      multiply_scaled<K, 1>(acc, s, state, slots, tile, p, consumer, warp, lane, skips, hand_over_unit);
+      multiply_scaled<K, 1>(acc, s, state, slots, tile, p, consumer, warp, lane, skips, hand_over_units);
     } else {
-      multiply_scaled<K, 2>(acc, s, state, slots, tile, p, consumer, warp, lane, false, hand_over_unit);
+      multiply_scaled<K, 2>(acc, s, state, slots, tile, p, consumer, warp, lane, false, hand_over_units);
     }
     complete = mine;
   }

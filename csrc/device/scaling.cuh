@@ -18,6 +18,7 @@ constexpr int kUnitColumns = 128;
 // Scales are in their stage.
 struct StageSlots {
   static constexpr bool kMore = false;
+  static constexpr int number(int stages) { return stages; }
   DEVICE int of(int stage) const { return stage; }
   DEVICE void advance(int = 1) {}
 };
@@ -27,6 +28,7 @@ template <int kStages>
 class MoreSlots {
  public:
   static constexpr bool kMore = true;
+  static constexpr int number(int stages) { return stages + 1; }
   DEVICE int of(int) const { return slot_; }
   DEVICE void advance(int stages = 1) { slot_ = (slot_ + stages) % (kStages + 1); }
 
@@ -34,20 +36,24 @@ class MoreSlots {
   unsigned slot_ = 0;
 };
 
+// What the producer's thread does about scales that no copy engine brings: nothing.
+template <class K>
+struct NothingToPut {
+  DEVICE NothingToPut(const typename K::Params&, const WorkTile&) {}
+  DEVICE void put(typename K::Storage&, int, bool) {}
+};
+
 // Of operands of 16 bits: there are none.
 struct NoScaling {
   static constexpr bool kScaled = false;
   template <TileVariant>
   using Slots = StageSlots;
+  template <class K>
+  using Putting = NothingToPut<K>;
   template <class P>
   using Params = P;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {};
-  template <class K>
-  struct Weights {
-    DEVICE Weights(const typename K::Params&, const WorkTile&) {}
-    DEVICE void put(typename K::Storage&, int, bool) {}
-  };
 };
 
 // The scales of the rows of A that a thread has in its accumulators.
@@ -71,10 +77,19 @@ DEVICE void promote_one(float& acc, float x, float factor) {
   else acc = fmaf(x, factor, acc);
 }
 
+// A unit; factors are those of the upper and of the lower rows.
+template <bool kFirst>
+DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float (&factors)[2]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) promote_one<kFirst>(acc[i], part[i], factors[i % 4 / 2]);
+}
+
 struct Scaling1D2D {
   static constexpr bool kScaled = true;
   template <TileVariant>
   using Slots = StageSlots;
+  template <class K>
+  using Putting = NothingToPut<K>;
   template <class P>
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
@@ -82,17 +97,75 @@ struct Scaling1D2D {
     static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
     static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
     alignas(128) float a[kStages][kBoxes * kApart];
-    float2 b[kStages];  // of a weight's first and last 128 rows in the tile
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
     tma::prefetch_map(&p.a_scales);
   }
-  // Those of the weights, by the producer's thread: it asks for them a stage ahead.
+  template <class S, class P>
+  DEVICE static void copy(S& s, const P& p, int stage, int, int block, const WorkTile& tile) {
+    using Scales = decltype(s.scales);
+    const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
+#pragma unroll
+    for (int i = 0; i < Scales::kBoxes; ++i)
+      tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage] + i * Scales::kApart, aligned + i * 128, block);
+  }
+  // Where the scale of this token is behind that at which a box begins.
+  DEVICE static int shift(int token) { return token & 3; }
+
+  // Of a consumer, through a tile. Those of the weights are asked for a stage ahead.
   template <class K>
-  class Weights {
+  class Factors {
    public:
-    DEVICE Weights(const typename K::Params& p, const WorkTile& tile)
+    DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
+        : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
+          step_(p.b_scales.column),
+          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row),
+          shift_(shift(tile.tokens_start + tile.row)) {
+      fetch();
+    }
+    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
+      rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
+    }
+    DEVICE void begin_unit(int unit) {
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower)
+        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight_[K::kUnitsAreRows ? 0 : unit];
+    }
+    // After a stage's last `begin_unit`.
+    DEVICE void advance(bool more) {
+      next_ += more ? step_ : 0;
+      fetch();
+    }
+    template <bool kFirst>
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
+      promote_rows<kFirst>(acc, part, factor_);
+    }
+
+   private:
+    DEVICE void fetch() {
+      weight_[0] = __ldg(next_);
+      if constexpr (!K::kUnitsAreRows) weight_[1] = __ldg(next_ + unit_);
+    }
+    const float* next_;
+    int64_t step_, unit_;
+    int shift_;
+    RowFactors<K> rows_;
+    float weight_[2], factor_[2];
+  };
+};
+
+// The same, but those of the weights are in their stage too: the producer's thread loads them a stage ahead.
+struct Scaling1D2DInStage : Scaling1D2D {
+  template <int kTileM, int kTileN, int kStages>
+  struct Stages : Scaling1D2D::Stages<kTileM, kTileN, kStages> {
+    float2 b[kStages];  // of a weight's first and last 128 rows in the tile
+  };
+  // Of the producer's thread, through a tile.
+  template <class K>
+  class Putting {
+   public:
+    DEVICE Putting(const typename K::Params& p, const WorkTile& tile)
         : next_(p.b_scales.data + tile.group * p.b_scales.group +
                 (tile.idle ? 0 : tile.column) * p.b_scales.tile_step * p.b_scales.row),
           step_(p.b_scales.column),
@@ -116,24 +189,13 @@ struct Scaling1D2D {
     }
     const float* next_;
     int64_t step_, second_;
-    float2 scales_;
+    float2 scales_{};
   };
-  template <class S, class P>
-  DEVICE static void copy(S& s, const P& p, int stage, int, int block, const WorkTile& tile) {
-    using Scales = decltype(s.scales);
-    const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
-#pragma unroll
-    for (int i = 0; i < Scales::kBoxes; ++i)
-      tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage] + i * Scales::kApart, aligned + i * 128, block);
-  }
-  // Where the scale of this token is behind that at which a box begins.
-  DEVICE static int shift(int token) { return token & 3; }
-
-  // Of a consumer, through a tile.
   template <class K>
   class Factors {
    public:
-    DEVICE explicit Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
+    DEVICE Factors(const typename K::Params&, const WorkTile& tile, bool)
+        : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
       weight_ = s.scales.b[stage];
@@ -144,10 +206,10 @@ struct Scaling1D2D {
       for (int lower = 0; lower < 2; ++lower)
         factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight;
     }
+    DEVICE void advance(bool) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
-#pragma unroll
-      for (int i = 0; i < 64; ++i) promote_one<kFirst>(acc[i], part[i], factor_[i % 4 / 2]);
+      promote_rows<kFirst>(acc, part, factor_);
     }
 
    private:
@@ -161,26 +223,24 @@ struct Scaling1D2D {
 struct Scaling1D1D {
   static constexpr bool kScaled = true;
   // Tiles of 256 columns lack the registers.
+  static constexpr bool has_more_slots(const TileVariant& tile) { return tile.turns > 0 && tile.tile_n == 128; }
   template <TileVariant kVariant>
-  using Slots = std::conditional_t<kVariant.tile_n == 128, MoreSlots<kVariant.stages>, StageSlots>;
+  using Slots = std::conditional_t<has_more_slots(kVariant), MoreSlots<kVariant.stages>, StageSlots>;
+  template <class K>
+  using Putting = NothingToPut<K>;
   template <class P>
   using Params = Params1D1D<P>;
-  template <int kTileM, int kTileN, int kStages>
+  template <int kTileM, int kTileN, int kSlots>
   struct Stages {
     static constexpr uint32_t kBytes = (kTileM + kTileN) * sizeof(float);
-    alignas(128) float a[kStages + 1][kTileM];
-    alignas(128) float b[kStages + 1][kTileN];
+    alignas(128) float a[kSlots][kTileM];
+    alignas(128) float b[kSlots][kTileN];
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
     tma::prefetch_map(&p.a_scales);
     tma::prefetch_map(&p.b_scales);
   }
-  template <class K>
-  struct Weights {
-    DEVICE Weights(const typename K::Params&, const WorkTile&) {}
-    DEVICE void put(typename K::Storage&, int, bool) {}
-  };
   template <class S, class P>
   DEVICE static void copy(S& s, const P& p, int stage, int slot, int block, const WorkTile& tile) {
     constexpr int kTileN = sizeof(s.scales.b[0]) / sizeof(float);
@@ -191,11 +251,12 @@ struct Scaling1D1D {
   template <class K>
   class Factors {
    public:
-    DEVICE explicit Factors(const WorkTile&) {}
+    DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
     DEVICE void read(const typename K::Storage& s, int slot, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[slot], 128, consumer, warp, lane);
     }
     DEVICE void begin_unit(int) {}
+    DEVICE void advance(bool) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int slot, int unit,
                         int lane) const {

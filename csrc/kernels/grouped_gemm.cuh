@@ -52,7 +52,7 @@ struct GroupedGemmKernel {
   struct __align__(1024) Storage {
     Stages<kTileM, kTileN, kStages> stages;
     uint8_t smem_out[kConsumers][Layout::kBytes];
-    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, kStages> scales;
+    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, ScaleSlots::number(kStages)> scales;
     uint64_t full[kStages], empty[kStages];
     uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;

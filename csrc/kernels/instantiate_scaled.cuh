@@ -8,8 +8,10 @@
 namespace fusible {
 
 template <class Out, bool kScaleBias, TileVariant kVariant>
-using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out,
-                                       kScaleBias, kVariant, StoreEpilogue, TokenGroups, Scaling1D2D>;
+using ScaledKernel =
+    GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out, kScaleBias,
+                      kVariant, StoreEpilogue, TokenGroups,
+                      std::conditional_t<(kVariant.turns > 0 || kVariant.swap_ab), Scaling1D2DInStage, Scaling1D2D>>;
 // Columns of two halves, whose scales restart with the second.
 template <class Out, bool kScaleBias>
 using ScaledHalvesKernel =

@@ -59,7 +59,7 @@ DEVICE void with_form(const Activation& a, Body body) {
 
 // A row's gates and ups of eight neighbouring features.
 template <Halves kHalves, class T>
-DEVICE void read_gate_and_up(float (&gate)[8], float (&up)[8], const T* from, int block) {
+DEVICE void read_gate_and_up(float (&gate)[8], float (&up)[8], const T* from, unsigned block) {
   if constexpr (kHalves == Halves::kNarrow) {
     uint4 first = ptx::load_vector_if(true, from), second = ptx::load_vector_if(true, from + 8);
     separate(first, second, block);
@@ -91,7 +91,7 @@ DEVICE void prefetch_tile(const T* tile, int64_t pitch, const TileExtent& extent
 
 // The same of gates and ups.
 template <Halves kHalves, class T>
-DEVICE void prefetch_preact(const T* gate, int64_t pitch, int block, const TileExtent& extent) {
+DEVICE void prefetch_preact(const T* gate, int64_t pitch, unsigned block, const TileExtent& extent) {
   if constexpr (kHalves == Halves::kNarrow) {
     const TileExtent first{extent.rows, min(2 * extent.features, kScaleBlock)};
     prefetch_tile(gate, pitch, first);
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
     });
     if (const int64_t next = feature + kScaleBlock; next < end) {
       const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
-      prefetch_preact<kHalves>(rows + first_column<kHalves>(static_cast<unsigned>(next), up), pitch, up, coming);
+      const T* gate = rows + first_column<kHalves>(static_cast<unsigned>(next), up);
+      prefetch_preact<kHalves>(gate, pitch, up, coming);
     }
     Tile<T> tile;
     shared.first.waiting.take(tile, at, extent);
@@ -277,30 +278,37 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
     }
     if (const int64_t next = feature + kScaleBlock; next < end) {
       const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
-      prefetch_preact<kHalves>(preacts + first_column<kHalves>(static_cast<unsigned>(next), up), pitch, up, coming);
+      const T* gate = preacts + first_column<kHalves>(static_cast<unsigned>(next), up);
+      prefetch_preact<kHalves>(gate, pitch, up, coming);
       prefetch_tile(dpostacts + next, features, coming);
     }
     if constexpr (kHalves == Halves::kNarrow) __syncwarp();
-    TileExtent first_columns = extent, other_columns = extent;
-    if constexpr (kHalves == Halves::kNarrow)
-      first_columns.features = min(2 * extent.features, kScaleBlock),
-      other_columns.features = 2 * extent.features - kScaleBlock;
     Tile<T> tile;
     shared.gate.waiting.take(tile, at, extent);
     __syncthreads();
-    const auto quantize = [&](const TokenCopies& to, const TileExtent& columns, int64_t at_feature, bool want_rows,
-                              bool want_columns) INLINE {
-      quantize_tile(tile, to, at, columns, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
+    const auto quantize = [&](const TokenCopies& to, int64_t at_feature, bool want_rows, bool want_columns) INLINE {
+      quantize_tile(tile, to, at, extent, at_feature, want_rows, want_columns, c.power_of_two, shared.gate.columns);
     };
-    quantize(preact_copies, first_columns, gate, c.rows.data, c.columns.data);
-    if (kHalves != Halves::kNone && other_columns.features > 0) {
-      shared.up.take(tile, at, extent);
-      quantize(preact_copies, other_columns, gate + (kHalves == Halves::kNarrow ? kScaleBlock : up), c.rows.data,
-               c.columns.data);
+    if constexpr (kHalves == Halves::kNarrow) {
+      const auto quantize_columns = [&](int columns, int64_t first_column) INLINE {
+        quantize_tile(tile, preact_copies, at, TileExtent{extent.rows, columns}, first_column, c.rows.data,
+                      c.columns.data, c.power_of_two, shared.gate.columns);
+      };
+      quantize_columns(min(2 * extent.features, kScaleBlock), gate);
+      if (const int rest = 2 * extent.features - kScaleBlock; rest > 0) {
+        shared.up.take(tile, at, extent);
+        quantize_columns(rest, gate + kScaleBlock);
+      }
+    } else {
+      quantize(preact_copies, gate, c.rows.data, c.columns.data);
+      if constexpr (kHalves == Halves::kWide) {
+        shared.up.take(tile, at, extent);
+        quantize(preact_copies, gate + up, c.rows.data, c.columns.data);
+      }
     }
     if (c.postact_columns.data) {
       shared.postact.take(tile, at, extent);
-      quantize(postact_copies, extent, feature, false, true);
+      quantize(postact_copies, feature, false, true);
     }
     __syncthreads();
   }
