@@ -94,6 +94,8 @@ def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
         return None
     why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
     if why is None:
+        if getattr(recipe, "fast_accumulation", False):
+            trace.note("fast_accumulation has no kernel: sums are promoted every 128 values")
         followed: Recipe = recipe
         return followed
     if active_config().strict:

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
     *("routing.py", "inference.py"),
-    *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py", "quantized_products.py"),
+    *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py"),
 )
 SHARED = (
     "ops.kernels.problem",
@@ -215,6 +215,7 @@ PUBLIC_WORDS = {  # the keyword of Pointwise; the blocks of a weight of gate and
     "ops/kernels/pytorch/quantize.py": {"halves"},
     "ops/kernels/pytorch/scaled_gemm.py": {"halves"},
     "ops/quantized/mxfp8.py": {"halves"},
+    "ops/quantized/operands.py": {"halves"},
     "ops/quantized/reference.py": {"halves"},
     "ops/quantized/schemes.py": {"halves"},
     "ops/quantized_tensor.py": {"halves"},

@@ -432,6 +432,14 @@ def test_delayed_scales_need_a_linear_that_keeps_them():
     assert any("keeps the scales of steps before only for" in note for note in notes)
 
 
+def test_fast_accumulation_changes_nothing_and_says_so():
+    op, sizes = linear(fusible.Float8Tensor(fast_accumulation=True)), torch.tensor(SIZES)
+    notes = fusible.explain(op, tensor(T, K), split_sizes=sizes).steps[0].notes
+
+    assert any("fast_accumulation has no kernel" in note for note in notes)
+    assert_equal(run(op), run(linear(fusible.Float8Tensor())))
+
+
 # ---- what has no blocks
 
 

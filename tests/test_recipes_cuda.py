@@ -60,6 +60,13 @@ def run(model, device, x, dy, **keywords):
     return {"y": y.detach().cpu(), "x": x.grad.cpu(), **grads}
 
 
+def bound_of(recipe):
+    """An activation that is rounded otherwise becomes another byte now and then."""
+    if isinstance(recipe, fusible.NVFP4):
+        return 0.08
+    return 0.04 if getattr(recipe, "gradient", "") == "e5m2" else 0.02
+
+
 def assert_close(ours, theirs, bound):
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -78,9 +85,8 @@ def test_a_linear_is_close_to_the_definition(recipe, options):
 
 @each_recipe
 def test_experts_are_close_to_the_definition(recipe):
-    """What an activation rounds otherwise is quantised to another byte now and then."""
     x, dy, sizes = tensor(810, H), tensor(810, H, seed=2), torch.tensor(SIZES)
-    bound = 0.08 if isinstance(recipe, fusible.NVFP4) else 0.02
+    bound = bound_of(recipe)
 
     assert_close(*(run(experts(recipe), device, x, dy, split_sizes=sizes) for device in ("cuda", "cpu")), bound)
 
@@ -90,7 +96,7 @@ def test_a_routed_layer_is_close_to_the_definition(recipe):
     x, dy = tensor(600, H), tensor(600, H, seed=2)
     ids = torch.randint(0, E, (600, 2), generator=torch.Generator().manual_seed(3))
     routing = {"top_k_index": ids, "top_k_weights": tensor(600, 2, seed=4).float().abs()}
-    bound = 0.08 if isinstance(recipe, fusible.NVFP4) else 0.02
+    bound = bound_of(recipe)
 
     assert_close(*(run(routed(recipe), device, x, dy, **routing) for device in ("cuda", "cpu")), bound)
 
@@ -109,12 +115,11 @@ def test_recipes_with_kernels_run_strictly(name):
 def test_what_is_not_computed_in_its_format_says_so_and_is_refused_when_strict(name):
     model = linear(RECIPES[name]).cuda()
     x, sizes = tensor(810, H).cuda().requires_grad_(), torch.tensor(SIZES).cuda()
-    step = fusible.explain(model, x, split_sizes=sizes).steps[0]
-    notes = [*step.notes, *step.backward.notes]
+    explanation = str(fusible.explain(model, x, split_sizes=sizes))
     with fusible.config(strict=True), pytest.raises(fusible.RefusedError):
         model(x, split_sizes=sizes).sum().backward()
 
-    assert any("multiplied in 16 bits" in note for note in notes), notes
+    assert "multiplied in 16 bits" in explanation
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")

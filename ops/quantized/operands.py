@@ -74,10 +74,10 @@ def of_tokens(
     if isinstance(recipe, Float8Tensor):
         return _of_groups(recipe, x, split_sizes, rows, columns, is_gradient, encode)
     scheme = scheme_of(recipe, is_gradient, stochastic=True)
-    by_row = _rows_of(recipe, scheme.rows(x, split_sizes)) if rows else None
+    by_row = of_row_copy(recipe, scheme.rows(x, split_sizes), split_sizes) if rows else None
     if not columns:
         return Operands(by_row, None)
-    return Operands(by_row, _columns_of(recipe, scheme.columns(x, split_sizes), split_sizes, x.shape[0]))
+    return Operands(by_row, of_column_copy(recipe, scheme.columns(x, split_sizes), split_sizes, x.shape[0]))
 
 
 def _of_groups(
@@ -92,13 +92,11 @@ def _of_groups(
     """Both orientations have the same bytes and the same scales of groups."""
     format = FORMATS[recipe.gradient] if is_gradient else E4M3
     data, scales = per_tensor.quantize_rows(x, split_sizes, recipe.scales == "power_of_two", format, encode)
-    by_token = F.pad(scales, (0, 1), value=1.0)[groups_of(split_sizes, x.shape[0])]
-    by_row = _constant_along_rows(data, by_token) if rows else None
+    by_row = of_row_copy(recipe, Copy(data, scales), split_sizes) if rows else None
     if not columns:
         return Operands(by_row, None)
     blocks = per_tensor.transposed_rows(Blocks(data, scales), split_sizes)
-    by_block = scales[token_blocks(split_sizes, x.shape[0]).group]
-    return Operands(by_row, BlockedColumns(blocks, by_block.unsqueeze(-1).expand(blocks.shape[:2]).contiguous()))
+    return Operands(by_row, of_column_copy(recipe, Copy(blocks, scales), split_sizes, x.shape[0]))
 
 
 def _constant_along_rows(data: Tensor, scales: Tensor) -> QuantizedRows:
@@ -107,8 +105,12 @@ def _constant_along_rows(data: Tensor, scales: Tensor) -> QuantizedRows:
     return QuantizedRows(data, padded.expand(_blocks(data.shape[1]), -1).contiguous())
 
 
-def _rows_of(recipe: Recipe, copy: Copy) -> Rows:
+def of_row_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor) -> Rows:
+    """What a product of rows reads of a rowwise copy of tokens."""
     match recipe:
+        case Float8Tensor():
+            group = groups_of(split_sizes, copy.data.shape[0])
+            return _constant_along_rows(copy.data, F.pad(copy.scales, (0, 1), value=1.0)[group])
         case Float8Row():
             return _constant_along_rows(copy.data, copy.scales)
         case MXFP8(compute="exact"):
@@ -120,8 +122,12 @@ def _rows_of(recipe: Recipe, copy: Copy) -> Rows:
     return QuantizedRows(copy.data, copy.scales)
 
 
-def _columns_of(recipe: Recipe, copy: Copy, split_sizes: Tensor, rows: int) -> Columns:
+def of_column_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor, rows: int) -> Columns:
+    """What a weight gradient reads of a columnwise copy of so many tokens."""
     match recipe:
+        case Float8Tensor():
+            by_block = copy.scales[token_blocks(split_sizes, rows).group].unsqueeze(-1)
+            return BlockedColumns(copy.data, by_block.expand(copy.data.shape[:2]).contiguous())
         case Float8Row():
             group = token_blocks(split_sizes, rows).group
             return BlockedColumns(copy.data, copy.scales[group])
@@ -164,8 +170,8 @@ def has_one_copy(recipe: Recipe) -> bool:
     return isinstance(recipe, Float8Block | Float8Tensor) or recipe == MXFP8("fast")
 
 
-def of_rowwise(recipe: Recipe, copy: Copy) -> WeightOperand:
-    """For the forward."""
+def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
+    """For the forward; regrouped so that no block spans two of the ``halves`` of the rows."""
     match recipe:
         case Float8Row():
             return WeightOperand(copy.data, _ones(copy.data), copy.scales)
@@ -174,7 +180,7 @@ def of_rowwise(recipe: Recipe, copy: Copy) -> WeightOperand:
         case MXFP8(compute="exact"):
             return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
         case MXFP8():
-            regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), 1)
+            regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), halves)
             return WeightOperand(regrouped.data, regrouped.scales)
         case NVFP4():
             return WeightOperand(_without_group_scales(copy), amax=copy.amax)
@@ -189,12 +195,12 @@ def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:
     return of_rowwise(recipe, copy)
 
 
-def turned(recipe: Recipe, rowwise: Copy) -> WeightOperand:
+def turned(recipe: Recipe, rowwise: Copy, halves: int = 1) -> WeightOperand:
     """For the gradient of rows, of the copy for the forward: its values, transposed.
 
     The scale of a row is no factor of such a product, so the values of ``Float8Row`` are quantised again.
     """
-    operand = of_rowwise(recipe, rowwise)
+    operand = of_rowwise(recipe, rowwise, halves)
     if isinstance(recipe, Float8Row):
         scheme = scheme_of(recipe)
         return of_columnwise(recipe, scheme.transposed_weight(scheme.weight_values(rowwise, 1), 1))
