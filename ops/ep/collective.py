@@ -221,9 +221,10 @@ class CollectiveTransport:
         lane, rows = table.exchange.lane, table.num_rows
         buffer = self._buffers.get(lane)
         if buffer is None or buffer.shape[0] < rows:
-            form = {"dtype": self._settings.dtype, "device": table.split_sizes.device}
-            with torch.inference_mode(False):
-                buffer = self._buffers[lane] = torch.empty(rows, self._settings.hidden, **form)
+            with torch.inference_mode(False):  # what is made in it may be written there alone
+                buffer = self._buffers[lane] = torch.empty(
+                    rows, self._settings.hidden, dtype=self._settings.dtype, device=table.split_sizes.device
+                )
         return buffer[:rows]
 
     def lends(self, table: CollectiveTable) -> bool:
