@@ -94,15 +94,15 @@ class EPDispatch(Op):
         """What is known of them before ranks have met."""
         rows = self.group.local_capacity
         index = index_dtype(top_k_index, self.group.settings.num_experts, x)
-        known = {
+        specs = {
             "split_sizes": TensorSpec((self.group.num_local_experts,), torch.int32, x.device),
             "row_of_slot": TensorSpec(tuple(top_k_index.shape), index, x.device),
         }
         if rows is not None:
             scales = torch.promote_types(top_k_weights.dtype, torch.float32)
-            known["y"] = TensorSpec((rows, x.shape[1]), x.dtype, x.device)
-            known["scales"] = TensorSpec((rows,), scales, x.device)
-        return known
+            specs["y"] = TensorSpec((rows, x.shape[1]), x.dtype, x.device)
+            specs["scales"] = TensorSpec((rows,), scales, x.device)
+        return specs
 
     def fwd(
         self,

@@ -222,15 +222,15 @@ def _world() -> dist.ProcessGroup:
 
 def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> None:
     """Raises on all ranks alike where the settings of one are wrong, or are not those of the others."""
-    found: list[Any] = [None] * ranks
+    of_ranks: list[Any] = [None] * ranks
     problem = settings.problem(ranks)
-    dist.all_gather_object(found, (settings, problem), process_group)
+    dist.all_gather_object(of_ranks, (settings, problem), process_group)
     if problem is not None:
         raise ValueError(f"Group: {problem}")
-    for rank, (_, other) in enumerate(found):
+    for rank, (_, other) in enumerate(of_ranks):
         if other is not None:
             raise ValueError(f"Group: on rank {rank}, {other}")
-    difference = settings.difference([theirs for theirs, _ in found])
+    difference = settings.difference([theirs for theirs, _ in of_ranks])
     if difference is not None:
         raise ValueError(f"Group: {difference}")
 
