@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from ep_cases import batch_for, raises
-from ep_world import H, World, check_step, part
+from ep_world import H, World, check_step, part, same, trained, whole
 from torch import distributed as dist
 
 from fusible import ep
@@ -21,6 +21,14 @@ def group_of(process_group: dist.ProcessGroup | None, timeout: float, size: int)
         process_group, num_experts=2 * size, max_tokens=13, top_k=3, hidden=H, dtype=torch.float32, capacity="worst",
         timeout=timeout,
     )  # fmt: skip
+
+
+def a_case_that_fails_on_one_rank(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, COUNTS)
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    came = trained(part(group), batch.of(world.rank))
+    same(came._replace(y=came.y + (world.rank == 1)), expected)
 
 
 def a_rank_that_sleeps_is_an_error_after_the_timeout(world: World) -> None:
@@ -57,6 +65,7 @@ def a_rank_that_ends_in_the_middle_is_an_error_for_the_others(world: World) -> N
 
 
 CASES: list[Callable[[World], None]] = [
+    a_case_that_fails_on_one_rank,
     a_rank_that_sleeps_is_an_error_after_the_timeout,
     a_rank_that_ends_in_the_middle_is_an_error_for_the_others,
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +117,9 @@ class CollectiveTransport:
         header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
         mine = torch.cat((header, routing.split_sizes))
         gathered = mine.new_empty(self._ranks * mine.numel())
-        self._started(_gather(gathered, mine, self._group), exchange.named("dispatch"))()
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        seconds = 0 if mine.is_cuda else self._settings.timeout
+        self._started(partial(gather, gathered, mine), exchange.named("dispatch"), seconds)()
         table = gathered.view(self._ranks, -1).cpu()
         self._compare(exchange, table[:, :_HEADER].tolist())
         return table[:, _HEADER:].long()
@@ -256,22 +259,20 @@ class CollectiveTransport:
     ) -> Callable[[], None]:
         """So many rows to each rank, and so many from each, in the order of ranks; returns what waits for them."""
         sizes, leaving = ([*from_rank], [*to_rank]), rows.contiguous()
-        return self._started(
-            lambda: dist.all_to_all_single(arrived, leaving, *sizes, group=self._group, async_op=True), named
-        )
+        move = partial(dist.all_to_all_single, arrived, leaving, *sizes)
+        return self._started(move, named, seconds=0 if rows.is_cuda else self._settings.timeout)
 
-    def _started(self, start: Callable[[], Any], named: str) -> Callable[[], None]:
-        """Starts a collective; returns what waits for it: a host until it is there, a device as the device will."""
+    def _started(self, collective: Callable[..., Any], named: str, seconds: float) -> Callable[[], None]:
+        """Starts a collective; returns what waits for it: a host so many seconds, a device's queue without them.
+
+        NCCL has the timeout of the process group, and a watchdog.
+        """
         with _peers_of(named):
-            work = start()
+            work = collective(group=self._group, async_op=True)
 
         def wait() -> None:
-            seconds = self._settings.timeout
             with _peers_of(named):
-                if seconds and dist.get_backend(self._group) == "gloo":
-                    work.wait(timedelta(seconds=seconds))
-                else:
-                    work.wait()  # NCCL has the timeout of the process group, and a watchdog
+                work.wait(timedelta(seconds=seconds)) if seconds else work.wait()
 
         return wait
 
@@ -283,12 +284,6 @@ def _peers_of(named: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerError(f"a rank did not take part in {named}: {error}") from error
-
-
-def _gather(gathered: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
-    """One name for two: ``all_gather_into_tensor`` is to be called ``all_gather_single``."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return lambda: gather(gathered, mine, group=group, async_op=True)
 
 
 def _named(flags: int) -> str:
