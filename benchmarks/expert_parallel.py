@@ -231,9 +231,8 @@ def work(rank: int, setting: Setting, folder: str) -> None:
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", setting.ranks)
     backend = "nccl" if setting.device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=setting.ranks)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=setting.ranks)
     found = measure(setting)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
@@ -278,7 +277,7 @@ def table(setting: Setting, found: dict[str, Any]) -> str:
 def run(setting: Setting) -> dict[str, Any]:
     """Starts the ranks, and waits for what they find."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (setting, folder), nprocs=setting.ranks)
+        spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
         return json.loads(Path(folder, "found.json").read_text())  # type: ignore[no-any-return]
 
 

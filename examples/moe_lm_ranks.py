@@ -65,7 +65,7 @@ class Process:
 def start(args: Namespace) -> None:
     """Starts the processes, and waits for them."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (args, folder), nprocs=args.ep)
+        spawn(work, (args, folder), nprocs=args.ep)  # type: ignore[no-untyped-call]
 
 
 def work(rank: int, args: Namespace, folder: str) -> None:
@@ -76,8 +76,9 @@ def work(rank: int, args: Namespace, folder: str) -> None:
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // args.ep))
-    store = dist.FileStore(f"{folder}/store", args.ep)
-    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=args.ep)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ep
+    )
     with nullcontext() if rank == 0 else redirect_stdout(StringIO()):
         run(args, device)
     dist.barrier()

@@ -17,6 +17,8 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fusible import ArgumentError, Scale, ScaledSwiGLU, Sequential, SwiGLU, config, ep
+from fusible.benchmarks import expert_parallel
+from fusible.benchmarks.problem import PRESETS
 from fusible.ops import kernels
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 
@@ -527,6 +529,7 @@ def explain_says_what_moves_and_moves_nothing(world: World) -> None:
         assert "all_to_all_single (dispatch)" in said
         assert "all_to_all_single (combine backward)" in said
         assert "transport collective" in said
+        assert ("how many rows there are depends on data; " in said) == (capacity == "exact")
         assert group.statistics().exchanges == 0
 
 
@@ -574,6 +577,21 @@ class Model(nn.Module):
         return y
 
 
+@case
+def by_hand_as_by_ops(world: World) -> None:
+    preset = PRESETS["small"]
+    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", 1, False)
+    batch = expert_parallel.draw(setting, world.rank)
+    group = world.group(
+        num_experts=preset.experts, max_tokens=16, top_k=preset.top_k, hidden=preset.features, capacity="exact"
+    )
+    rows, went = expert_parallel.dispatch_by_hand(batch, preset.experts, world.size)
+    ours, _, _, slots = ep.EPDispatch(group)(batch.x, top_k_index=batch.ids, top_k_weights=batch.weights)
+    sums = ep.EPCombine(group)(ours, row_of_slot=slots)
+    assert torch.equal(rows, ours)
+    torch.testing.assert_close(expert_parallel.combine_by_hand(rows, batch, went), sums)
+
+
 # ------------------------------------------------------------------------------------------------------ errors
 
 
@@ -618,6 +636,10 @@ def arguments_that_do_not_fit(world: World) -> None:
         ((x, ids, ids), "top_k_weights must be floating-point, got torch.int64"),
         ((x[:, :4], ids, weights), r"x must have 8 columns, as the group, got shape \[5, 4\]"),
         ((x[None], ids, weights), r"x must be tokens \[T, H\], got shape \[1, 5, 8\]"),
+        (
+            (x.to("meta"), ids.to("meta"), weights.to("meta")),
+            "x must be on cpu or cuda, as the process group moves, got",
+        ),
         ((x.double(), ids, weights), "x must be of torch.float32, as the group, got torch.float64; cast it"),
         (
             (torch.randn(14, H), ids[:1].expand(14, 3), weights[:1].expand(14, 3)),
@@ -631,6 +653,8 @@ def arguments_that_do_not_fit(world: World) -> None:
         with raises(ArgumentError, rf"op {1} \(GroupedLinear\): split_sizes: expected shape \[3\], .* got \[4\]"):
             other(x, top_k_index=ids, top_k_weights=weights)
         assert fc
+    with raises(ArgumentError, "row_of_slot must be on cpu, as x, got meta"):
+        ep.EPCombine(group)(torch.randn(group.local_capacity, H), row_of_slot=ids.to("meta"))
     with raises(ArgumentError, r"op 0 \(EPCombine\) needs 'row_of_slot'"):
         Sequential(ep.EPCombine(group))(x)
     assert group.statistics().exchanges == 0

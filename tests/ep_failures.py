@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from ep_cases import batch_for, raises
-from ep_world import H, World, check_step, part
+from ep_world import H, World, check_step, part, same, trained, whole
 from torch import distributed as dist
 
 from fusible import ep
@@ -23,6 +23,14 @@ def group_of(process_group: dist.ProcessGroup | None, timeout: float, size: int)
     )  # fmt: skip
 
 
+def a_case_that_fails_on_one_rank(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, COUNTS)
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    came = trained(part(group), batch.of(world.rank))
+    same(came._replace(y=came.y + (world.rank == 1)), expected)
+
+
 def a_rank_that_sleeps_is_an_error_after_the_timeout(world: World) -> None:
     two = dist.new_group([0, 1])
     if world.rank < 2:
@@ -30,18 +38,18 @@ def a_rank_that_sleeps_is_an_error_after_the_timeout(world: World) -> None:
         mine, layer = batch_for(group, COUNTS[:2]).of(world.rank), part(group)
         began = time.monotonic()
         if world.rank == 1:
-            time.sleep(3)
+            time.sleep(8)
         else:
             with raises(ep.PeerError, "a rank did not take part in dispatch of exchange 0 on lane 0: "):
                 layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
-            assert 0.9 < time.monotonic() - began < 2.9
+            assert 0.9 < time.monotonic() - began < 7
             with raises(ep.PeerError, "a rank did not take part in dispatch of exchange 0 on lane 0: "):
                 group.check()
     dist.barrier()
 
 
 def a_rank_that_ends_in_the_middle_is_an_error_for_the_others(world: World) -> None:
-    group, others = group_of(None, 15.0, 3), dist.new_group([0, 1])
+    group, others = group_of(None, 60.0, 3), dist.new_group([0, 1])
     mine, layer = batch_for(group, COUNTS).of(world.rank), part(group)
     rows, _, _, slots = layer[0](mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
     if world.rank == 2:
@@ -49,14 +57,15 @@ def a_rank_that_ends_in_the_middle_is_an_error_for_the_others(world: World) -> N
     began = time.monotonic()
     with raises(ep.PeerError, "a rank did not take part in combine of exchange 0 on lane 0: "):
         layer[5](rows, row_of_slot=slots)
-    assert time.monotonic() - began < 14
+    assert time.monotonic() - began < 30
     with raises(ep.PeerError, "combine of exchange 0"):
         layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
-    left = group_of(others, 10.0, 2)  # those that are left make another group, and go on
+    left = group_of(others, 60.0, 2)  # those that are left make another group, and go on
     check_step(left, batch_for(left, COUNTS[:2]))
 
 
 CASES: list[Callable[[World], None]] = [
+    a_case_that_fails_on_one_rank,
     a_rank_that_sleeps_is_an_error_after_the_timeout,
     a_rank_that_ends_in_the_middle_is_an_error_for_the_others,
 ]

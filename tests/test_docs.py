@@ -22,7 +22,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
 WITHOUT_CODE = {
     f"docs/{name}.md"
-    for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "support")
+    for name in (
+        "benchmarks",
+        "design",
+        "exchange",
+        "experiments",
+        "glossary",
+        "index",
+        "kernels",
+        "measured",
+        "support",
+    )
 }
 FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
@@ -69,7 +79,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "l
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in TORCHRUN if page == "docs/fsdp.md" else ():
+    for variable in TORCHRUN if page in ("docs/expert_parallel.md", "docs/fsdp.md") else ():
         monkeypatch.setenv(variable, TORCHRUN[variable])
     names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 

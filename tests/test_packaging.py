@@ -63,7 +63,8 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
-    assert fusions == "['GLUScale', 'GroupedLinearGLU', 'GroupedMLP', 'PointwiseChain', 'RoutedLoRA', 'RoutedMLP']"
+    layers = "'GroupedMLP', 'PointwiseChain', 'RoutedLoRA', 'RoutedMLP'"
+    assert fusions == f"['EPGroupedMLP', 'GLUScale', 'GroupedLinearGLU', {layers}]"
     assert twice == "[]"
     assert many == "True"
 

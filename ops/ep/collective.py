@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -115,9 +116,11 @@ class CollectiveTransport:
         flags = sum(1 << bit for bit, name in enumerate(_WANTED) if name in wanted)
         header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
         mine = torch.cat((header, routing.split_sizes))
-        found = mine.new_empty(self._ranks * mine.numel())
-        self._started(_gather(found, mine, self._group), exchange.named("dispatch"))()
-        table = found.view(self._ranks, -1).cpu()
+        gathered = mine.new_empty(self._ranks * mine.numel())
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        seconds = 0 if mine.is_cuda else self._settings.timeout
+        self._started(partial(gather, gathered, mine), exchange.named("dispatch"), seconds)()
+        table = gathered.view(self._ranks, -1).cpu()
         self._compare(exchange, table[:, :_HEADER].tolist())
         return table[:, _HEADER:].long()
 
@@ -150,11 +153,11 @@ class CollectiveTransport:
         return kept
 
     def _overflow(self, exchange: Exchange, required: int, owner: int) -> str:
-        given = self._settings.capacity
-        how = f" ({given} x max_tokens x top_k)" if isinstance(given, float) else ""
+        factor = self._settings.capacity
+        product = f" ({factor} x max_tokens x top_k)" if isinstance(factor, float) else ""
         return (
             f"{exchange.named('dispatch')}: rank {owner} had to own {required} rows, its capacity is "
-            f"{self._capacity}{how}; make the group with capacity={required} or more, 'worst' or 'exact', or with "
+            f"{self._capacity}{product}; make the group with capacity={required} or more, 'worst' or 'exact', or with "
             "overflow='drop'"
         )
 
@@ -221,9 +224,10 @@ class CollectiveTransport:
         lane, rows = table.exchange.lane, table.num_rows
         buffer = self._buffers.get(lane)
         if buffer is None or buffer.shape[0] < rows:
-            form = {"dtype": self._settings.dtype, "device": table.split_sizes.device}
-            with torch.inference_mode(False):
-                buffer = self._buffers[lane] = torch.empty(rows, self._settings.hidden, **form)
+            with torch.inference_mode(False):  # what is made in it may be written there alone
+                buffer = self._buffers[lane] = torch.empty(
+                    rows, self._settings.hidden, dtype=self._settings.dtype, device=table.split_sizes.device
+                )
         return buffer[:rows]
 
     def lends(self, table: CollectiveTable) -> bool:
@@ -255,22 +259,20 @@ class CollectiveTransport:
     ) -> Callable[[], None]:
         """So many rows to each rank, and so many from each, in the order of ranks; returns what waits for them."""
         sizes, leaving = ([*from_rank], [*to_rank]), rows.contiguous()
-        return self._started(
-            lambda: dist.all_to_all_single(arrived, leaving, *sizes, group=self._group, async_op=True), named
-        )
+        move = partial(dist.all_to_all_single, arrived, leaving, *sizes)
+        return self._started(move, named, seconds=0 if rows.is_cuda else self._settings.timeout)
 
-    def _started(self, start: Callable[[], Any], named: str) -> Callable[[], None]:
-        """Starts a collective; returns what waits for it: a host until it is there, a device as the device will."""
+    def _started(self, collective: Callable[..., Any], named: str, seconds: float) -> Callable[[], None]:
+        """Starts a collective; returns what waits for it: a host so many seconds, a device's queue without them.
+
+        NCCL has the timeout of the process group, and a watchdog.
+        """
         with _peers_of(named):
-            work = start()
+            work = collective(group=self._group, async_op=True)
 
         def wait() -> None:
-            seconds = self._settings.timeout
             with _peers_of(named):
-                if seconds and dist.get_backend(self._group) == "gloo":
-                    work.wait(timedelta(seconds=seconds))
-                else:
-                    work.wait()  # NCCL has the timeout of the process group, and a watchdog
+                work.wait(timedelta(seconds=seconds)) if seconds else work.wait()
 
         return wait
 
@@ -282,12 +284,6 @@ def _peers_of(named: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerError(f"a rank did not take part in {named}: {error}") from error
-
-
-def _gather(found: Tensor, mine: Tensor, group: dist.ProcessGroup) -> Any:
-    """One name for two: ``all_gather_into_tensor`` is to be called ``all_gather_single``."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return lambda: gather(found, mine, group=group, async_op=True)
 
 
 def _named(flags: int) -> str:
@@ -334,11 +330,11 @@ def _by_token(
     """
     k = settings.top_k
     by_slot, arrival = torch.sort(sources * (settings.max_tokens * k) + slots)
-    tokens, place, counts = torch.unique_consecutive(by_slot // k, return_inverse=True, return_counts=True)
+    tokens, line, counts = torch.unique_consecutive(by_slot // k, return_inverse=True, return_counts=True)
     row_of_arrival = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    column = torch.arange(slots.shape[0], device=slots.device) - (counts.cumsum(0) - counts)[place]
+    column = torch.arange(slots.shape[0], device=slots.device) - (counts.cumsum(0) - counts)[line]
     rows = order.new_full((tokens.shape[0], k), order.shape[0])
-    rows[place, column] = row_of_arrival[arrival]
+    rows[line, column] = row_of_arrival[arrival]
     of_rank = torch.bincount(tokens // settings.max_tokens, minlength=ranks)
     return _sums_of(rows, order.shape[0]), tuple(of_rank.tolist())
 
@@ -348,9 +344,9 @@ def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) 
     tokens, k = shape
     there = slots.new_zeros(ranks, tokens, dtype=torch.bool)
     there[owners, slots // max(1, k)] = True
-    place = there.flatten().cumsum(0).view_as(there) - 1
+    order = there.flatten().cumsum(0).view_as(there) - 1
     from_rank = tuple(there.sum(1).tolist())
-    rows = torch.where(there, place, sum(from_rank)).t().contiguous()
+    rows = torch.where(there, order, sum(from_rank)).t().contiguous()
     return _sums_of(rows, sum(from_rank)), from_rank
 
 

@@ -50,6 +50,8 @@ class EPCombine(Op):
         rows = self.group.local_capacity
         if rows is not None and x.shape[0] != rows:
             raise ArgumentError(f"x must be the {rows} rows of the EPDispatch before it, got {list(x.shape)}")
+        if row_of_slot.device != x.device:
+            raise ArgumentError(f"row_of_slot must be on {x.device}, as x, got {row_of_slot.device}; move neither")
         return TensorSpec((row_of_slot.shape[0], x.shape[1]), x.dtype, x.device)
 
     def fwd(self, x: Tensor, *, row_of_slot: Tensor) -> tuple[Tensor, Saved]:

@@ -94,15 +94,15 @@ class EPDispatch(Op):
         """What is known of them before ranks have met."""
         rows = self.group.local_capacity
         index = index_dtype(top_k_index, self.group.settings.num_experts, x)
-        known = {
+        specs = {
             "split_sizes": TensorSpec((self.group.num_local_experts,), torch.int32, x.device),
             "row_of_slot": TensorSpec(tuple(top_k_index.shape), index, x.device),
         }
         if rows is not None:
             scales = torch.promote_types(top_k_weights.dtype, torch.float32)
-            known["y"] = TensorSpec((rows, x.shape[1]), x.dtype, x.device)
-            known["scales"] = TensorSpec((rows,), scales, x.device)
-        return known
+            specs["y"] = TensorSpec((rows, x.shape[1]), x.dtype, x.device)
+            specs["scales"] = TensorSpec((rows,), scales, x.device)
+        return specs
 
     def fwd(
         self,
@@ -147,6 +147,8 @@ class EPDispatch(Op):
         rows = x.new_empty(count, x.shape[1])
         scales = x.new_empty(count, dtype=torch.promote_types(top_k_weights.dtype, torch.float32))
         self.group.mover.foresee("dispatch", rows, scales)
+        if self.group.local_capacity is None:
+            trace.note(f"how many rows there are depends on data; {count} are assumed, one for each slot of this rank")
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
         return table, rows, scales
 
@@ -223,6 +225,11 @@ def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
     settings = group.settings
     if x.shape[1] != settings.hidden:
         raise ArgumentError(f"x must have {settings.hidden} columns, as the group, got shape {list(x.shape)}")
+    if x.device.type not in group.devices:
+        raise ArgumentError(
+            f"x must be on {' or '.join(sorted(group.devices))}, as the process group moves, got {x.device}; "
+            "move it there"
+        )
     if x.dtype != settings.dtype:
         raise ArgumentError(
             f"x must be of {settings.dtype}, as the group, got {x.dtype}; cast it, or make another group"

@@ -106,6 +106,7 @@ class Group:
 
     Attributes:
         rank, size: of this rank; how many there are.
+        devices: the kinds of devices that tokens may be on: those of the process group.
         local_experts: the slice of the experts that this rank owns.
         local_capacity: Q, the number of rows that :class:`EPDispatch` gives; None: as many as come.
         transport: the name of the transport; ``transport_reason``: why it.
@@ -139,6 +140,7 @@ class Group:
         owned = num_experts // self.size
         self.local_experts = slice(self.rank * owned, (self.rank + 1) * owned)
         self.local_capacity = self.settings.rows(self.size)
+        self.devices = frozenset(_devices(self.process_group))
         self.transport, self.transport_reason = "collective", "the one transport that runs on every backend"
         self._mover: Transport = CollectiveTransport(self.settings, self.process_group)
         self._lanes = [Lane(i) for i in range(lanes)]
@@ -220,17 +222,23 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
+def _devices(process_group: dist.ProcessGroup) -> Iterator[str]:
+    """The kinds of devices whose tensors a process group moves."""
+    for pair in dist.get_backend_config(process_group).split(","):
+        yield pair.partition(":")[0]
+
+
 def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> None:
     """Raises on all ranks alike where the settings of one are wrong, or are not those of the others."""
-    found: list[Any] = [None] * ranks
+    of_ranks: list[Any] = [None] * ranks
     problem = settings.problem(ranks)
-    dist.all_gather_object(found, (settings, problem), process_group)
+    dist.all_gather_object(of_ranks, (settings, problem), process_group)
     if problem is not None:
         raise ValueError(f"Group: {problem}")
-    for rank, (_, other) in enumerate(found):
+    for rank, (_, other) in enumerate(of_ranks):
         if other is not None:
             raise ValueError(f"Group: on rank {rank}, {other}")
-    difference = settings.difference([theirs for theirs, _ in found])
+    difference = settings.difference([theirs for theirs, _ in of_ranks])
     if difference is not None:
         raise ValueError(f"Group: {difference}")
 

@@ -123,16 +123,16 @@ class EPGroupedMLP(FusedOp):
         """Sends the gradients of rows off first, and computes those of the weights while they travel."""
         group, table, needs = self.dispatch.group, saved.table, needs_of_mlp(needs_grad, tuple(self._scaled_by))
         rows = pulled(group, dy, table, "combine backward")
-        found = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
-        dscales = [found.pop(keyword) for keyword in self._scaled_by if keyword in found]
+        inner = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
+        dscales = [inner.pop(keyword) for keyword in self._scaled_by if keyword in inner]
         grads: dict[str, Gradient] = {}
-        dx = found.pop("x", None)
+        dx = inner.pop("x", None)
         if "x" in needs_grad:
             drows = evaluate(dx)
             assert drows is not None
             finish = start_sum(group, drows, table, "dispatch backward")
             grads["x"] = lambda: finish().to(saved.x_dtype)
-        grads |= {name: evaluate(gradient) for name, gradient in found.items() if name in needs}
+        grads |= {name: evaluate(gradient) for name, gradient in inner.items() if name in needs}
         if "top_k_weights" in needs_grad:
             total = _sum_of(dscales, rows)
             grads["top_k_weights"] = lambda: returned(group, total, table, saved.weights_dtype)
@@ -148,7 +148,7 @@ class EPGroupedMLP(FusedOp):
 
 def _sum_of(gradients: Sequence[Gradient], rows: Tensor) -> Tensor:
     """The gradient of the scales, which are read at several places or at none."""
-    found = [gradient for gradient in map(evaluate, gradients) if gradient is not None]
-    if not found:
+    parts = [gradient for gradient in map(evaluate, gradients) if gradient is not None]
+    if not parts:
         return rows.new_zeros(rows.shape[0], dtype=torch.float32)
-    return sum(found[1:], found[0])
+    return sum(parts[1:], parts[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....fuser.replay import capture
 from ...quantized.copies import BLOCK
 from ..problem import Matrices, addresses, first
 from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad, ceil_blocks
@@ -78,7 +77,7 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
         zero_tail=p.fresh,
     )
     if not p.fresh:
-        capture.written(p.out)
+        torch.autograd.graph.increment_version(p.out)
 
 
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
@@ -109,7 +108,7 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
         accumulate=p.accumulate,
     )
     if not p.fresh:
-        capture.written(p.out)
+        torch.autograd.graph.increment_version(p.out)
 
 
 def _workspace(like: Tensor, groups: int) -> Tensor:
