@@ -24,7 +24,7 @@ WITHOUT_CODE = {
     f"docs/{name}.md"
     for name in ("benchmarks", "design", "experiments", "glossary", "index", "kernels", "measured", "memory", "support")
 }
-FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
+FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron", "jax")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 
