@@ -28,7 +28,7 @@ VOCABULARY = 256
 CONTEXT = 64
 
 
-class Experts(nnx.Module):
+class Experts(nnx.Module):  # type: ignore[misc]
     """Routes each token to ``top_k`` of the experts, and sums what they give, weighted by the router."""
 
     def __init__(self, features: int, hidden: int, experts: int, top_k: int, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -54,7 +54,7 @@ class Experts(nnx.Module):
         return out.astype(tokens.dtype), balance
 
 
-class Block(nnx.Module):
+class Block(nnx.Module):  # type: ignore[misc]
     """Attention, then experts, each on normalised rows and added to what comes in."""
 
     def __init__(self, features: int, hidden: int, experts: int, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -69,7 +69,7 @@ class Block(nnx.Module):
         return x + y.reshape(x.shape), balance
 
 
-class LanguageModel(nnx.Module):
+class LanguageModel(nnx.Module):  # type: ignore[misc]
     """Bytes in, logits of the next byte out."""
 
     def __init__(self, features: int, hidden: int, experts: int, layers: int, dtype: Any, rngs: nnx.Rngs) -> None:
