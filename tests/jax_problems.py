@@ -120,13 +120,14 @@ class Experts:
         for g, of_group in enumerate(rows_of_groups(self.sizes)):
             preact = at["x"][of_group] @ w13[g] + (at["b13"][g] if "b13" in at else 0.0)
             rounded = exact(jnp.asarray(preact.detach().numpy(), jnp.float32).astype(self.dtype))
-            hidden = self._activate(preact + (rounded - preact).detach())  # it decides what is clamped
+            hidden = self.activate(preact + (rounded - preact).detach())  # it decides what is clamped
             probs = at["probs"][of_group, None] if "probs" in at else torch.ones(1, 1, dtype=torch.float64)
             y = (hidden if after else hidden * probs) @ w2[g] + (at["b2"][g] if "b2" in at else 0.0)
             rows.append(y * probs if after else y)
         return torch.cat([*rows, torch.zeros(self.tail, self.features, dtype=torch.float64)])
 
-    def _activate(self, preact: Tensor) -> Tensor:
+    def activate(self, preact: Tensor) -> Tensor:
+        """Of rows [T, C] the hidden rows [T, F], without probabilities."""
         k = self.keywords
         name, alpha = k.get("activation", "silu"), k.get("alpha", 1.0)
         curves = {

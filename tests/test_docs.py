@@ -34,7 +34,7 @@ WITHOUT_CODE = {
         "support",
     )
 }
-FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron")  # which may be missing
+FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron", "jax")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 

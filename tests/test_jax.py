@@ -24,14 +24,15 @@ from jax_problems import (
     exact,
     poisoned,
     product64,
+    rows_of_groups,
     seeded,
     wgrad64,
 )
 
 import fusible.jax
-from fusible.jax import fallback
+from fusible.jax import activation, fallback
+from fusible.ops.programs.activations import ACTIVATIONS, CURVES
 
-HALVES = [jnp.bfloat16, jnp.float16]
 NEEDS_EMULATION = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 
 
@@ -60,8 +61,7 @@ def operands(k: int, n: int, dtype: Any, sizes: tuple[int, ...] = RAGGED, tail: 
 SHAPES = [(24, 40), (136, 72), (20, 9)]  # the last by the kernel for any numbers of features
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("dtype", "wide"), [(jnp.bfloat16, False), (jnp.bfloat16, True), (jnp.float16, False)])
 @pytest.mark.parametrize(("k", "n"), SHAPES)
 def test_rows_are_ragged(backend: str, k: int, n: int, dtype: Any, wide: bool) -> None:
     lhs, rhs, sizes = operands(k, n, dtype)
@@ -77,8 +77,7 @@ def test_rows_are_ragged(backend: str, k: int, n: int, dtype: Any, wide: bool) -
     assert not np.any(np.asarray(by_dot[sum(RAGGED) :]))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("m", "n"), SHAPES)
+@pytest.mark.parametrize(("m", "n", "dtype"), [(136, 72, jnp.bfloat16), (24, 40, jnp.float16), (20, 9, jnp.bfloat16)])
 def test_the_contraction_is_ragged(backend: str, m: int, n: int, dtype: Any) -> None:
     random, rows = seeded(), sum(RAGGED) + TAIL
     lhs, rhs = (poisoned(array(random, rows, columns, dtype=dtype), RAGGED) for columns in (m, n))
@@ -93,8 +92,7 @@ def test_the_contraction_is_ragged(backend: str, m: int, n: int, dtype: Any) -> 
     assert_close(added, exact(into) + wgrad64(lhs, rhs, RAGGED), roundings=4)
 
 
-@pytest.mark.parametrize("sizes", [(0, 0, 0), (1,), (0, 40, 0), (130, 3)], ids=str)
-@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize(("sizes", "tail"), [((0, 0, 0), 5), ((1,), 0), ((0, 40, 0), 5), ((130, 3), 0)], ids=str)
 def test_groups_of_any_sizes(backend: str, sizes: tuple[int, ...], tail: int) -> None:
     lhs, rhs, counts = operands(16, 24, jnp.bfloat16, sizes, tail)
     grads = array(seeded(1), lhs.shape[0], 24)
@@ -149,14 +147,8 @@ def test_gradients_of_ragged_rows(backend: str, transposed: bool, into: bool) ->
 
     assert_close(dlhs, product64(dy, rhs, RAGGED, transpose=not transposed))
     assert_close(drhs, dw.mT if transposed else dw)
-    assert_close(dbias, torch.stack([exact(dy)[rows].sum(0) for rows in _groups()]), roundings=2)
+    assert_close(dbias, torch.stack([exact(dy)[rows].sum(0) for rows in rows_of_groups(RAGGED)]), roundings=2)
     assert dstart is None or np.array_equal(np.asarray(dstart), np.asarray(dy), equal_nan=True)
-
-
-def _groups() -> list[slice]:
-    from jax_problems import rows_of_groups
-
-    return rows_of_groups(RAGGED)
 
 
 def test_gradients_of_a_ragged_contraction(backend: str) -> None:
@@ -207,15 +199,15 @@ def check_experts(problem: Experts, roundings: float = 4) -> None:
 
 FORMS: dict[str, dict[str, Any]] = {
     "swiglu": {},
-    "weights [G, out, in]": {"layout": "nk"},
-    "biases": {"biases": jnp.float32},
-    "biases, weights [G, out, in]": {"biases": jnp.bfloat16, "layout": "nk"},
-    "no probabilities": {"probs": None},
-    "probabilities in bfloat16": {"probs": jnp.bfloat16},
+    "weights [G, out, in], biases": {"biases": jnp.bfloat16, "layout": "nk"},
+    "no probabilities, no tail": {"probs": None, "tail": 0},
+    "probabilities in bfloat16, interleaved": {
+        "probs": jnp.bfloat16,
+        "keywords": {"interleave": 8},
+        "layout": "nk",
+    },
     "probabilities after": {"keywords": {"probs_at": "output"}},
     "probabilities after, biases": {"biases": jnp.float32, "keywords": {"probs_at": "output"}},
-    "interleaved": {"keywords": {"interleave": 1}},
-    "interleaved by 8": {"keywords": {"interleave": 8}, "layout": "nk"},
     "gpt-oss": {
         "biases": jnp.bfloat16,
         "keywords": {"alpha": 1.702, "limit": 1.5, "linear_offset": 1.0, "interleave": 1},
@@ -223,7 +215,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "not gated": {"keywords": {"gated": False, "activation": "relu2"}},
     "odd columns": {"features": 20, "columns": 6, "biases": jnp.float32, "keywords": {"probs_at": "output"}},
     "blocks that no tile holds": {"columns": 48, "keywords": {"interleave": 24}},
-    "no tail": {"tail": 0},
     "empty": {"sizes": (0, 0), "tail": 3},
     "float16": {"dtype": jnp.float16, "biases": jnp.float16},
 }
@@ -235,9 +226,24 @@ def test_experts(backend: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", ""])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid"])
-def test_activations(backend: str, activation: str, gated: bool) -> None:
-    check_experts(Experts(sizes=(17, 5), tail=2, keywords={"activation": activation, "gated": gated}))
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_activations(name: str, gated: bool) -> None:
+    """As functions of jax; the kernels have them by number."""
+    problem = Experts(columns=24, dtype=jnp.float32, keywords={"activation": name, "gated": gated})
+    spec = activation.activation(name, gated, None, 1.0, 0.0, None)
+    preact = array(seeded(), 6, 48 if gated else 24, dtype=jnp.float32)
+    postact, pull = jax.vjp(lambda preact: activation.activate(preact, spec), preact)
+    dpostact, rows = array(seeded(1), 6, 24, dtype=jnp.float32), exact(preact).requires_grad_()
+    expected = problem.activate(rows)
+    expected.backward(exact(dpostact))
+
+    assert_close(postact, expected.detach(), roundings=4)
+    assert_close(pull(dpostact)[0], torch.as_tensor(rows.grad), roundings=4)
+
+
+def test_numbers_of_activations_are_those_of_the_kernels() -> None:
+    assert tuple(CURVES) == activation.CURVES
+    assert activation.ACTIVATIONS == ACTIVATIONS
 
 
 def test_float32_runs_by_jax() -> None:

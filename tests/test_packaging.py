@@ -51,6 +51,8 @@ from fusible.fuser import registry
 print(sorted(f.name for f in registry))
 others = ("transformers", "peft", "torchtitan")
 missing = [f"integrations.{name}" for name in others if importlib.util.find_spec(name) is None]
+missing += ["fusible.jax"] * (importlib.util.find_spec("jax") is None)
+missing += ["examples.jax_moe_lm"] * any(importlib.util.find_spec(name) is None for name in ("jax", "flax"))
 left_out = ("__main__", "_C", *missing)
 for module in pkgutil.walk_packages(fusible.__path__, "fusible."):
     if not module.name.endswith(left_out):

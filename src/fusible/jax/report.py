@@ -8,6 +8,9 @@ import jax
 
 from . import dispatch, extension
 
+VERIFIED = "on CPUs, by the sources of the kernels; the custom calls await their first run on a GPU"
+"""Where the tests of the custom calls have passed."""
+
 
 def info() -> dict[str, Any]:
     """What is here: versions, the devices that jax sees, and why jax's own products run, if they do.
@@ -15,7 +18,8 @@ def info() -> dict[str, Any]:
     Returns:
         ``jax``; ``ffi_api``, the version of XLA's foreign function interface of jaxlib; ``handlers_api``, that of our
         handlers, None where they cannot be used; ``targets``, their names in compiled programs; ``devices``;
-        ``fallback``, the reason why ``jax.lax.ragged_dot`` runs, or None where kernels do.
+        ``fallback``, the reason why ``jax.lax.ragged_dot`` runs, or None where kernels do; ``verified``, where the
+        custom calls have been tested.
     """
     usable = extension.unavailable() is None
     return {
@@ -25,6 +29,7 @@ def info() -> dict[str, Any]:
         "targets": targets() if usable else [],
         "devices": [str(device.device_kind) for device in jax.devices()],
         "fallback": dispatch.device_refusal(),
+        "verified": VERIFIED,
     }
 
 
