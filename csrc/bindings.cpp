@@ -12,11 +12,11 @@
 #include "fusible/activation.h"
 #include "fusible/device.h"
 #include "fusible/fused_gemm.h"
-#include "fusible/gemm_launch.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
+#include "fusible/overlapping_launch.h"
 #include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -129,8 +129,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_properties", &device_properties, "device"_a);
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
+  module.def(
+      "overlap_launches", [](bool on) { fusible::launches_overlap = on; }, "on"_a,
+      "Whether kernels of this process begin while those before them end. They do not unless they are asked to.");
   def_capture(module);
-  module.def("set_overlapping_launches", [](bool on) { fusible::overlapping_launches = on; });
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,

@@ -28,8 +28,6 @@ GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cud
 // Maps of the second pair of operands; of nothing, where there is none.
 SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config);
 
-inline bool overlapping_launches = true;  // to be measured
-
 // `params` may be longer than GemmParams, with which they begin.
 void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
             int device, cudaStream_t stream);

@@ -10,6 +10,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
+#include "fusible/overlapping_launch.h"
 #include "fusible/wrong_sizes.h"
 #include "kernels/prepare.h"
 #include "kernels/scale_groups.h"
@@ -258,18 +259,17 @@ SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config) {
 void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
             int device, cudaStream_t stream) {
   allow_shared_memory(kernel, device, problem, config);
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // it begins while the kernel before it ends
-  attributes[1].val.programmaticStreamSerializationAllowed = overlapping_launches;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
+  cudaLaunchAttribute attributes[] = {cluster, overlapping()};
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(config.grid);
   launch.blockDim = dim3(kernel.threads);
   launch.dynamicSmemBytes = kernel.shared_bytes;
   launch.stream = stream;
   launch.attrs = attributes;
-  launch.numAttrs = std::size(attributes);
+  launch.numAttrs = launches_overlap ? 2 : 1;
   void* arguments[] = {const_cast<GemmParams*>(&params)};
   FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
                      kernel.shared_bytes, " bytes of shared memory");

@@ -7,7 +7,7 @@
 #include "device/groups.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "fusible/gemm_launch.h"
+#include "fusible/overlapping_launch.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
@@ -69,15 +69,13 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    cudaLaunchAttribute overlapping{};  // it begins while the kernel before it ends
-    overlapping.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlapping.val.programmaticStreamSerializationAllowed = overlapping_launches;
+    cudaLaunchAttribute attribute = overlapping();
     cudaLaunchConfig_t launch{};
     launch.gridDim = dim3(blocks);
     launch.blockDim = dim3(kThreads);
     launch.stream = stream;
-    launch.attrs = &overlapping;
-    launch.numAttrs = 1;
+    launch.attrs = &attribute;
+    launch.numAttrs = launches_overlap ? 1 : 0;
     void* arguments[] = {&piece};
     FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, reinterpret_cast<const void*>(&zero_kernel), arguments), "zeroing ",
                        piece.counter_count, " counters and ", piece.tail_count, " tails");

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Programmatic dependent launch: a kernel begins while those before it on its stream end. Every thread of it calls
+// ptx::wait_for_earlier_kernels before it reads or writes memory.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+namespace fusible {
+
+// Whether launches of this process do. Off until it is measured (docs/experiments.md).
+inline std::atomic<bool> launches_overlap = false;
+
+inline cudaLaunchAttribute overlapping() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+}  // namespace fusible
