@@ -13,7 +13,7 @@ from ..architecture import assumed
 from ..jit import epilogue as functions
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import Activation, activation, scale_arguments
+from .rows import ActivationFields, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -98,7 +98,7 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     return functions.form_of(program, backward, problem.layout, problem.a.dtype, block, columns, *extras, *of_columns)
 
 
-def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
+def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
     """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
     if spec.program is None:
         return activation(spec, columns)
