@@ -22,7 +22,7 @@ from .experts import Parameters, layer_of
 from .gates import activation_with, constants_read, values_of
 
 
-class Form(NamedTuple):
+class LayerForm(NamedTuple):
     """What the container of experts depends on.
 
     Attributes:
@@ -66,18 +66,18 @@ def experts_forward(
 @constant
 def _program(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> Program:
     """The program of the container of that form; a new one where fusions have been registered since."""
-    return program_or_reason(_container(Form(*form))._current, flags, call, arguments, names)
+    return program_or_reason(_container(LayerForm(*form))._current, flags, call, arguments, names)
 
 
 @cache
-def _container(form: Form) -> Sequential:
+def _container(form: LayerForm) -> Sequential:
     """A container without data."""
     fc1, fc2 = (_linear(form, shape, dtype) for shape, dtype in zip((form.up, form.down), form.dtypes, strict=True))
     norm: dict[str, nn.Module] = {"norm": nn.Identity()} if form.has_norm else {}
     return layer_of(fc1, _between(form.spec), fc2, **norm)
 
 
-def _linear(form: Form, shape: tuple[int, ...], dtype: torch.dtype) -> GroupedLinear:
+def _linear(form: LayerForm, shape: tuple[int, ...], dtype: torch.dtype) -> GroupedLinear:
     groups, *sides = shape
     options: dict[str, Any] = {"bias": form.has_bias, "transposed_weight": form.is_transposed}
     return GroupedLinear(groups, *(sides if form.is_transposed else sides[::-1]), device="meta", dtype=dtype, **options)

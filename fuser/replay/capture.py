@@ -57,7 +57,6 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.rows, self._inputs, self._versions, self._refusal = rows, inputs, list(map(_version, inputs)), ""
         self.memory, self.returned, self.large = list[Created](), list[int](), list[int]()
         self.views, self.results, self.written = list[Created](), list[int | None](), list[int]()
-        self.device = inputs[0].device
         ends = [extent(t) if t.numel() else (0, -1) for t in inputs]
         self.recorder = self.find_library().Capture([(first, last + 1 - first) for first, last in ends], rows)
         if any(type(t) not in TENSOR_TYPES for t in inputs):
@@ -112,6 +111,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_workspace = self.recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes) or is_bytes
         if tensor.nbytes >= LARGE and not is_workspace:
             self.large.append(len(self.memory))
+        self.device = tensor.device
         self.memory.append(Created(allocator(tensor.dtype, tensor.device), tuple(tensor.shape)))
         if not tensor.is_contiguous():
             self.refuse("strided memory is allocated")

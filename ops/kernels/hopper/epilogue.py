@@ -16,7 +16,7 @@ from ..jit.operands import Input, inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import Activation, activation, column_sums, scale_arguments
+from .rows import ActivationFields, activation, column_sums, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -106,7 +106,7 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     return functions.form_of(program, backward, *layout, *extras, types, sums)
 
 
-def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> Activation:
+def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
     """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
     if spec.program is None:
         return activation(spec, columns)

@@ -134,7 +134,7 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     )
 
 
-class Activation(NamedTuple):
+class ActivationFields(NamedTuple):
     """An activation as the extension wants it, which goes by the order."""
 
     curve: int
@@ -148,12 +148,12 @@ class Activation(NamedTuple):
 
 
 @cache
-def activation(spec: ActivationSpec, columns: int) -> Activation:
+def activation(spec: ActivationSpec, columns: int) -> ActivationFields:
     """An activation with that many output columns; of a user's function what does not depend on the kernel."""
     if spec.program is not None:
-        return Activation(0, spec.gated, 1.0, math.inf, 0.0, spec.block or columns)
+        return ActivationFields(0, spec.gated, 1.0, math.inf, 0.0, spec.block or columns)
     (curve, alpha), limit = spec.curve, math.inf if spec.limit is None else spec.limit
-    return Activation(_CURVES[curve], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)
+    return ActivationFields(_CURVES[curve], spec.gated, alpha, limit, spec.linear_offset, spec.block or columns)
 
 
 def scale_arguments(scales: Tensor | None) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,29 +38,14 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
     Args:
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    (tokens, n, k), device, (bias, biases) = p.mnk, p.a.data.get_device(), NO_MATRICES
+    k, (bias, biases) = p.mnk[2], NO_MATRICES
     if p.bias is not None:
         bias, biases = bias_addressing(p.bias)
     bias_scale, row_scale, alphas = map(_float32, (p.bias_scale, p.row_scale, p.alpha))
     scale_strides = p.weight_scales.stride()
     workspace = _workspace(p.a.data, p.groups)
     compiled().scaled_gemm(
-        device=device,
-        stream=stream(device),
-        groups=p.groups,
-        tokens=tokens,
-        n=n,
-        a=p.a.data.data_ptr(),
-        a_scales=p.a.scales.data_ptr(),
-        b=p.weight.data_ptr(),
-        b_scales=p.weight_scales.data_ptr(),
-        sizes=p.split_sizes.data_ptr(),
-        int64_sizes=p.split_sizes.dtype == torch.int64,
-        output=TYPE_CODES[p.out.dtype],
-        out=p.out.data_ptr(),
-        out_pitch=p.out.stride(0),
-        workspace=workspace.data_ptr(),
-        variant=variant,
+        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
         k=k,
         a_pitch=p.a.data.stride(0),
         b_pitch=p.weight.stride(1),
@@ -82,26 +69,11 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
 
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     """One launch on the current stream; see :func:`launch_gemm`."""
-    (m, n, tokens), device = p.mnk, p.a.data.get_device()
+    m = p.mnk[0]
     (out, pitch, group), out_addresses = addressing(p.out)
     workspace = _workspace(p.a.data, p.groups)
     compiled().scaled_wgrad(
-        device=device,
-        stream=stream(device),
-        groups=p.groups,
-        tokens=tokens,
-        n=n,
-        a=p.a.data.data_ptr(),
-        a_scales=p.a.scales.data_ptr(),
-        b=p.b.data.data_ptr(),
-        b_scales=p.b.scales.data_ptr(),
-        sizes=p.split_sizes.data_ptr(),
-        int64_sizes=p.split_sizes.dtype == torch.int64,
-        output=TYPE_CODES[first(p.out).dtype],
-        out=out,
-        out_pitch=pitch,
-        workspace=workspace.data_ptr(),
-        variant=variant,
+        **_operand_fields(p, p.b, (out, pitch), workspace, variant),
         m=m,
         out_group=group,
         out_addresses=out_addresses,
@@ -109,6 +81,31 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     )
     if not p.fresh:
         torch.autograd.graph.increment_version(p.out)
+
+
+def _operand_fields(
+    p: Multiplying, b: tuple[Tensor, Tensor], out: tuple[int, int], workspace: Tensor, variant: int
+) -> dict[str, Any]:
+    """The fields that both launches have, in their order: of the tokens, ``b`` with its scales, and ``out``."""
+    device = p.a.data.get_device()
+    return {
+        "device": device,
+        "stream": stream(device),
+        "groups": p.groups,
+        "tokens": p.rows,
+        "n": p.mnk[1],
+        "a": p.a.data.data_ptr(),
+        "a_scales": p.a.scales.data_ptr(),
+        "b": b[0].data_ptr(),
+        "b_scales": b[1].data_ptr(),
+        "sizes": p.split_sizes.data_ptr(),
+        "int64_sizes": p.split_sizes.dtype == torch.int64,
+        "output": TYPE_CODES[first(p.out).dtype],
+        "out": out[0],
+        "out_pitch": out[1],
+        "workspace": workspace.data_ptr(),
+        "variant": variant,
+    }
 
 
 def _workspace(like: Tensor, groups: int) -> Tensor:
