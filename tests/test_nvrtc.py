@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from checks.functions import ACTS_OF_COLUMNS, Act, chain, learned_slope, op_of_columns, phish, telu
 from emulation import build
 
-from fusible import Activation, Bias, Pointwise, SwiGLU, interleaved
+from fusible import Bias, Pointwise, SwiGLU, interleaved
 from fusible.ops.fused.activation_role import vectors_of
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
@@ -74,7 +74,6 @@ FUNCTIONS = {
     "two columns": op_of_columns("shift"),
     "bias of gate and up": chain(Bias(2), SwiGLU()),
     "narrow biases": chain(Bias(2), SwiGLU(layout=interleaved(1)), Bias(1)),
-    "bias": chain(Bias(1), Activation("gelu")),
     "glu of a column of 16 bits": Pointwise(
         learned_slope, halves="concat", columns={"beta": torch.zeros(1, 1, dtype=torch.bfloat16)}
     ),
