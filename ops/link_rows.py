@@ -73,9 +73,8 @@ def backward(
     operands = Operands(link, saved.by_keyword, saved.columns, saved.split_sizes)
     number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
     vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
-    matrices = dict(zip(link.matrices, link.program.matrix_operands, strict=True))
-    of_others = {name: equal_gradient(link.program, each) for name, each in matrices.items() if name in needs_grad}
-    matrix_dtypes = tuple([saved.dtypes[n] if of_others.get(n, "") is None else None for n in link.matrices])
+    equal = _equal_gradients(link, needs_grad)
+    matrix_dtypes = tuple([saved.dtypes[n] if n in equal and equal[n] is None else None for n in link.matrices])
     dx, by_row, by_column, by_element = kernels.pointwise_backward(
         flat(dy),
         None if saved.x is None else flat(saved.x),
@@ -84,7 +83,7 @@ def backward(
         operands.numbers(),
         operands.vectors(),
         saved.split_sizes,
-        want_x="x" in needs_grad or "dx" in of_others.values(),
+        want_x="x" in needs_grad or "dx" in equal.values(),
         want_numbers=any(number_dtypes),
         want_vectors=any(vector_dtypes),
         constants=link.constants,
@@ -100,13 +99,20 @@ def backward(
         if name in needs_grad and number is not None:
             grads[name] = number.view(leading).to(saved.dtypes[name])
     grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
-    for name, other in of_others.items():
+    by_matrix = dict(zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False))
+    for name, other in equal.items():
+        matrix = by_matrix.get(name)
         if other is not None:
             grads[name] = grads["x"] if other == "dx" else dy.detach()
-    for name, matrix in zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False):
-        if of_others.get(name, "") is None and matrix is not None:
+        elif matrix is not None:
             grads[name] = matrix.reshape(*leading, matrix.shape[-1]).to(saved.dtypes[name])
     return grads
+
+
+def _equal_gradients(link: Link, needs_grad: frozenset[str]) -> dict[str, str | None]:
+    """Of each matrix whose gradient is wanted, the one that it is: :func:`equal_gradient`."""
+    matrices = zip(link.matrices, link.program.matrix_operands, strict=True)
+    return {name: equal_gradient(link.program, operand) for name, operand in matrices if name in needs_grad}
 
 
 def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:

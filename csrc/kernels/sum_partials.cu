@@ -27,7 +27,9 @@ __global__ void __launch_bounds__(kThreads)
   write_number(out, type, token, sum);
 }
 
-// The warps take a group's blocks by turns, and are added up in their order.
+// The warps take a group's blocks by turns, and are added up in their order. kOfBoth: the sums are of gate, or of up,
+// in rows where blocks of both alternate.
+template <bool kOfBoth>
 __global__ void __launch_bounds__(kThreads) sum_dbias_partials_kernel(const DbiasPartials call) {
   __shared__ float4 sums[kWarps][32];
   ptx::let_next_kernel_begin();
@@ -51,8 +53,9 @@ __global__ void __launch_bounds__(kThreads) sum_dbias_partials_kernel(const Dbia
   if (threadIdx.x >= kColumns || mine >= call.columns) return;
   float total = 0.f;
   for (int i = 0; i < kWarps; ++i) total += reinterpret_cast<const float*>(sums[i])[threadIdx.x];
-  const int64_t pitch = int64_t{call.columns} * (call.block ? 2 : 1);
-  write_number(call.out, call.type, group * pitch + (call.block ? gate_column(mine, call.block) : mine), total);
+  const int64_t first_of_group = static_cast<int64_t>(group) * call.columns;
+  write_number(call.out, call.type,
+               kOfBoth ? 2 * first_of_group + gate_column(mine, call.block) : first_of_group + mine, total);
 }
 
 }  // namespace
@@ -67,7 +70,7 @@ void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens
 
 void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream) {
   const dim3 grid(call.sizes.groups, static_cast<unsigned>(blocks_of(call.columns, kColumns)));
-  sum_dbias_partials_kernel<<<grid, kThreads, 0, stream>>>(call);
+  (call.block ? sum_dbias_partials_kernel<true> : sum_dbias_partials_kernel<false>)<<<grid, kThreads, 0, stream>>>(call);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of blocks of ", call.tokens, " rows of ", call.columns, " columns, ",
                      call.sizes.groups, " groups");
 }

@@ -91,7 +91,8 @@ def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGr
         terms.append(written[-1] if term is None else term)
     matrices = matrices_of(program, out.matrices, dy.shape[1])
     dense = [None if each is None else each if each.is_contiguous() else torch.empty_like(each) for each in matrices]
-    _launch("backward", program, rows, dy, None, out._replace(matrices=dense), written)
+    if any(each is not None for each in (out.x, *_listed(out.numbers), *dense, *written)):
+        _launch("backward", program, rows, dy, None, out._replace(matrices=dense), written)
     for matrix, filled in zip(matrices, dense, strict=True):
         if matrix is not None and filled is not None and filled is not matrix:
             matrix.copy_(filled)
