@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .quantized import operands
-from .quantized.copies import BLOCK
+from .quantized.copies import BLOCK, Rows
 from .quantized.recipe import MXFP8, Float8Block
 from .quantized.schemes import Copy
 from .quantized_linear import product
@@ -67,7 +67,7 @@ def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:
     return isinstance(weight.recipe, Float8Block) or weight.recipe == MXFP8("fast")
 
 
-def _rows(tokens: QuantizedGroupedTensor, sizes: Tensor) -> operands.Rows:
+def _rows(tokens: QuantizedGroupedTensor, sizes: Tensor) -> Rows:
     return operands.of_row_copy(tokens.recipe, _present(tokens, "rowwise"), sizes)
 
 
