@@ -16,7 +16,7 @@ from fusible.ops.kernels.hopper.extension import compiled
 from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
 from fusible.ops.quantized.recipe import Recipe
-from fusible.ops.quantized_linear import copies_of, product, weight_grad, wgrad_is_quantized
+from fusible.ops.quantized_linear import copies_of, product, transposed_operand, weight_grad, wgrad_is_quantized
 from fusible.ops.quantized_weights import operands_of
 
 from .problem import Problem
@@ -142,9 +142,8 @@ def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
     back, out = p.layout is Layout.NN, p.out
     rows = copies_of(recipe, p.a, p.split_sizes, rows=True, wgrad=False, is_gradient=back).rows
     of_weight = operands_of(recipe, p.b, back)
-    weight = of_weight.backward if back else of_weight.forward
+    weight = transposed_operand(recipe, of_weight.backward) if back else of_weight.forward
     assert rows is not None
-    assert weight is not None
     assert isinstance(out, Tensor)
     return lambda: product(rows, weight, p.split_sizes, out.dtype, out=out)
 

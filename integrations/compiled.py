@@ -17,9 +17,19 @@ from ..fuser.config import constant
 from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
 from ..fuser.dynamo.steps import Program, program_or_reason
 from ..fuser.overrides import is_hooked
-from ..ops import GroupedLinear
+from ..ops import Float8Block, GroupedLinear
+from ..ops.quantized.copies import BLOCK, SCALES
+from ..ops.quantized.recipe import ScaleKind
+from ..ops.quantized_modules import holding
 from .experts import Parameters, layer_of
 from .gates import activation_with, constants_read, values_of
+
+
+class QuantizedLinear(NamedTuple):
+    """A weight that stays quantised, and its decode scales."""
+
+    weight: Tensor
+    scales: Tensor
 
 
 class LayerForm(NamedTuple):
@@ -29,6 +39,7 @@ class LayerForm(NamedTuple):
         up, down: the shapes of the weights as they are stored.
         spec: of the op between the linears, as plain values; None where the module's own code runs there.
         has_norm: whether a norm of the model's own follows.
+        scales: of weights that stay quantised, as of :class:`fusible.Float8Block`; None: they are not.
     """
 
     up: tuple[int, ...]
@@ -38,6 +49,7 @@ class LayerForm(NamedTuple):
     is_transposed: bool
     spec: tuple[Any, ...] | None
     has_norm: bool
+    scales: ScaleKind | None = None
 
 
 def experts_forward(
@@ -45,6 +57,35 @@ def experts_forward(
 ) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
     up, down, up_bias, down_bias = parameters
+    held: list[dict[str, Tensor]] = []
+    for weight, bias in ((up, up_bias), (down, down_bias)):
+        held.append({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    form = tuple(up.shape), tuple(down.shape), (up.dtype, down.dtype), up_bias is not None, experts.is_transposed
+    tokens = x if torch.is_autocast_enabled(x.device.type) else x.to(up.dtype)
+    return _run(experts, form, held, None, tokens, top_k_index, top_k_weights).to(x.dtype)
+
+
+def float8_forward(
+    experts: Any, up: QuantizedLinear, down: QuantizedLinear, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """:func:`experts_forward` of experts whose weights stay quantised, in blocks of 128 x 128."""
+    linears = (up, down)
+    form = *(tuple(linear.weight.shape) for linear in linears), (up.weight.dtype, down.weight.dtype), False, False
+    held = [{"weight": linear.weight.detach(), SCALES: linear.scales.detach().float()} for linear in linears]
+    scales = "float32" if up.scales.dtype == torch.float32 else "power_of_two"
+    return _run(experts, form, held, scales, x, top_k_index, top_k_weights).to(x.dtype)
+
+
+def _run(
+    experts: Any,
+    form: tuple[Any, ...],
+    held: list[dict[str, Tensor]],
+    scales: str | None,
+    tokens: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Of a form without what is between the linears, which have these tensors."""
     spec, attributes = _spec(experts), experts.__dict__
     has_norm = bool(attributes.get("has_post_expert_norm"))
     modules: Modules = []
@@ -52,15 +93,12 @@ def experts_forward(
         modules.append(("act", experts._apply_gate if attributes["has_gate"] else experts.act_fn))
     if has_norm:
         modules.append(("norm", experts.post_expert_norm))
-    form = tuple(up.shape), tuple(down.shape), (up.dtype, down.dtype), up_bias is not None, experts.is_transposed
     states = {name: ModuleState((), [], ()) for name in ("dispatch", "act", "scale", "combine")}
-    for name, weight, bias in (("fc1", up, up_bias), ("fc2", down, down_bias)):
-        held = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        states[name] = ModuleState(tuple(held), list(held.values()), ())
-    tokens = x if torch.is_autocast_enabled(x.device.type) else x.to(up.dtype)
+    for name, tensors in zip(("fc1", "fc2"), held, strict=True):
+        states[name] = ModuleState(tuple(tensors), list(tensors.values()), ())
     call = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
-    y: Tensor = run_form(_program, (*form, spec, has_norm), modules, states, tokens, call)
-    return y.to(x.dtype)
+    y: Tensor = run_form(_program, (*form, spec, has_norm, scales), modules, states, tokens, call)
+    return y
 
 
 @constant
@@ -78,6 +116,10 @@ def _container(form: LayerForm) -> Sequential:
 
 
 def _linear(form: LayerForm, shape: tuple[int, ...], dtype: torch.dtype) -> GroupedLinear:
+    if form.scales is not None:
+        data = torch.empty(shape, dtype=dtype, device="meta")
+        blocks = [shape[0], *[-(-side // BLOCK) for side in shape[1:]]]
+        return holding(data, torch.empty(blocks, device="meta"), Float8Block(scales=form.scales))
     groups, *sides = shape
     options: dict[str, Any] = {"bias": form.has_bias, "transposed_weight": form.is_transposed}
     return GroupedLinear(groups, *(sides if form.is_transposed else sides[::-1]), device="meta", dtype=dtype, **options)
@@ -110,6 +152,8 @@ def _spec(experts: Any) -> tuple[Any, ...] | None:
 
 
 def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Those of the attributes that are numbers or text."""
-    values = [(name, attributes.get(name)) for name in names]
-    return tuple([(name, constant_value(value)) for name, value in values if isinstance(value, int | float | str)])
+    """Those of the attributes that are numbers, text or None."""
+    present = [(name, attributes[name]) for name in names if name in attributes]
+    return tuple(
+        [(n, constant_value(value)) for n, value in present if value is None or isinstance(value, int | float | str)]
+    )

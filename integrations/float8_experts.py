@@ -15,6 +15,7 @@ from ..fuser import Sequential
 from ..ops import Float8Block, GroupedLinear
 from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized_modules import holding
+from . import compiled
 from .experts import autocasts, layer_around
 
 _ATTRIBUTE = "_fusible_float8"
@@ -52,8 +53,6 @@ class Built(NamedTuple):
 
 def refusal(experts: Any, x: Tensor) -> str | None:
     """Why the experts cannot run here; None: they can."""
-    if torch.compiler.is_dynamo_compiling():
-        return "FP8 experts are not compiled yet"
     if experts.activation_scheme != "dynamic":
         return f"its activation_scheme is {experts.activation_scheme!r}"
     if experts.block_size is None or tuple(experts.block_size) != (BLOCK, BLOCK):
@@ -77,6 +76,10 @@ def _weight_refusal(weight: Tensor, scales: Tensor) -> str | None:
 
 def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The routed experts of a layer [T, H], in the dtype of ``x``."""
+    if torch.compiler.is_dynamo_compiling():
+        weights = Weights.of(experts)
+        linears = compiled.QuantizedLinear(*weights[:2]), compiled.QuantizedLinear(*weights[2:])
+        return compiled.float8_forward(experts, *linears, x, top_k_index, top_k_weights)
     built = built_of(experts)
     container = built.container
     for name, scales in (("fc1", built.tensors.up_scales), ("fc2", built.tensors.down_scales)):

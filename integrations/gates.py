@@ -74,7 +74,7 @@ def values_of(
 
     Args:
         kind, gate: the class of the experts, and its ``_apply_gate``.
-        has_gate, constants: their attributes; None: there is none.
+        has_gate, constants: those of their attributes that are there, by name.
         act: their activation: a function, the class of a module, or None.
         act_constants: the attributes of that module.
     """
@@ -114,8 +114,7 @@ def _module(kind: type) -> Any:
 
 def _with(module: Any, constants: tuple[tuple[str, Any], ...]) -> Any:
     for name, value in constants:
-        if value is not None:
-            setattr(module, name, value)
+        setattr(module, name, value)
     return module
 
 

@@ -27,7 +27,7 @@ from .checks import (
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
-from .quantized.copies import Columns, WeightOperand
+from .quantized.copies import Columns, TransposedWeight, WeightOperand
 from .quantized.recipe import NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
@@ -84,7 +84,7 @@ class GroupedLinear(WeightGrads):
 
     class Saved(NamedTuple):
         x: Tensor | Columns | None
-        weight: Matrices | WeightOperand | Copy | None
+        weight: Matrices | WeightOperand | TransposedWeight | Copy | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
@@ -250,7 +250,9 @@ class GroupedLinear(WeightGrads):
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
-    def _weight_operands(self, recipe: Recipe, back: bool) -> tuple[WeightOperand, WeightOperand | Copy | None]:
+    def _weight_operands(
+        self, recipe: Recipe, back: bool
+    ) -> tuple[WeightOperand, WeightOperand | TransposedWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
@@ -267,7 +269,7 @@ class GroupedLinear(WeightGrads):
         self,
         x: Tensor,
         rows: Tensor | Columns | None,
-        weight: Matrices | WeightOperand | Copy | None,
+        weight: Matrices | WeightOperand | TransposedWeight | Copy | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,

@@ -29,7 +29,7 @@ from .kernels.quantized import (
     zero_tail,
 )
 from .quantized import operands
-from .quantized.copies import Columns, ColumnValues, Rows, RowValues, WeightOperand
+from .quantized.copies import Columns, ColumnValues, Rows, RowValues, TransposedWeight, WeightOperand
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
 from .quantized.recipe import Float8Block, Float8Tensor, NoRecipe, Recipe
@@ -233,6 +233,8 @@ def weight_grad(
 
 def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
     """What the gradient of rows reads, of what a forward has saved of a weight."""
+    if isinstance(weight, TransposedWeight):
+        return weight.operand
     operand: WeightOperand = operands.turned(recipe, weight) if isinstance(weight, Copy) else weight
     return operand
 

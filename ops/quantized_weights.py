@@ -20,8 +20,8 @@ from ..fuser.replay import capture
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
-from .quantized.copies import AMAX, SCALES, WeightOperand
-from .quantized.operands import WeightOperands, rowwise_copy, transposed
+from .quantized.copies import AMAX, SCALES, TransposedWeight, WeightOperand
+from .quantized.operands import WeightOperands, rowwise_copy
 from .quantized.recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
@@ -80,7 +80,8 @@ def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     if not isinstance(recipe, Float8Block):
         return weight_operands(recipe, weight, both)
     copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-    return WeightOperands(WeightOperand(copies.data, copies.scales), transposed(copies) if both else None)
+    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
+    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:

@@ -177,3 +177,40 @@ def test_the_experts_are_one_fused_step():
     explanation = float8_experts.built_of(module).container.explain(x, top_k_index=index, top_k_weights=weights)
 
     assert [step.name for step in explanation.steps] == ["RoutedMLP"]
+
+
+class Layer(nn.Module):
+    """FP8 experts as a model calls them."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *tensors):
+        return forward()(self.inner, *tensors)
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_compiled_experts_give_the_same_bits(scale_fmt):
+    torch._dynamo.reset()
+    layer, tensors = Layer(experts(scale_fmt)), inputs()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", UserWarning)
+        expected = layer(*tensors)
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(*tensors), expected)
+        layer.inner.down_proj.data.zero_()
+        assert not compiled(*tensors).any()
+
+
+def test_gradients_of_compiled_experts_are_the_same():
+    torch._dynamo.reset()
+    layer, (x, index, weights) = Layer(experts()), inputs()
+    results = []
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        function(leaves[0], index, leaves[1]).float().square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)

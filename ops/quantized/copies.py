@@ -72,6 +72,22 @@ class WeightOperand(NamedTuple):
     amax: Tensor | None = None
 
 
+class TransposedWeight(NamedTuple):
+    """The bytes of a weight for the gradient of rows, as a forward keeps them: no views, which a replay cannot keep.
+
+    Attributes:
+        data: e4m3 [E, K, N].
+        scales: those of the weight itself, float32 [E, blocks of N, blocks of K].
+    """
+
+    data: Tensor
+    scales: Tensor
+
+    @property
+    def operand(self) -> WeightOperand:
+        return WeightOperand(self.data, self.scales.mT)
+
+
 class RowValues(NamedTuple):
     """Rows of tokens whose copies are multiplied exactly in 16 bits.
 

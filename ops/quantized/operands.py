@@ -21,9 +21,9 @@ from .copies import (
     Columns,
     ColumnValues,
     QuantizedRows,
-    QuantizedWeight,
     Rows,
     RowValues,
+    TransposedWeight,
     WeightOperand,
 )
 from .formats import E4M3, FORMATS
@@ -45,13 +45,15 @@ class WeightOperands(NamedTuple):
     """Of a weight [E, N, K]: for the forward, and for the gradient of rows; None: nobody reads it."""
 
     forward: WeightOperand
-    backward: WeightOperand | None
+    backward: WeightOperand | TransposedWeight | None
 
 
 def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:
     """Why a weight of this size has no copies under the recipe; None: it has."""
+    if not isinstance(recipe, NVFP4):
+        return None
     for name, size in (("in", in_features), ("out", out_features)):
-        if isinstance(recipe, NVFP4) and size % nvfp4.NV_BLOCK:
+        if size % nvfp4.NV_BLOCK:
             return f"NVFP4 needs {name}_features that are multiples of {nvfp4.NV_BLOCK}, got {size}"
     return None
 
@@ -206,15 +208,8 @@ def turned(recipe: Recipe, rowwise: Copy, halves: int = 1) -> WeightOperand:
         return of_columnwise(recipe, scheme.transposed_weight(scheme.weight_values(rowwise, 1), 1))
     if operand.scales is None:
         return operand._replace(data=operand.data.mT)
-    return transposed(QuantizedWeight(operand.data, None, operand.scales))
-
-
-def transposed(weight: QuantizedWeight) -> WeightOperand:
-    """For the gradient of rows; where there are no transposed bytes, by a pass over them."""
-    data = weight.transposed
-    if data is None:
-        data = weight.data.view(torch.uint8).mT.contiguous().view(weight.data.dtype)
-    return WeightOperand(data, weight.scales.mT)
+    data = operand.data.view(torch.uint8).mT.contiguous().view(operand.data.dtype)
+    return TransposedWeight(data, operand.scales).operand
 
 
 def _blocks(size: int) -> int:

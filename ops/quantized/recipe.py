@@ -73,8 +73,8 @@ class Float8Row:
 
     Attributes:
         scales, gradient, wgrad: as for :class:`Float8Block`.
-        fast_accumulation: whole products are summed in the tensor core's short accumulator; sums of one sign lose
-            some percent.
+        fast_accumulation: whole products may be summed in the tensor core's short accumulator, where sums of one sign
+            lose some percent. No kernel does: sums are promoted every 128 values.
 
     Raises:
         ValueError: another value.
@@ -113,7 +113,8 @@ class Float8Tensor:
 
     Attributes:
         scales, gradient, wgrad, fast_accumulation: as for :class:`Float8Row`.
-        delayed: scales come from past amaxes; None: from the tensor itself.
+        delayed: scales come from past amaxes, which a linear with this recipe of its own keeps in buffers; None: from
+            the tensor itself.
 
     Raises:
         ValueError: another value.
