@@ -68,7 +68,8 @@ void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens
 
 void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream) {
   const dim3 grid(call.sizes.groups, static_cast<unsigned>(blocks_of(call.columns, kColumns)));
-  (call.block ? sum_dbias_partials_kernel<true> : sum_dbias_partials_kernel<false>)<<<grid, kThreads, 0, stream>>>(call);
+  const auto kernel = call.block ? sum_dbias_partials_kernel<true> : sum_dbias_partials_kernel<false>;
+  kernel<<<grid, kThreads, 0, stream>>>(call);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of blocks of ", call.tokens, " rows of ", call.columns, " columns, ",
                      call.sizes.groups, " groups");
 }
