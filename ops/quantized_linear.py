@@ -168,6 +168,7 @@ def copies_of(
         options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
         copies = quantize_rows(tokens, split_sizes, **options)
         return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
+    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
     wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient, "encode": encode}
     copied = operands.of_tokens(recipe, source, split_sizes, **wanted)
@@ -177,8 +178,7 @@ def copies_of(
 
 
 def note_quantiser(recipe: Recipe, copies: str, size: int) -> None:
-    """Tells a trace, or a capture, that PyTorch quantises something."""
-    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
+    """Tells a trace that PyTorch quantises something."""
     if trace.active():
         why = f"no kernels for {type(recipe).__name__}"
         trace.record(trace.KernelCall("torch (quantise)", why, 0, size, f"torch, {copies}, {size / 1e6:.1f} MB"))
@@ -363,6 +363,7 @@ def hidden_for_wgrad(
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor | None = None) -> WeightOperands:
     """A weight that PyTorch quantises, as products read it."""
+    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
     size = nbytes(weight, *read.forward, *(read.backward or ()))
     note_quantiser(recipe, f"weight {'both' if both else 'rows'}", size)

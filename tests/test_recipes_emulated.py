@@ -10,6 +10,7 @@ import torch
 from emulation import build, harness
 
 import fusible
+from fusible.fuser import replay
 from fusible.ops.quantized.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -124,3 +125,23 @@ def test_quantised_weights_give_the_numbers_of_the_recipe(name):
         y = fusible.quantize_(model, ALL[name])(x, split_sizes=sizes)
 
     assert torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("recipe", [fusible.Float8Block(), fusible.Float8Row(), fusible.MXFP8()], ids=str)
+def test_calls_are_replayed_where_kernels_quantise_and_else_not_with_a_reason(recipe):
+    with emulated(), replay.simulated("cpu"):
+        op, x, dy = linear(recipe, bias=False), tensor(T, K), tensor(T, F, seed=2)
+        sizes, before, results = torch.tensor(SIZES), replay.stats(), []
+        for _ in range(4):
+            op.zero_grad()
+            leaf = x.clone().requires_grad_()
+            y = op(leaf, split_sizes=sizes)
+            y.backward(dy)
+            results.append((y.detach(), leaf.grad, op.weight.grad))
+    after = replay.stats()
+
+    assert all(torch.equal(a, b) for later in results[1:] for a, b in zip(results[0], later, strict=True))
+    assert (after.replayed > before.replayed) == isinstance(recipe, fusible.Float8Block)
+    reasons = after.unsupported - before.unsupported
+    assert bool(reasons) != isinstance(recipe, fusible.Float8Block)
+    assert all(f"PyTorch quantises for {type(recipe).__name__}" in reason for reason in reasons), reasons
