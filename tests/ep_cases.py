@@ -120,6 +120,15 @@ def unfused_ops_give_the_same(world: World) -> None:
 
 
 @case
+def ranks_may_differ_in_what_they_fuse(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    with config(disable_fusions=frozenset({"EPGroupedMLP"} if world.rank == 0 else ())):
+        same(trained(part(group), batch.of(world.rank)), expected)
+
+
+@case
 def only_the_experts_are_fused_where_groups_or_lanes_differ(world: World) -> None:
     first, second = world.group(lanes=2), world.group()
     mine = batch_for(first, counts_of(world)).of(world.rank)
