@@ -120,6 +120,15 @@ def unfused_ops_give_the_same(world: World) -> None:
 
 
 @case
+def ranks_may_differ_in_what_they_fuse(world: World) -> None:
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    with config(disable_fusions=frozenset({"EPGroupedMLP"} if world.rank == 0 else ())):
+        same(trained(part(group), batch.of(world.rank)), expected)
+
+
+@case
 def only_the_experts_are_fused_where_groups_or_lanes_differ(world: World) -> None:
     first, second = world.group(lanes=2), world.group()
     mine = batch_for(first, counts_of(world)).of(world.rank)
@@ -235,6 +244,25 @@ def strided_tokens_and_gradients(world: World) -> None:
     y.backward(strided[1])
     expected = trained(whole(group), batch._replace(x=wide[0], dy=wide[1])).of(batch.counts, group)
     same(Results(y.detach(), x.grad, weights.grad, tuple(p.grad for p in layer.parameters())), expected)
+
+
+@case
+def memory_that_held_nan_reaches_nothing(world: World) -> None:
+    torch.use_deterministic_algorithms(True)  # torch then fills what it allocates with NaN
+    try:
+        for capacity in (2.0, "exact"):
+            group = world.group(capacity=capacity)
+            batch = batch_for(group, counts_of(world))
+            mine = batch.of(world.rank)
+            rows, sizes, scales, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+            assert not rows[sizes.sum() :].any()
+            assert not scales[sizes.sum() :].any()
+            ep.EPCombine(group)(rows, row_of_slot=slots)
+            check_step(group, batch)
+            came = trained(part(world.group(capacity=capacity, combine="reduced")), mine)
+            assert not any(t.isnan().any() for t in (*came[:3], *came.parameters))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @case
@@ -607,7 +635,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"capacity": -1.0}, "capacity must be a factor .*, got -1.0"),
         ({"overflow": "ignore"}, "overflow must be one of 'raise', 'drop', got 'ignore'"),
         ({"combine": "fast"}, "combine must be one of 'exact', 'reduced', got 'fast'"),
-        ({"transport": "udp"}, "transport must be one of .*, got 'udp'"),
+        ({"transport": "symmetric"}, "transport must be one of 'auto', 'collective', got 'symmetric'"),
         ({"lanes": 0}, "lanes must be a positive int"),
         ({"timeout": -1}, "timeout must be a number of seconds"),
     ):

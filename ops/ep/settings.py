@@ -10,7 +10,7 @@ import torch
 
 OVERFLOW = ("raise", "drop")
 COMBINE = ("exact", "reduced")
-TRANSPORTS = ("auto", "collective", "symmetric")
+TRANSPORTS = ("auto", "collective")
 CAPACITIES = ("exact", "worst")
 
 
