@@ -10,7 +10,7 @@ from fusible import GroupedLinear, RefusedError, config
 from fusible.ops.activation_spec import gated
 from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
+from fusible.ops.kernels.pytorch import few_rows, grouped_mm_cpu, loop
 
 E, K, N, T = 3, 16, 24, 40
 SILU = gated("silu", None, 1.0, 0.0, "concat")
@@ -62,6 +62,32 @@ def test_scales_of_rows(dtype):
     assert torch.equal(*ours, *looped)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sizes", [(15, 0, 20), (0, 40, 0), (0, 0, 0), (30, 30, 30), (50, -3, 2)])
+def test_a_bias(sizes, scaled):
+    p = problem(sizes=sizes, bias=rows(E, N), row_scale=rows(T) if scaled else None)
+    ours, looped = by_both(p)
+
+    torch.testing.assert_close(ours, looped, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_column_sums_and_dots_of_few_rows_and_of_many(few, monkeypatch):
+    monkeypatch.setattr(few_rows, "are_few", lambda *of_rows: few)
+    x, vectors, scale, sizes = rows(T, N), rows(E, N), rows(T), torch.tensor((15, 0, 20))
+    groups = torch.tensor([0] * 15 + [2] * 20)
+    truth = torch.zeros(E, N, dtype=torch.float64).index_add_(0, groups, (x * scale.unsqueeze(-1)).double()[:35])
+    sums, dots = torch.full((E, N), torch.nan), torch.full((T,), torch.nan)
+    x[35:] = scale[35:] = torch.nan
+    loop.column_sums(x, sizes, sums, scale)
+    loop.row_dots(x, vectors, sizes, dots)
+
+    torch.testing.assert_close(sums.double(), truth, rtol=1e-5, atol=1e-5)
+    expected = (x[:35].double() * vectors.double()[groups]).sum(-1)
+    torch.testing.assert_close(dots[:35].double(), expected, rtol=1e-5, atol=1e-5)
+    assert dots[35:].eq(0).all()
+
+
 def test_rows_past_the_last_group_become_zero():
     p = problem()
     grouped_mm_cpu.run(p)
@@ -90,8 +116,8 @@ def test_the_backward_of_an_activation_follows():
 
 REFUSED = {
     "a buffer": ({"fresh": False}, "cannot write into a buffer"),
-    "a bias": ({"bias": torch.ones(E, N)}, "no bias"),
-    "a factor": ({"alpha": 0.5}, "no bias, and no factor"),
+    "a bias in 16 bits": ({"dtype": torch.bfloat16, "bias": torch.ones(E, N)}, "must not be rounded to 16 bits"),
+    "a factor": ({"alpha": 0.5}, "no factor but scales of rows"),
     "float64": ({"dtype": torch.float64}, "needs a CPU and 16 or 32 bits, got cpu and torch.float64"),
 }
 
@@ -124,7 +150,7 @@ def test_many_groups_without_rows_run_in_the_loop():
 
 def test_many_rows_before_an_activation_run_in_the_loop():
     p = problem()
-    p.a, p.epilogue = rows(loop.SPAN + 1, K), Activate(SILU, None, None)
+    p.a, p.epilogue = rows(few_rows.FEW_BYTES // (4 * N) + 1, K), Activate(SILU, None, None)
 
     assert "from the cache" in grouped_mm_cpu.refusal(p)
 

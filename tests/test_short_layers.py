@@ -21,7 +21,7 @@ from fusible import (
     interleaved,
 )
 from fusible.ops.kernels import Layout
-from fusible.ops.kernels.pytorch import loop
+from fusible.ops.kernels.pytorch import few_rows
 from fusible.ops.kernels.pytorch import routed_mlp as short_layer
 
 E, H, F = 6, 16, 8
@@ -219,7 +219,7 @@ def test_gradients_that_go_elsewhere_are_computed_kernel_by_kernel(option, runs)
 @pytest.mark.parametrize("case", ["many rows", "no rows", "the loop", "strided"])
 def test_other_calls_run_kernel_by_kernel(case, runs):
     model = layer()
-    call = arguments({"many rows": loop.SPAN, "no rows": 0}.get(case, 5))
+    call = arguments({"many rows": few_rows.FEW_BYTES // (2 * 4 * H) + 1, "no rows": 0}.get(case, 5))
     if case == "strided":
         call["x"] = torch.randn(H, 5).mT
     with torch.no_grad(), config(backend="loop" if case == "the loop" else "auto"):

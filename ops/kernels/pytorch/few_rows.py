@@ -7,8 +7,13 @@ from torch import Tensor
 
 from ..problem import Matrices, stacked
 
-FEW = 512
-"""Of so many rows, vectors for each row cost less memory than weights do, and less time than a loop over groups."""
+FEW, FEW_BYTES = 512, 2 << 20
+"""So many rows, or so many bytes of them, stay in the cache from one operation over all of them to the next."""
+
+
+def are_few(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether an operation over all rows is faster than a loop over groups."""
+    return rows <= FEW or rows * columns * dtype.itemsize <= FEW_BYTES
 
 
 def groups_of(sizes: list[int]) -> Tensor:

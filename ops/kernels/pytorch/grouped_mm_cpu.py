@@ -36,12 +36,13 @@ def refusal(problem: GroupedGemm) -> str | None:
     factors = p.alpha is not None or p.beta is not None or p.bias_scale is not None
     if factors or b.dtype != dtype or out.dtype != dtype:
         return "takes one dtype alone, and no factor but scales of rows"
-    if p.bias is not None and (p.layout is Layout.TN or p.rows > few_rows.FEW or dtype.itemsize < 4):
-        return "adds a bias after the product, and so to few rows alone, not rounded to 16 bits"
+    if p.bias is not None and (p.layout is Layout.TN or dtype.itemsize < 4):
+        return "adds a bias after the product, which must not be rounded to 16 bits before"
     if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
         return "takes longer than a loop over the few groups that have rows"
-    if p.epilogue is not None and a.shape[0] > loop.SPAN:
-        return "would take all rows from the cache before the activation reads them"
+    followed = a.shape[0] > few_rows.FEW and (p.epilogue is not None or p.bias is not None)
+    if followed and not few_rows.are_few(*p.mnk[:2], dtype):
+        return "would take all rows from the cache before the activation or the bias comes to them"
     if torch_grouped_mm() is None:
         return f"torch {torch.__version__} has no grouped_mm"
     for tensor in (a, b):

@@ -51,8 +51,8 @@ def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | N
     rows = top_k_index.numel()
     if x.device.type != "cpu" or x.is_cuda:
         return f"needs a CPU, got {x.device.type}"
-    if not 0 < rows <= loop.SPAN:
-        return f"takes 1 to {loop.SPAN} rows, got {rows}"
+    if not rows or not few_rows.are_few(rows, max(up.shape[1:]), x.dtype):
+        return f"takes few rows, and not none, got {rows}"
     if x.stride(-1) != 1 or up.stride(-1) != 1 or down.stride(-1) != 1:
         return "needs dense rows"
     return None
