@@ -118,7 +118,7 @@ def multiply(
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` = the sum of the rows of group g, each times its scale."""
-    if few_rows.are_few(*rows.shape, rows.dtype) and not rows.is_cuda:
+    if few_rows.are_few(rows.shape[0], rows.shape[1], rows.dtype) and not rows.is_cuda:
         groups = few_rows.groups_of(group_sizes(split_sizes, rows.shape[0]))
         scale = None if scale is None else scale[: len(groups)]
         out.copy_(few_rows.column_sums(rows[: len(groups)], groups, out.shape[0], scale))
@@ -132,7 +132,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     out.zero_()
-    if few_rows.are_few(*rows.shape, rows.dtype) and not rows.is_cuda:
+    if few_rows.are_few(rows.shape[0], rows.shape[1], rows.dtype) and not rows.is_cuda:
         groups = few_rows.groups_of(group_sizes(split_sizes, rows.shape[0]))
         out[: len(groups)] = few_rows.row_dots(rows[: len(groups)], vectors, groups)
         return
