@@ -11,11 +11,18 @@ from torch import Tensor
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
 from fusible.ops import gathered_wgrad
+from fusible.ops.kernels.pytorch import few_rows
 
 E, K, F, T, SLOTS = 16, 512, 128, 512, 4
 ROWS = T * SLOTS
 FLOAT = 4
 SMALL = 800_000  # orders, weights of the rows, and one group's rows between the loop's products
+
+
+@pytest.fixture(autouse=True)
+def rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows stand for larger ones, which are not held all at once between a product and its activation."""
+    monkeypatch.setattr(few_rows, "FEW_BYTES", 0)
 
 
 class Layer:
