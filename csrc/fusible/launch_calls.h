@@ -231,11 +231,11 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
                   "each of the dvectors has a type and a layout");
     std::vector<DVector> to;
     for (size_t i = 0; i < dvectors.size(); ++i)
-      to.push_back({reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]),
-                    dvectors_of_both[i] != 0});
-    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type,
-                                column_vectors(vectors), to},
-                               device, stream);
+      to.push_back(
+          {reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]), dvectors_of_both[i] != 0});
+    linear_activation_backward(
+        {gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, column_vectors(vectors), to},
+        device, stream);
   }
 };
 
