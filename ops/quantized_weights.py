@@ -99,7 +99,9 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
     one, scales_name, amax_name = (f"{prefix}{name}" for name in ("weight", SCALES, AMAX))
     many = [f"{one}{i}" for i in range(linear.num_groups)]
     weight, scales = state_dict.get(one), state_dict.get(scales_name)
-    if weight is None and all(isinstance(state_dict.get(name), Tensor) for name in many):
+    if not (linear.is_quantized or isinstance(scales, Tensor)):
+        return
+    if weight is None and _have_one_shape([state_dict.get(name) for name in many]):
         weight = torch.stack([state_dict[name].data for name in many])
     if not isinstance(weight, Tensor):
         return
@@ -117,6 +119,11 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
         rounded = scheme_of(recipe).weight_values(copy, 1)
         _replace(state_dict, many, {one: rounded.mT if linear.transposed_weight else rounded})
         del state_dict[scales_name]
+
+
+def _have_one_shape(values: list[Any]) -> bool:
+    """Whether all are tensors that can be stacked; those that cannot are reported where they are loaded."""
+    return all(isinstance(value, Tensor) and value.shape == values[0].shape for value in values)
 
 
 def _replace(state_dict: dict[str, Any], names: Iterable[str], by: Mapping[str, Tensor]) -> None:

@@ -97,8 +97,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
         self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
-        positions = {id(tensor): None if tensor is None else self._position(tensor) for tensor in outputs}
-        self.results += [positions[id(tensor)] for tensor in outputs]
+        different = {id(tensor): tensor for tensor in outputs if tensor is not None}
+        positions = {key: self._position(tensor) for key, tensor in different.items()}
+        self.results += [positions.get(id(tensor)) for tensor in outputs]
         self.results += [self._position(tensor) for tensor in kept]
         reshaped = {~i for i, view in enumerate(self.views) if view.origin[1] is not None}
         if not reshaped.union(range(len(self._inputs))).isdisjoint(self.results[: len(outputs)]):

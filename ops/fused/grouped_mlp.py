@@ -98,8 +98,8 @@ class GroupedMLP(FusedOp):
         out_scales: Tensor | None
         vectors: tuple[Tensor, ...] | None
 
-    def __init__(self, **roles: Any) -> None:
-        super().__init__(**roles)
+    def __init__(self, *args: Any, **roles: Any) -> None:
+        super().__init__(*args, **roles)
         values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
         self._replayed_up_to = REPLAYED_UP_TO // (4 * values)  # rows; both gradients take 2 operations for each value
 
@@ -183,7 +183,9 @@ class GroupedMLP(FusedOp):
         rows = as_rows(dy)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
-        if rows.shape[0] > self._replayed_up_to:  # a replay has all its memory at once
+        if (
+            type(tokens := rows.shape[0]) is int and tokens > self._replayed_up_to
+        ):  # a replay has all its memory at once
             capture.refuse("memory is let go of between the launches of a long backward")
         if saved.preact is None and reads_preact(needs_grad):
             assert isinstance(saved.fc1.x, Tensor)

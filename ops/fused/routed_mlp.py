@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Gradient, Grads, Pattern, optional, register_fusion
+from ...fuser.config import thread_config
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
@@ -157,6 +158,8 @@ class RoutedMLP(FusedOp):
     ) -> tuple[Tensor, short_call.Saved] | None:
         """As :meth:`_in_one_call`, with what a backward in one go needs."""
         if x.is_cuda or type(x) is not Tensor or not short_call.gives(needs_grad):
+            return None
+        if thread_config.config.recompute:  # a short call keeps the pre-activation
             return None
         if any(fc.delay_wgrad_compute or fc.accumulate_into_main_grad for fc in (self.fc1, self.fc2)):
             return None

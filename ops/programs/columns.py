@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .program import Program
 
-Given = Tensor | Sequence[Tensor | None] | None
+OperandTensors = Tensor | Sequence[Tensor | None] | None
 
 
-def columns_of(program: Program, vectors: Given, width: int) -> list[Tensor | None]:
+def columns_of(program: Program, vectors: OperandTensors, width: int) -> list[Tensor | None]:
     """The numbers of columns of each operand, [groups, C] or [1, C], 2 C of gate and up; of a stack, views.
 
     Args:
@@ -25,7 +25,7 @@ def columns_of(program: Program, vectors: Given, width: int) -> list[Tensor | No
     ]
 
 
-def matrices_of(program: Program, matrices: Given, width: int) -> list[Tensor | None]:
+def matrices_of(program: Program, matrices: OperandTensors, width: int) -> list[Tensor | None]:
     """The matrix of each operand, [rows, C], 2 C of gate and up; of a stack, views."""
     operands = () if matrices is None else zip(program.matrix_operands.values(), matrices, strict=False)
     return [None if matrix is None else matrix[:, : len(inputs) * width] for inputs, matrix in operands]

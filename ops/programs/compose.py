@@ -55,7 +55,7 @@ def composed(programs: tuple[Program, ...]) -> Program:
     stages = list(_stages(programs))
     arguments = tuple(stages[0].names) if len(stages[0].program.arguments) == 1 else ("x", "u")
     renamed = {str(new) for stage in stages for names in stage.names.values() for new in names.values()}
-    operands = sorted(renamed, key=_place)
+    operands = sorted(renamed, key=_order)
     builder = Builder((*arguments, *operands, "dy"))
     values, before = {name: name for name in arguments}, list[dict[str, Value]]()
     current: dict[str, Value] = dict(values)
@@ -120,7 +120,7 @@ def _backward(
     return before
 
 
-def _place(name: str) -> tuple[int, int, str]:
+def _order(name: str) -> tuple[int, int, str]:
     """By which operands are sorted: by kind and number, those of gate before those of up."""
     digits = name[1:].rstrip("gu")
     return _KINDS[name[0]], int(digits), name[1 + len(digits) :]

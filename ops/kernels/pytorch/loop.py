@@ -54,7 +54,8 @@ def run(problem: GroupedGemm) -> None:
         _activate_backward(problem, epilogue)
     else:
         keep_freed_memory()
-        _multiply_groups(problem, _all_groups(problem), problem.out)
+        sizes = group_sizes(problem.split_sizes, problem.rows)
+        _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
 
 
 def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
