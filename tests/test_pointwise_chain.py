@@ -37,7 +37,7 @@ from fusible.ops import kernels
 from fusible.ops.fused import pointwise_chain
 
 D, BF16 = torch.float64, torch.bfloat16
-ROWS, WIDTH, GROUPS, SIZES = 9, 32, 3, [4, 0, 3]
+ROWS, WIDTH, GROUPS, SIZES = 36, 32, 3, [16, 0, 12]
 UNFUSED = {"PointwiseChain", "GLUScale"}
 
 
@@ -147,7 +147,7 @@ CHAINS = st.tuples(
     st.sampled_from([(ROWS,), (3, ROWS // 3)]),
 )
 THOROUGHLY = settings(
-    max_examples=120,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
