@@ -30,7 +30,7 @@ from jax_problems import (
 )
 
 import fusible.jax
-from fusible.jax import activation, fallback
+from fusible.jax import activation, extension, fallback
 from fusible.ops.programs.activations import ACTIVATIONS, CURVES
 
 NEEDS_EMULATION = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -106,6 +106,9 @@ def test_sizes_beyond_the_rows_are_cut_off(backend: str) -> None:
     out = fusible.jax.ragged_dot(lhs, rhs, jnp.array([30, 1000], jnp.int32))
 
     assert_close(out, product64(lhs, rhs, (30, 10)))
+    if backend != "xla":
+        with pytest.raises(RuntimeError, match="the size of group 1 is 1000"):
+            extension.kernels().library.raise_wrong_sizes(0)
 
 
 def test_one_compiled_program_takes_all_sizes(backend: str) -> None:
