@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from checks.functions import ACTS_OF_COLUMNS, Act, chain, learned_slope, op_of_columns, phish, telu
+from checks.functions import Act, chain, learned_slope, op_of_columns, phish, telu
 from emulation import build
 
 from fusible import Bias, Pointwise, SwiGLU, interleaved
