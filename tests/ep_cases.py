@@ -16,7 +16,18 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from fusible import ArgumentError, Scale, ScaledSwiGLU, Sequential, SwiGLU, config, ep
+from fusible import (
+    ArgumentError,
+    Delayed,
+    Float8Tensor,
+    GroupedLinear,
+    Scale,
+    ScaledSwiGLU,
+    Sequential,
+    SwiGLU,
+    config,
+    ep,
+)
 from fusible.benchmarks import expert_parallel
 from fusible.benchmarks.problem import PRESETS
 from fusible.ops import kernels
@@ -159,6 +170,18 @@ def other_places_of_the_scale_are_fused_too(world: World) -> None:
         expected = trained(layers[0], batch).of(batch.counts, group)
         same(trained(layers[1], batch.of(world.rank)), expected)
         assert [s.name for s in layers[1].explain().steps] == ["EPGroupedMLP"]
+
+
+@case
+def delayed_scales_are_those_of_each_linear(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    options = {"dtype": torch.bfloat16, "recipe": Float8Tensor(delayed=Delayed())}
+    up, down = (GroupedLinear(group.num_local_experts, *sides, **options) for sides in ((H, 2 * H), (H, H)))
+    layer = Sequential(ep.EPDispatch(group), up, SwiGLU(), Scale(), down, ep.EPCombine(group))
+    said = layer.explain(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    assert "EPGroupedMLP" not in [step.name for step in said.steps]
+    assert "delayed scales are those of each linear's own tensors" in [fusion.reason for fusion in said.fusions]
 
 
 class Lending(CollectiveTransport):

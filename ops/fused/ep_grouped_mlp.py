@@ -12,49 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, optional, register_fusion
+from ...fuser import Gradient, Grads, register_fusion
 from ...fuser import tracing as trace
 from ...fuser.runtime.call import evaluate
 from ..ep.combine import EPCombine
 from ..ep.dispatch import EPDispatch, pulled, returned, start_sum
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear
-from ..pointwise import Pointwise
-from ..quantized_linear import in_force
-from ..scale import Scale
-from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation_of_columns
 from .grouped_mlp import GroupedMLP
-from .pointwise_chain import PointwiseChain
-from .routed_mlp import needs_of_mlp
-
-_SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
-
-
-def _pattern() -> Pattern:
-    path = Pattern.path(
-        dispatch=EPDispatch,
-        fc1=GroupedLinear,
-        act=ACTIVATION_OR_CHAIN,
-        scale=optional(Scale),
-        fc2=GroupedLinear,
-        out_scale=optional(Scale),
-        combine=EPCombine,
-    )
-    for role in ("fc1", "fc2"):
-        path = path.edge("dispatch", role, "split_sizes")
-    for role in _SCALES:
-        path = path.edge("dispatch", role, "scales")
-    path = path.edge("dispatch", "combine", "row_of_slot").may_read("dispatch", "act", "scales", "split_sizes")
-    return with_activation_of_columns(path)
+from .inner_mlp import InnerMLP, tokens_to_tokens
 
 
 @register_fusion(
-    _pattern()
-    .absent("output", "fc1")
-    .absent("output", "fc2")
-    .absent("grad_input", "fc1")
-    .absent("grad_input", "fc2")
-    .where("fc1 and fc2 have different recipes", lambda m: in_force(m.fc1.recipe) == in_force(m.fc2.recipe))
+    tokens_to_tokens(EPDispatch, EPCombine, ("row_of_slot",))
     .where("dispatch and combine are of different groups", lambda m: m.dispatch.group is m.combine.group)
     .where("dispatch and combine use different lanes", lambda m: m.dispatch.lane == m.combine.lane)
     .where(
@@ -63,35 +31,17 @@ def _pattern() -> Pattern:
     ),
     priority=40,
 )
-class EPGroupedMLP(FusedOp):
+class EPGroupedMLP(InnerMLP):
     """Keeps the table of the exchange, and what :class:`GroupedMLP` keeps."""
 
     dispatch: EPDispatch
-    fc1: GroupedLinear
-    act: Activated | Pointwise | PointwiseChain
-    scale: Scale | None
-    fc2: GroupedLinear
-    out_scale: Scale | None
     combine: EPCombine
-    untraced = frozenset({"_experts"})
 
     class Saved(NamedTuple):
         table: Any
         x_dtype: torch.dtype
         weights_dtype: torch.dtype
         mlp: GroupedMLP.Saved
-
-    def __init__(self, **roles: Any) -> None:
-        super().__init__(**roles)
-        self._experts: list[GroupedMLP] = []  # no child of this op: its parameters are those of the roles
-
-    @property
-    def experts(self) -> GroupedMLP:
-        """What runs between dispatch and combine."""
-        if not self._experts:
-            inside = {role: op for role, op in self.parts.items() if role not in ("dispatch", "combine")}
-            self._experts.append(GroupedMLP(**{**dict.fromkeys(_SCALES), **inside}))
-        return self._experts[0]
 
     def fwd(
         self,
@@ -109,10 +59,10 @@ class EPGroupedMLP(FusedOp):
         mlp_rows, mlp = self.experts.fwd(
             rows,
             split_sizes=table.split_sizes,
-            **dict.fromkeys(self._scaled_by, scales),
+            **dict.fromkeys(self.scaled_by, scales),
             output=buffer,
             grad_input=buffer,
-            needs_grad=needs_of_mlp(needs_grad, tuple(self._scaled_by)),
+            needs_grad=self.needs_of_experts(needs_grad),
             autocast_dtype=autocast_dtype,
             x_is_inner=False,  # nobody reads the tail of the buffer
         )
@@ -121,10 +71,10 @@ class EPGroupedMLP(FusedOp):
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Sends the gradients of rows off first, and computes those of the weights while they travel."""
-        group, table, needs = self.dispatch.group, saved.table, needs_of_mlp(needs_grad, tuple(self._scaled_by))
+        group, table, needs = self.dispatch.group, saved.table, self.needs_of_experts(needs_grad)
         rows = pulled(group, dy, table, "combine backward")
         inner = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
-        dscales = [inner.pop(keyword) for keyword in self._scaled_by if keyword in inner]
+        dscales = [inner.pop(keyword) for keyword in self.scaled_by if keyword in inner]
         grads: dict[str, Gradient] = {}
         dx = inner.pop("x", None)
         if "x" in needs_grad:
@@ -137,13 +87,6 @@ class EPGroupedMLP(FusedOp):
             total = _sum_of(dscales, rows)
             grads["top_k_weights"] = lambda: returned(group, total, table, saved.weights_dtype)
         return grads
-
-    @property
-    def _scaled_by(self) -> list[str]:
-        """The keywords of the experts that are the routing weights."""
-        before = self.scale is not None or reads_a_row(self.act)
-        there = {"scale": before, "out_scale": self.out_scale is not None}
-        return [keyword for role, keyword in _SCALES.items() if there[role]]
 
 
 def _sum_of(gradients: Sequence[Gradient], rows: Tensor) -> Tensor:

@@ -69,15 +69,21 @@ _PATH = Pattern.path(
 )
 
 
+def with_one_recipe(pattern: Pattern) -> Pattern:
+    """The pattern, where both linears follow one recipe, which quantises each tensor by itself."""
+    return pattern.where(
+        "fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2)
+    ).where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
+
+
 @register_fusion(
-    with_activation_of_columns(_PATH)
-    .shares("split_sizes", "fc1", "fc2")
-    .absent("output", "fc1")
-    .absent("grad_input", "fc2")
-    .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
-    .where("fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2))
-    .where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
-    .where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
+    with_one_recipe(
+        with_activation_of_columns(_PATH)
+        .shares("split_sizes", "fc1", "fc2")
+        .absent("output", "fc1")
+        .absent("grad_input", "fc2")
+        .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
+    ).where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
     priority=30,
 )
 class GroupedMLP(FusedOp):

@@ -7,83 +7,45 @@ tokens, and gathers the rows again in the backward. Everything between the two p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, optional, register_fusion
+from ...fuser import Gradient, Grads, register_fusion
 from ...fuser.config import thread_config
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
-from ..delayed_scales import is_delayed
 from ..gathered_wgrad import gathered_wgrad
-from ..glu import Activated
 from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
-from ..pointwise import Pointwise
 from ..quantized.recipe import Recipe
-from ..quantized_linear import followed_by, in_force
+from ..quantized_linear import in_force
 from ..routing import Routing
-from ..scale import Scale
 from . import short_call
 from .activation_role import (
-    ACTIVATION_OR_CHAIN,
-    reads_a_row,
     spec_of,
     vector_grads,
     vectors_of,
-    with_activation_of_columns,
 )
 from .grouped_mlp import GroupedMLP, reads_preact
-from .pointwise_chain import PointwiseChain
+from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
 from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
-from .routed_pattern import routed, with_as_many_groups
+from .routed_pattern import with_as_many_groups
 
-_SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
 _WEIGHT = frozenset({"weight"})
 
 
-def _pattern() -> Pattern:
-    path = Pattern.path(
-        dispatch=Dispatch,
-        fc1=GroupedLinear,
-        act=ACTIVATION_OR_CHAIN,
-        scale=optional(Scale),
-        fc2=GroupedLinear,
-        out_scale=optional(Scale),
-        combine=Combine,
-    )
-    return with_activation_of_columns(routed(path, _SCALES))
-
-
-@register_fusion(
-    with_as_many_groups(
-        _pattern()
-        .absent("output", "fc1")
-        .absent("output", "fc2")
-        .absent("grad_input", "fc1")
-        .absent("grad_input", "fc2")
-        .where("fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2))
-        .where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
-    ),
-    priority=40,
-)
-class RoutedMLP(FusedOp):
+@register_fusion(with_as_many_groups(tokens_to_tokens(Dispatch, Combine)), priority=40)
+class RoutedMLP(InnerMLP):
     """Keeps the tokens, the permutation, and what :class:`GroupedMLP` keeps except its input."""
 
     dispatch: Dispatch
-    fc1: GroupedLinear
-    act: Activated | Pointwise | PointwiseChain
-    scale: Scale | None
-    fc2: GroupedLinear
-    out_scale: Scale | None
     combine: Combine
-    untraced = frozenset({"_experts"})
     replayable = True
 
     class Saved(NamedTuple):
@@ -92,18 +54,6 @@ class RoutedMLP(FusedOp):
         weights_dtype: torch.dtype
         x_dtype: torch.dtype
         mlp: GroupedMLP.Saved
-
-    def __init__(self, **roles: Any) -> None:
-        super().__init__(**roles)
-        self._experts: list[GroupedMLP] = []  # no child of this op: its parameters are those of the roles
-
-    @property
-    def experts(self) -> GroupedMLP:
-        """What runs between the two permutations."""
-        if not self._experts:
-            inside = {role: op for role, op in self.parts.items() if role not in ("dispatch", "combine")}
-            self._experts.append(GroupedMLP(**{**dict.fromkeys(_SCALES), **inside}))
-        return self._experts[0]
 
     def fwd(
         self,
@@ -120,10 +70,10 @@ class RoutedMLP(FusedOp):
                 return once
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         replay_unless_large(tokens, top_k_index.numel())
-        needs = self._needs_of_mlp(needs_grad)
+        needs = self.needs_of_experts(needs_grad)
         y, routing, saved = forward(
             *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
-            scaled_by=self._scaled_by,
+            scaled_by=self.scaled_by,
             needs_grad=needs,
             autocast_dtype=autocast_dtype,
         )
@@ -174,7 +124,7 @@ class RoutedMLP(FusedOp):
         fc1, fc2 = self.fc1, self.fc2
         if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
             return None
-        if self._scaled_by != [_SCALES["out_scale"]] or fc1.transposed_weight != fc2.transposed_weight:
+        if self.scaled_by != [SCALES["out_scale"]] or fc1.transposed_weight != fc2.transposed_weight:
             return None
         if vectors_of(self.act) is not None:
             return None
@@ -190,7 +140,7 @@ class RoutedMLP(FusedOp):
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
         if isinstance(saved, short_call.Saved):
             return short_call.gradients(saved, dy, needs_grad)
-        needs, dy = self._needs_of_mlp(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
+        needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         replay_unless_large(dy, routing.row_of_slot.numel())
         if mlp.fc1.recipe is not None:
@@ -228,23 +178,13 @@ class RoutedMLP(FusedOp):
         reads_values = self.experts.reads_values(recipe, mlp, needs)
         rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
         grads = dict(self.experts.quantized_bwd(recipe, mlp, rows, needs))
-        scales = [grads.pop(keyword) for keyword in _SCALES.values() if keyword in grads]
+        scales = [grads.pop(keyword) for keyword in SCALES.values() if keyword in grads]
         dx = grads.pop("x", None)
         if "x" in needs_grad:
             grads["x"] = lambda: _of_tokens(evaluate(dx), routing, saved.x_dtype)
         if "top_k_weights" in needs_grad:
             grads["top_k_weights"] = partial(_weight_grads, scales, routing, saved.weights_dtype)
         return {name: gradient for name, gradient in grads.items() if name in needs_grad}
-
-    def _needs_of_mlp(self, needs_grad: frozenset[str]) -> frozenset[str]:
-        return needs_of_mlp(needs_grad, tuple(self._scaled_by))
-
-    @property
-    def _scaled_by(self) -> list[str]:
-        """The keywords of the experts that are the routing weights."""
-        before = self.scale is not None or reads_a_row(self.act)
-        there = {"scale": before, "out_scale": self.out_scale is not None}
-        return [keyword for role, keyword in _SCALES.items() if there[role]]
 
 
 def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:
@@ -275,12 +215,3 @@ def _wgrad(fc: GroupedLinear, tokens: Tensor, rows: Tensor, leads: bool, routing
     """The gradient of a linear's weight from tokens [T, H], which are gathered for it, and rows of experts [S, C]."""
     wgrad = partial(gathered_wgrad, tokens, rows, routing, leads)
     return evaluate(fc.delivered(wgrad, (tokens, rows), _WEIGHT)["weight"])
-
-
-@lru_cache(maxsize=4096)
-def needs_of_mlp(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
-    """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
-    needs = set(needs_grad - {"top_k_weights"})
-    if "top_k_weights" in needs_grad:
-        needs |= set(scaled_by)
-    return frozenset(needs)

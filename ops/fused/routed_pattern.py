@@ -8,7 +8,7 @@ from ...fuser import Pattern
 from ..moe import ROUTING
 
 
-def routed(path: Pattern, scales: Iterable[str]) -> Pattern:
+def routed(path: Pattern, scales: Iterable[str], to_combine: Iterable[str] = ROUTING) -> Pattern:
     """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read what the dispatch gives.
 
     ``act`` may read it as well.
@@ -17,7 +17,7 @@ def routed(path: Pattern, scales: Iterable[str]) -> Pattern:
         path = path.edge("dispatch", role, "split_sizes")
     for role in scales:
         path = path.edge("dispatch", role, "scales")
-    for name in ROUTING:
+    for name in to_combine:
         path = path.edge("dispatch", "combine", name)
     return path.may_read("dispatch", "act", "scales", "split_sizes")
 

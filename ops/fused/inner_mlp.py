@@ -1,0 +1,93 @@
+"""What fusions from tokens to tokens share: a :class:`GroupedMLP` between a dispatch and a combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fuser import FusedOp, Op, Pattern, optional
+from ..glu import Activated
+from ..grouped_linear import GroupedLinear
+from ..moe import ROUTING
+from ..pointwise import Pointwise
+from ..scale import Scale
+from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation_of_columns
+from .grouped_mlp import GroupedMLP, with_one_recipe
+from .pointwise_chain import PointwiseChain
+from .routed_pattern import routed
+
+SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
+
+
+def tokens_to_tokens(dispatch: type[Op], combine: type[Op], to_combine: Iterable[str] = ROUTING) -> Pattern:
+    """The ops of a GroupedMLP between two others; ``to_combine`` are the extra outputs that the second reads."""
+    path = Pattern.path(
+        dispatch=dispatch,
+        fc1=GroupedLinear,
+        act=ACTIVATION_OR_CHAIN,
+        scale=optional(Scale),
+        fc2=GroupedLinear,
+        out_scale=optional(Scale),
+        combine=combine,
+    )
+    pattern = with_activation_of_columns(routed(path, SCALES, to_combine))
+    for buffer in ("output", "grad_input"):
+        pattern = pattern.absent(buffer, "fc1").absent(buffer, "fc2")
+    return with_one_recipe(pattern)
+
+
+class InnerMLP(FusedOp):
+    """A fused op that runs a :class:`GroupedMLP` on the rows of its experts."""
+
+    fc1: GroupedLinear
+    act: Activated | Pointwise | PointwiseChain
+    scale: Scale | None
+    fc2: GroupedLinear
+    out_scale: Scale | None
+    untraced = frozenset({"_experts"})
+
+    def __init__(self, **roles: Any) -> None:
+        super().__init__(**roles)
+        self._experts: list[GroupedMLP] = []  # no child of this op: its parameters are those of the roles
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Any]:
+        raise NotImplementedError
+
+    @property
+    def experts(self) -> GroupedMLP:
+        """What runs between dispatch and combine."""
+        if not self._experts:
+            inside = {role: op for role, op in self.parts.items() if role not in ("dispatch", "combine")}
+            self._experts.append(GroupedMLP(**{**dict.fromkeys(SCALES), **inside}))
+        return self._experts[0]
+
+    @property
+    def scaled_by(self) -> list[str]:
+        """The keywords of the experts that are the routing weights."""
+        before = self.scale is not None or reads_a_row(self.act)
+        there = {"scale": before, "out_scale": self.out_scale is not None}
+        return [keyword for role, keyword in SCALES.items() if there[role]]
+
+    def needs_of_experts(self, needs_grad: frozenset[str]) -> frozenset[str]:
+        """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
+        return _needs_of_experts(needs_grad, tuple(self.scaled_by))
+
+
+@lru_cache(maxsize=4096)
+def _needs_of_experts(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
+    needs = set(needs_grad - {"top_k_weights"})
+    if "top_k_weights" in needs_grad:
+        needs |= set(scaled_by)
+    return frozenset(needs)
