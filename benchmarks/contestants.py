@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 
 import fusible
 from fusible.fuser import registry
-from fusible.ops.kernels.hopper.extension import compiled
 
 from .contestant import Contestant, leaf, swiglu
 from .peers import PEERS
@@ -58,36 +56,6 @@ def under_recipe(problem: Problem, name: str) -> Contestant:
             return whole.forward()
 
     return Contestant(forward, whole.leaves, problem.dy, rounding=rounding(recipe))
-
-
-@dataclass(frozen=True)
-class Overlapping(Contestant):
-    """Kernels of ours that begin while those before them end, for which the extension has to be asked."""
-
-    def backward(self, y: Tensor) -> tuple[Tensor, ...]:
-        with overlapping_launches():
-            return super().backward(y)
-
-
-@contextmanager
-def overlapping_launches() -> Iterator[None]:
-    """Launches of the body may begin before those before them have ended."""
-    compiled().overlap_launches(True)
-    try:
-        yield
-    finally:
-        compiled().overlap_launches(False)
-
-
-def overlapping(problem: Problem) -> Contestant:
-    """The plan that the compiler chooses, with launches that overlap."""
-    whole = fused(problem)
-
-    def forward() -> Tensor:
-        with overlapping_launches():
-            return whole.forward()
-
-    return Overlapping(forward, whole.leaves, problem.dy)
 
 
 def loop(problem: Problem) -> Contestant:

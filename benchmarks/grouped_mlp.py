@@ -23,7 +23,7 @@ import torch
 
 from .arguments import add_plot_argument, command
 from .contestant import Contestant
-from .contestants import CONTESTANTS, overlapping, race, refusal, under_recipe
+from .contestants import CONTESTANTS, race, refusal, under_recipe
 from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
@@ -145,8 +145,6 @@ def _problem(args: argparse.Namespace, distribution: str) -> Problem:
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
     """Measures the contestants and reports them; returns their operations a second, in trillions."""
     contestants, left_out = taking_part(problem, args.contestants)
-    if args.overlapping:
-        contestants["fused, overlapping"] = overlapping(problem)
     contestants |= {f"fused, {recipe}": under_recipe(problem, recipe) for recipe in args.recipe}
     print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
     measured = measure(problem, contestants, args.rounds)
@@ -164,7 +162,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_size_arguments(parser, tokens=1024)
     add_run_arguments(parser, [*CONTESTANTS, *PEERS], rounds=30)
     parser.add_argument("--recipe", choices=RECIPES, nargs="+", default=[], help="also the fused experts under these")
-    parser.add_argument("--overlapping", action="store_true", help="also the fused experts with launches that overlap")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
     if args.recipe and args.dtype == "fp32":

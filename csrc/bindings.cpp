@@ -16,7 +16,6 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
-#include "fusible/overlapping_launch.h"
 #include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -129,9 +128,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_properties", &device_properties, "device"_a);
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
-  module.def(
-      "overlap_launches", [](bool on) { fusible::launches_overlap = on; }, "on"_a,
-      "Whether kernels of this process begin while those before them end. They do not unless they are asked to.");
   def_capture(module);
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");

@@ -21,7 +21,6 @@ from torch import Tensor
 from fusible.benchmarks import (
     arguments,
     compare,
-    contestants,
     float32,
     functions,
     gemm_contestants,
@@ -559,22 +558,6 @@ def test_bench_grouped_gemm_under_recipes(capsys):
     heading, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert all(f" {name} |" in heading for name in RECIPES)
     assert len(rows) == 8
-
-
-def test_overlapping_launches_last_as_long_as_they_are_timed(monkeypatch):
-    asked, counted = list[bool](), list[int]()
-    extension = SimpleNamespace(overlap_launches=asked.append)
-    monkeypatch.setattr(contestants, "compiled", lambda: extension)
-    case = problem(torch.float32)
-    contestant = contestants.overlapping(case)
-    y = contestant.forward()
-    counted.append(len(asked))
-    grads = contestant.backward(y)
-
-    assert counted == [2]
-    assert asked == [True, False, True, False]
-    expected = CONTESTANTS["fused"](case).step()
-    assert all(torch.equal(a, b) for a, b in zip((y, *grads), expected, strict=True))
 
 
 def test_a_wrong_result_under_a_recipe_is_refused():
