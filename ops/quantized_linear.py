@@ -7,6 +7,8 @@ dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -260,7 +262,15 @@ def quantized_hidden(
     return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False) if copied else postact
 
 
-def activated_product(
+def activating(
+    recipe: Recipe, activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
+) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
+    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation."""
+    options = {"recipe": recipe, "activation": activation, "scales": scales, "keep_preact": keep_preact}
+    return partial(_activated_product, **options)  # type: ignore[arg-type]
+
+
+def _activated_product(
     rows: Rows,
     weight: WeightOperand,
     split_sizes: Tensor,
@@ -272,7 +282,6 @@ def activated_product(
     keep_preact: bool,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
-    """:func:`product` and :func:`quantized_hidden`, copied: the product if it is kept, and the copies."""
     if not isinstance(recipe, Float8Block):
         preact = product(rows, weight, split_sizes, dtype, **terms)
         hidden = quantized_hidden(recipe, preact, split_sizes, activation, scales, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,7 @@ from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized.recipe import Recipe
-from ..quantized_linear import TokenCopies, activated_product, applied, quantized_hidden
+from ..quantized_linear import TokenCopies, activating, applied, quantized_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +61,14 @@ def forward(
     recipe = applied(fc1, rows.dtype)
     if recipe is not None:
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
-        inputs = x, rows, sizes, bias_scale, grad_input, needs_grad, x_is_inner
+        lent = bias_scale, grad_input
         if copied:
-            return copied_forward(fc1, recipe, activation, flat(scales), keep_preact, terms, *inputs)
-        preact, saved = fc1.quantized_fwd(recipe, *inputs, terms)
+            activate = activating(recipe, activation, flat(scales), keep_preact)
+            (kept, copies), saved = fc1.quantized_fwd(
+                recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
+            )
+            return FirstLinear(copies, kept, saved)
+        preact, saved = fc1.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms)
         hidden = quantized_hidden(recipe, preact, sizes, activation, flat(scales), False)
         return FirstLinear(hidden, preact if keep_preact else None, saved)
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
@@ -81,26 +84,6 @@ def forward(
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
-
-
-def copied_forward(
-    fc1: GroupedLinear,
-    recipe: Recipe,
-    activation: ActivationSpec,
-    scales: Tensor | None,
-    keep_preact: bool,
-    terms: dict[str, Any],
-    *inputs: Any,
-) -> FirstLinear:
-    """:func:`forward` under a recipe, to the copies that the second linear reads.
-
-    Args:
-        terms: what is added to the product, by the names of :func:`kernels.grouped_gemm`.
-        inputs: those of :meth:`GroupedLinear.quantized_fwd` from ``x`` to ``x_is_inner``.
-    """
-    multiply = partial(activated_product, recipe=recipe, activation=activation, scales=scales, keep_preact=keep_preact)
-    (preact, hidden), saved = fc1.quantized_fwd(recipe, *inputs, factors=terms, product=multiply)
-    return FirstLinear(hidden, preact, saved)
 
 
 def backward(
