@@ -43,6 +43,12 @@ def test_tiles(variant: int) -> None:
     check((300, 0, 129), k=16, n=8, tail=1, variant=variant)
 
 
+@pytest.mark.parametrize("variant", TILES)
+def test_consumers_without_rows(variant: int) -> None:
+    """Of a depth of more blocks than there are stages."""
+    check((30, 300, 0, 129, 200), k=784, n=136, variant=variant)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_results_with_bias_and_factors(dtype: torch.dtype) -> None:
     check(out_dtype=dtype, bias=torch.bfloat16, factors=True)

@@ -28,6 +28,12 @@ def test_shapes(variant: int) -> None:
 
 
 @pytest.mark.parametrize("variant", TILES)
+def test_consumers_without_rows(variant: int) -> None:
+    """Of a depth of more blocks than there are stages."""
+    check_gemm("cuda", Case((30, 300, 0, 129, 200, 4), k=2048, n=1544, variant=variant))
+
+
+@pytest.mark.parametrize("variant", TILES)
 def test_one_group_of_every_size(variant: int) -> None:
     for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000, 2500):
         check_gemm("cuda", Case((size,), k=272, n=520, tail=size % 3, variant=variant))
