@@ -20,20 +20,18 @@ DEVICE void pass_over_tile(typename K::Storage& s, uint32_t& phase) {
   end_tile<K>(s, phase);
 }
 
-// Block number kBlock of the consumer's, into the output stages from `slot` on; or, where there is no bias, its parts
-// from kFirst up to kEnd.
-template <class K, int kBlock, int kFirst = 0, int kEnd = K::Layout::kParts>
+// Block number kBlock of the consumer's, into the output stages from `slot` on.
+template <class K, int kBlock>
 DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float (&acc)[K::kTileN / 2], int consumer,
                       int warp, int lane, PipelineState<K::Layout::kSlots>& slot, uint32_t phase) {
   using Layout = typename K::Layout;
   using Out = typename K::Out;
   if constexpr (K::kScaleBias) {
-    static_assert(kEnd - kFirst == Layout::kParts);
     barrier_wait(&s.epilogue.full, phase);
     apply(s.epilogue.stage, acc, (consumer + kBlock * kConsumers) * 64, warp, lane);
   }
 #pragma unroll
-  for (int part = kFirst; part < kEnd; ++part) {
+  for (int part = 0; part < Layout::kParts; ++part) {
     uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
     bool fetches = false;
     if constexpr (K::kFetchesOld) fetches = p.accumulate;

@@ -3,7 +3,7 @@
 // scale. Products of a block are summed by the tensor cores, blocks in fp32.
 #pragma once
 #include "fusible/grouped_gemm.h"
-#include "fusible/scale_block.h"
+#include "fusible/quantize.h"
 
 namespace fusible {
 
@@ -16,6 +16,17 @@ struct ScaledGemm {
   bool halves = false;  // the rows of b are two halves, at each of which its blocks begin
 };
 
+// activation(preact) * scales, rounded to the type of `preact` and quantised, where preact is the product: into its
+// `out`, or nowhere if that has no data. n counts the columns of preact. Where gate and up stand half a row apart, a
+// half is a multiple of 128.
+struct ScaledActivation {
+  ScaledGemm product;  // without factors of rows
+  Activation activation;
+  RowScale scales;
+  bool power_of_two;
+  QuantizedRows rows;
+};
+
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /
 // 128) of T / 128 + E blocks, behind those of the groups before it.
 struct ScaledWgrad {
@@ -23,9 +34,10 @@ struct ScaledWgrad {
   const float *a_scales, *b_scales;  // [blocks, m], [blocks, n]
 };
 
-// Both throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
+// All throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
 // zero, or what it was when accumulating.
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream);
+void scaled_activation(const ScaledActivation& call, int device, cudaStream_t stream);
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

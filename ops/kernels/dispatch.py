@@ -24,6 +24,7 @@ from .hopper import permute as hopper_permute
 from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
+from .hopper import scaled_activation as hopper_scaled_activation
 from .hopper import scaled_gemm as hopper_scaled
 from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
@@ -33,7 +34,7 @@ from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
-from .quantized_problem import Multiplying, Quantizing, source
+from .quantized_problem import Multiplying, Quantizing, ScaledActivation, source
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -224,6 +225,12 @@ def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:
     """What multiplies quantised operands, and why not our own kernels."""
     refusal = partial(hopper_scaled.refusal, problem)
     return _ours_or(pytorch_scaled, hopper_scaled, refusal, "product of quantised operands", problem.a.data)
+
+
+def scaled_epilogue_refusal(problem: ScaledActivation) -> str | None:
+    """Why the activation behind a product of quantised operands is a kernel of its own; None: it is the epilogue."""
+    backend, why = scaled_products(problem.product)
+    return hopper_scaled_activation.refusal(problem) if backend is hopper_scaled else why
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:

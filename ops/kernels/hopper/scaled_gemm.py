@@ -38,27 +38,11 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
     Args:
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    k, (bias, biases) = p.mnk[2], NO_MATRICES
-    if p.bias is not None:
-        bias, biases = bias_addressing(p.bias)
-    bias_scale, row_scale, alphas = map(_float32, (p.bias_scale, p.row_scale, p.alpha))
-    scale_strides = p.weight_scales.stride()
-    workspace = _workspace(p.a.data, p.groups)
+    bias_scale, row_scale, alphas = map(as_float32, (p.bias_scale, p.row_scale, p.alpha))
+    workspace = new_workspace(p)
     compiled().scaled_gemm(
-        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
-        k=k,
-        a_pitch=p.a.data.stride(0),
-        b_pitch=p.weight.stride(1),
-        b_group=p.weight.stride(0),
-        b_scales_group=scale_strides[0],
-        b_scales_row=scale_strides[1],
-        b_scales_column=scale_strides[2],
-        halves=p.halves == 2,
-        bias=bias[0],
-        bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
-        bias_pitch=bias[1],
-        bias_addresses=biases,
-        bias_scale=address(bias_scale),
+        **row_fields(p, workspace, variant),
+        **bias_fields(p.bias, bias_scale),
         row_scale=address(row_scale),
         alphas=address(alphas),
         zero_tail=p.fresh,
@@ -67,11 +51,39 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
         torch.autograd.graph.increment_version(p.out)
 
 
+def row_fields(p: ScaledGemm, workspace: Tensor, variant: int = -1) -> dict[str, Any]:
+    """The fields of a product of rows, in their order, up to those that are optional."""
+    scale_strides = p.weight_scales.stride()
+    return {
+        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
+        "k": p.mnk[2],
+        "a_pitch": p.a.data.stride(0),
+        "b_pitch": p.weight.stride(1),
+        "b_group": p.weight.stride(0),
+        "b_scales_group": scale_strides[0],
+        "b_scales_row": scale_strides[1],
+        "b_scales_column": scale_strides[2],
+        "halves": p.halves == 2,
+    }
+
+
+def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
+    """The fields of a bias, whose scales are float32."""
+    (data, pitch, _), listed = NO_MATRICES if bias is None else bias_addressing(bias)
+    return {
+        "bias": data,
+        "bias_type": 0 if bias is None else TYPE_CODES[first(bias).dtype],
+        "bias_pitch": pitch,
+        "bias_addresses": listed,
+        "bias_scale": address(bias_scale),
+    }
+
+
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     """One launch on the current stream; see :func:`launch_gemm`."""
     m = p.mnk[0]
     (out, pitch, group), out_addresses = addressing(p.out)
-    workspace = _workspace(p.a.data, p.groups)
+    workspace = new_workspace(p)
     compiled().scaled_wgrad(
         **_operand_fields(p, p.b, (out, pitch), workspace, variant),
         m=m,
@@ -108,11 +120,12 @@ def _operand_fields(
     }
 
 
-def _workspace(like: Tensor, groups: int) -> Tensor:
-    return like.new_empty(workspace_bytes(groups), dtype=torch.uint8)
+def new_workspace(p: Multiplying) -> Tensor:
+    """What a launch needs for itself."""
+    return p.a.data.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
 
 
-def _float32(factors: Tensor | None) -> Tensor | None:
+def as_float32(factors: Tensor | None) -> Tensor | None:
     return None if factors is None else factors.to(torch.float32)
 
 
