@@ -113,7 +113,8 @@ struct ActivationBackwardEpilogue {
       numbers.convert_to(floats);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i], scales.of(row + i * 4, lane), floats,
+        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i],
+                                           Functions::kScales ? scales.of(row + i * 4, lane) : 1.f, floats,
                                            Functions::kSums > 0 && valid(row, i), dvectors);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, dpreact += quad, postact += postact_quad) {
@@ -130,7 +131,7 @@ struct ActivationBackwardEpilogue {
                                             up[kLast], lane);
         sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
       }
-      if (p.dscale_partials) {
+      if (Functions::kScales && p.dscale_partials) {
         float* to = p.dscale_partials + static_cast<size_t>(subtile) * p.shape.tokens + rows.token;
         store_dscale_partials(exists ? share[0] : 0.f, exists ? share[kTogether - 1] : 0.f, to, row,
                               kTogether == 2 ? rows.rows : min(rows.rows, row + 4), lane);

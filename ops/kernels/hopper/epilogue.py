@@ -103,7 +103,8 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     types = tuple([vector.dtype for vector, inputs in of_operands if vector is not None for _ in inputs])
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
-    return functions.form_of(program, backward, *layout, *extras, types, sums)
+    scales = ending is not None and ending.scales is not None
+    return functions.form_of(program, backward, *layout, *extras, types, sums, scales)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
