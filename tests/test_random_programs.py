@@ -6,7 +6,6 @@ compiled whole, and tests/test_function_epilogue_cuda.py has NVRTC compile each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -32,10 +31,10 @@ def case_of(seed: int) -> fused.Case:
 
 
 @pytest.fixture(scope="module")
-def programs(emulation: Emulation) -> Iterator[Programs]:
+def programs(emulation: Emulation) -> Programs:
     """All of them."""
     specs = [case_of(seed).spec for seed in range(COUNT)]
-    yield Programs(emulation, [spec.program for spec in specs if spec.program is not None])
+    return Programs(emulation, [spec.program for spec in specs if spec.program is not None])
 
 
 @pytest.mark.parametrize("seed", range(COUNT))
