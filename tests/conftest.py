@@ -41,6 +41,11 @@ SLOW = {
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many cases are drawn where each one costs seconds."""
+    parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Says what was left out."""
     if "not slow" not in config.option.markexpr:

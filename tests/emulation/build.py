@@ -137,10 +137,10 @@ def _copy(csrc: Path) -> Path:
 
 
 def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
-    """Path of a library with the kernel of a source that the extension would compile when the program runs.
+    """Path of a library made of a source that the extension would compile when the program runs.
 
     Args:
-        module: the emulated extension, whose memory and threads the kernel shares.
+        module: the emulated extension, whose memory and threads a kernel shares.
     """
     target = BUILD / f"function_{digest([module], text)}.so"
     if target.exists():
