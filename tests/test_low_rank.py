@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import low_rank
+from checks import lora, low_rank
 from checks.low_rank import Case, cases
 from emulation import build, harness
 
+from fusible import config
+from fusible.ops import low_rank as passes
+from fusible.ops.kernels.dispatch import low_rank_refusal
 from fusible.ops.kernels.hopper import low_rank as kernel
 from fusible.ops.kernels.problem import Layout
 
@@ -88,3 +91,55 @@ def test_refusals(options: dict[str, object], why: str) -> None:
     refused = kernel.refusal(low_rank.problem("cpu", Case(Layout.NN, RAGGED, **options)))  # type: ignore[arg-type]
     assert refused is not None
     assert why in refused
+
+
+@pytest.fixture
+def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those of the passes that one kernel has made, which makes all that there are."""
+    made: list[str] = []
+    run = kernel.run
+    monkeypatch.setattr(passes, "PASSES", passes.ALL_PASSES)
+    monkeypatch.setattr(kernel, "run", lambda p: (made.append(p.kind), run(p)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (
+            (8, 16),
+            [
+                *("gathered rows product", "product"),
+                *("gathered rows product gradient", "gradient", "product gradient", "gathered gradient"),
+            ],
+        ),
+        ((8, 0), ["gathered rows product", "product gradient", "gathered gradient"]),
+        ((0, 8), ["product", "gathered rows product gradient", "gradient"]),
+        ((96, 8), ["product", "gathered rows product gradient", "gradient"]),
+    ],
+    ids=str,
+)
+def test_routed_experts(ranks: tuple[int, int], expected: list[str], kinds: list[str]) -> None:
+    """A rank that the kernel does not take runs as products, as it did."""
+    lora.check_trains("cpu", ranks)
+    assert kinds == expected
+
+
+def test_a_linear_alone(kinds: list[str]) -> None:
+    lora.check_linear("cpu", torch.bfloat16)
+    lora.check_linear("cpu", torch.float32)  # of the factors, and so of their gradients
+    assert kinds == 2 * ["product", "product gradient", "gradient"]
+
+
+@pytest.mark.parametrize("frozen", ["lora_a", "lora_b"])
+def test_one_factor_is_frozen(frozen: str, kinds: list[str]) -> None:
+    lora.check_linear("cpu", torch.bfloat16, frozen)
+    assert kinds == ["product", *(["product gradient"] if frozen == "lora_a" else ["product", "gradient"])]
+
+
+def test_other_backends_make_products() -> None:
+    p = low_rank.problem("cpu", Case(Layout.NN, RAGGED))
+    with config(backend="loop"):
+        assert low_rank_refusal(p) == "config(backend='loop')"
+    with config(backend="auto"):
+        assert low_rank_refusal(p) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from .problem import Layout, nbytes
@@ -37,6 +38,8 @@ class LowRankPass:
         factor: what ``out.product`` is the product with.
         low: [T, R], what ``out.gradient`` is the product with.
         rank: R.
+        gradient_dtype: of ``out.gradient``.
+        want_rows: whether ``out.rows`` are wanted.
     """
 
     layout: Layout
@@ -47,12 +50,25 @@ class LowRankPass:
     factor: Tensor | None
     low: Tensor | None
     rank: int
+    gradient_dtype: torch.dtype
+    want_rows: bool
     out: LowRank
+
+    @property
+    def kind(self) -> str:
+        """What the rows are read for, in words."""
+        parts = {
+            "gathered": self.slot_of_row is not None,
+            "rows": self.want_rows,
+            "product": self.factor is not None,
+            "gradient": self.low is not None,
+        }
+        return " ".join(part for part, wanted in parts.items() if wanted)
 
     @property
     def flops(self) -> int:
         """Of the products."""
-        products = sum(t is not None for t in (self.out.product, self.out.gradient))
+        products = (self.factor is not None) + (self.low is not None)
         return 2 * products * self.num_rows * self.x.shape[1] * self.rank
 
     @property

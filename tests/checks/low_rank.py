@@ -68,6 +68,8 @@ def problem(device: str, case: Case) -> LowRankPass:
         None if out.product is None else numbers(groups, *factor_shape),
         None if out.gradient is None else low,
         case.rank,
+        case.gradient_dtype or case.dtype,
+        out.rows is not None,
         out,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..low_rank import LowRankPass
 from ..problem import Layout, addresses
@@ -39,8 +38,8 @@ def _dtype_refusal(p: LowRankPass) -> str | None:
     for tensor in (p.factor, p.low):
         if tensor is not None and tensor.dtype != p.x.dtype:
             return f"needs operands of one dtype, got {p.x.dtype} and {tensor.dtype}"
-    if p.out.gradient is not None and p.out.gradient.dtype not in (p.x.dtype, torch.float32):
-        return f"gives gradients of {p.x.dtype} or float32, not {p.out.gradient.dtype}"
+    if p.low is not None and p.gradient_dtype not in (p.x.dtype, torch.float32):
+        return f"gives gradients of {p.x.dtype} or float32, not {p.gradient_dtype}"
     return None
 
 
@@ -81,10 +80,6 @@ def run(p: LowRankPass) -> None:
         product=address(p.out.product),
         low=address(p.low),
         gradient=address(p.out.gradient),
-        gradient_type=_type_of(p.out.gradient),
+        gradient_type=TYPE_CODES[p.gradient_dtype],
         workspace=workspace.data_ptr(),
     )
-
-
-def _type_of(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else TYPE_CODES[gradient.dtype]
