@@ -441,6 +441,38 @@ def row_dots(
     vectors_type: int,
     out: int,
 ) -> None: ...
+def low_rank_workspace(
+    *,
+    tokens: int,
+    columns: int,
+    rank: int,
+    gradient: bool,
+    device: int,
+) -> int: ...
+def low_rank_pass(
+    *,
+    device: int,
+    stream: int,
+    rows: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    pitch: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
+    rank: int,
+    by_columns: bool,
+    slot_of_row: int,
+    top_k: int,
+    gathered: int,
+    factor: int,
+    product: int,
+    low: int,
+    gradient: int,
+    gradient_type: int,
+    workspace: int,
+) -> None: ...
 def route_workspace_bytes(
     *,
     slots: int,

@@ -8,6 +8,7 @@
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
+#include "fusible/low_rank.h"
 #include "fusible/pointwise.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -448,6 +449,36 @@ struct RowDotsLaunch : OnStream {
   }
   void complete() {}
   void run() const { row_dots(call, device, stream); }
+};
+
+struct LowRankPassLaunch : OnStream {
+  static constexpr const char* kName = "low_rank_pass";
+  LowRankPass call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("rank", call.rank);
+    v.field("by_columns", call.by_columns), v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
+    v.field("gathered", call.gathered), v.field("factor", call.factor), v.field("product", call.product);
+    v.field("low", call.low), v.field("gradient", call.gradient), v.field("gradient_type", call.gradient_type);
+    v.field("workspace", call.workspace);
+  }
+  void complete() {}
+  void run() const { low_rank_pass(call, device, stream); }
+};
+
+struct LowRankWorkspace {
+  static constexpr const char* kName = "low_rank_workspace";
+  int64_t tokens = 0, columns = 0, rank = 0;
+  bool gradient = false;
+  int device = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("columns", columns), v.field("rank", rank), v.field("gradient", gradient);
+    v.field("device", device);
+  }
+  int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
 };
 
 struct RouteLaunch : OnStream {
