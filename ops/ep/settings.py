@@ -10,7 +10,7 @@ import torch
 
 OVERFLOW = ("raise", "drop")
 COMBINE = ("exact", "reduced")
-TRANSPORTS = ("auto", "collective")
+TRANSPORTS = ("auto", "collective", "symmetric")
 CAPACITIES = ("exact", "worst")
 
 
@@ -60,6 +60,10 @@ class Settings(NamedTuple):
                 "capacity must be a factor of max_tokens * top_k (a float), a number of rows (an int), "
                 f"'exact' or 'worst', got {self.capacity!r}"
             )
+        elif self.transport == "symmetric" and self.capacity == "exact":
+            yield "capacity 'exact' needs transport 'collective', as the host waits for it; give 'symmetric' a number"
+        if self.transport == "symmetric" and self.combine == "reduced":
+            yield "combine 'reduced' needs transport 'collective'; 'symmetric' sums exactly"
 
     def _is_capacity(self) -> bool:
         if isinstance(self.capacity, str):
