@@ -631,7 +631,7 @@ class Model(nn.Module):
 @case
 def by_hand_as_by_ops(world: World) -> None:
     preset = PRESETS["small"]
-    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", 1, False)
+    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", "collective", 1, False)
     batch = expert_parallel.draw(setting, world.rank)
     group = world.group(
         num_experts=preset.experts, max_tokens=16, top_k=preset.top_k, hidden=preset.features, capacity="exact"

@@ -51,4 +51,4 @@ def allocate(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) ->
 
 def for_reports(on: torch.device, numbers: int) -> Tensor:
     """int64 in memory of the host that a device writes, and the host reads without waiting for it. Zero."""
-    return torch.zeros(numbers, dtype=torch.int64, pin_memory=on.type == "cuda")
+    return torch.zeros(numbers, dtype=torch.int64, device="cpu", pin_memory=on.type == "cuda")
