@@ -8,7 +8,9 @@ from __future__ import annotations
 import ep_symmetric_cases
 import ep_world
 import pytest
-from emulation import build
+from emulation import build, harness
+
+from fusible.ops.kernels.hopper import peers
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 
@@ -27,3 +29,9 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 
     assert ranks, said.get("started", ["no rank came to it"])
     assert not any(ranks), "\n".join(ranks)
+
+
+def test_the_host_and_the_kernels_agree_on_what_they_share(emulation: harness.Emulation) -> None:
+    assert emulation.MAX_RANKS == peers.MAX_RANKS
+    assert emulation.SIGNAL_BYTES == peers.SIGNAL_BYTES
+    assert emulation.LANE_STATE_BYTES == peers.STATE_BYTES
