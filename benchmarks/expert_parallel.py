@@ -47,6 +47,7 @@ class Setting(NamedTuple):
     distribution: str
     combine: str
     transport: str
+    overlap: int
     rounds: int
     check: bool
 
@@ -254,6 +255,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         capacity="exact" if setting.transport == "collective" else 2.0,
         combine=setting.combine,
         transport=setting.transport,
+        overlap=setting.overlap,
     )
     off = differences(setting, group) if setting.check else {}
     if any(value > 0.1 for value in off.values()):
@@ -292,12 +294,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         for preset, distribution, transport in product(args.preset, args.distribution, args.transport):
             setting = Setting(
                 *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
-                *(args.combine, transport, args.rounds, not args.no_check),
+                *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
             )
+            beside = f" with {args.overlap} multiprocessors beside weight gradients" if args.overlap else ""
             found = run(setting)
             about = (
                 f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
-                f"{args.combine} sums, transport {transport}, {args.device}, torch {torch.__version__}"
+                f"{args.combine} sums, transport {transport}{beside}, {args.device}, torch {torch.__version__}"
             )
             report.add(f"### {about}\n\n{table(setting, found)}", [{"problem": about, **found}])
 
@@ -314,6 +317,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["uniform"], help="of the experts")
     parser.add_argument("--combine", choices=("exact", "reduced"), default="exact", help="how rows are summed")
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
+    beside = "multiprocessors that sum gradients of tokens beside those of weights (symmetric)"
+    parser.add_argument("--overlap", type=int, default=0, help=beside)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

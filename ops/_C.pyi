@@ -565,6 +565,7 @@ def pull_sum(
     capacity: int,
     at: int,
     out: int,
+    blocks: int,
 ) -> None: ...
 def numbers_to_rows(
     *,

@@ -631,7 +631,9 @@ class Model(nn.Module):
 @case
 def by_hand_as_by_ops(world: World) -> None:
     preset = PRESETS["small"]
-    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", "collective", 1, False)
+    setting = expert_parallel.Setting(
+        "small", world.size, 16, "fp32", "cpu", "skewed", "exact", "collective", 0, 1, False
+    )
     batch = expert_parallel.draw(setting, world.rank)
     group = world.group(
         num_experts=preset.experts, max_tokens=16, top_k=preset.top_k, hidden=preset.features, capacity="exact"
@@ -664,6 +666,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"transport": "symmetric"}, "transport 'symmetric' cannot serve rank 0: it needs CUDA devices"),
         ({"lanes": 0}, "lanes must be a positive int"),
         ({"timeout": -1}, "timeout must be a number of seconds"),
+        ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)

@@ -46,7 +46,7 @@ def layers_of_models_give_the_bits_of_one_gpu(world: World) -> None:
         found = []
         for transport in ("symmetric", "collective"):
             setting = expert_parallel.Setting(
-                *(preset, world.size, tokens, "bf16", "cuda", "skewed", "exact", transport, 1, True)
+                *(preset, world.size, tokens, "bf16", "cuda", "skewed", "exact", transport, 0, 1, True)
             )
             group = group_of(world, preset, tokens, transport)
             found.append(expert_parallel.differences(setting, group))

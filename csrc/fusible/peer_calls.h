@@ -90,12 +90,13 @@ struct PullLaunch : PeerRowsLaunch {
 
 struct PullSumLaunch : PeerRowsLaunch {
   static constexpr const char* kName = "pull_sum";
+  int blocks = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
-    visit_peer_rows(v);
+    visit_peer_rows(v), v.field("blocks", blocks);
   }
-  void run() const { pull_sum(call, device, stream); }
+  void run() const { pull_sum(call, blocks, device, stream); }
 };
 
 struct PeerNumbersLaunch : LaneLaunch {

@@ -108,8 +108,8 @@ void stage_rows(const PeerRows& call, const void* source, int64_t pitch, int dev
 // Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks. With `fill`, the tail is zero.
 void pull(const PeerRows& call, bool fill, int device, cudaStream_t stream);
 // Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
-// rounded once.
-void pull_sum(const PeerRows& call, int device, cudaStream_t stream);
+// rounded once. With `blocks` not 0, as many multiprocessors do it, and leave the others to other kernels.
+void pull_sum(const PeerRows& call, int blocks, int device, cudaStream_t stream);
 // The number of each row of this rank from those of the slots of all ranks, which are in its buffer. The tail is zero.
 void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
 // The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.

@@ -20,6 +20,7 @@ namespace fusible {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;  // vectors of a lane
+constexpr int kMostThreads = 1024;  // of blocks that shall have a multiprocessor each
 constexpr int64_t kSlotsOfBlock = 4 * kThreads, kMostBlocks = 64;
 
 template <class T>
@@ -164,15 +165,15 @@ __global__ void __launch_bounds__(32 * kMaxRanks) divide_kernel(const __grid_con
 // ---- rows
 
 template <int kVector>
-__device__ int64_t column_of(int step) {
-  return ((blockIdx.y * kSteps + step) * int64_t{32} + threadIdx.x % 32) * kVector;
+__device__ int64_t column_of(unsigned column_block, int step) {
+  return ((column_block * kSteps + step) * int64_t{32} + threadIdx.x % 32) * kVector;
 }
 
 template <class T, int kVector>
 __device__ void write_row(const PeerRows& c, int64_t row, const Vector<T, kVector> (&x)[kSteps]) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(step);
+    const int64_t column = column_of<kVector>(blockIdx.y, step);
     if (column < c.columns)
       *reinterpret_cast<Vector<T, kVector>*>(static_cast<T*>(c.out) + row * c.columns + column) = x[step];
   }
@@ -184,7 +185,7 @@ __device__ void read_row(const PeerRows& c, const T* row, Vector<T, kVector> (&x
   const bool failed = c.state->failed;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(step);
+    const int64_t column = column_of<kVector>(blockIdx.y, step);
     if (column < c.columns) x[step] = read_vector<T, kVector>(row + column);
     if (failed)
       for (T& value : x[step].values) value = static_cast<T>(~T{});
@@ -257,10 +258,9 @@ __device__ void add_rows(float (&sum)[kVector], uint64_t address, int count, int
   }
 }
 
+// The columns of this warp of a token.
 template <class T, int kVector, int kBatch>
-__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ PeerRows c) {
-  const int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (token >= c.tokens) return;
+__device__ void sum_token(const PeerRows& c, int64_t token, unsigned column_block, bool failed) {
   const int lane = threadIdx.x % 32;
   float sums[kSteps][kVector] = {};
   for (int base = 0; base < c.top_k; base += 32) {
@@ -268,19 +268,28 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ P
     const uint64_t address = lane < count ? address_of<T>(c, token * c.top_k + base + lane) : 0;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int64_t column = column_of<kVector>(step);
+      const int64_t column = column_of<kVector>(column_block, step);
       add_rows<T, kVector, kBatch>(sums[step], address, count, column, column < c.columns);
     }
   }
-  const bool failed = c.state->failed;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(step);
+    const int64_t column = column_of<kVector>(column_block, step);
     if (column >= c.columns) return;
     if (failed)
       for (float& value : sums[step]) value = __uint_as_float(0x7FFFFFFF);
     store(static_cast<T*>(c.out) + token * c.columns + column, sums[step]);
   }
+}
+
+template <class T, int kVector, int kBatch, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    sum_kernel(const __grid_constant__ PeerRows c, unsigned column_blocks) {
+  const bool failed = c.state->failed;
+  constexpr int kBlockWarps = kBlockThreads / 32;
+  const int64_t parts = c.tokens * column_blocks, step = int64_t{gridDim.x} * kBlockWarps;
+  for (int64_t part = blockIdx.x * int64_t{kBlockWarps} + threadIdx.x / 32; part < parts; part += step)
+    sum_token<T, kVector, kBatch>(c, part / column_blocks, static_cast<unsigned>(part % column_blocks), failed);
 }
 
 template <class T, int kVector>
@@ -291,7 +300,7 @@ __global__ void __launch_bounds__(kThreads)
   T* to = in_buffer<T>(c.peers, c.peers.rank, c.at) + row * c.columns;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(step);
+    const int64_t column = column_of<kVector>(blockIdx.y, step);
     if (column < c.columns)
       *reinterpret_cast<Vector<T, kVector>*>(to + column) =
           read_vector<T, kVector>(static_cast<const T*>(source) + row * pitch + column);
@@ -339,13 +348,20 @@ void launch_pull(const PeerRows& c, bool fill, cudaStream_t stream) {
   const dim3 grid = grid_of(c, tokens + tail, kVector);
   pull_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, static_cast<unsigned>(tokens));
 }
+template <class T, int kVector, int kBatch>
+void launch_sum_of(const PeerRows& c, int blocks, cudaStream_t stream) {
+  const int64_t column_blocks = blocks_of(c.columns, 32 * kSteps * kVector);
+  const auto columns = static_cast<unsigned>(column_blocks);
+  const auto all = static_cast<unsigned>(blocks_of(c.tokens * column_blocks, kWarps));
+  if (blocks) sum_kernel<T, kVector, kBatch, kMostThreads><<<blocks, kMostThreads, 0, stream>>>(c, columns);
+  else sum_kernel<T, kVector, kBatch, kThreads><<<all, kThreads, 0, stream>>>(c, columns);
+}
 template <class T, int kVector>
-void launch_sum(const PeerRows& c, cudaStream_t stream) {
-  const dim3 grid = grid_of(c, blocks_of(c.tokens, kWarps), kVector);
-  if (c.top_k % 8 == 0) sum_kernel<T, kVector, 8><<<grid, kThreads, 0, stream>>>(c);
-  else if (c.top_k % 4 == 0) sum_kernel<T, kVector, 4><<<grid, kThreads, 0, stream>>>(c);
-  else if (c.top_k % 2 == 0) sum_kernel<T, kVector, 2><<<grid, kThreads, 0, stream>>>(c);
-  else sum_kernel<T, kVector, 1><<<grid, kThreads, 0, stream>>>(c);
+void launch_sum(const PeerRows& c, int blocks, cudaStream_t stream) {
+  if (c.top_k % 8 == 0) launch_sum_of<T, kVector, 8>(c, blocks, stream);
+  else if (c.top_k % 4 == 0) launch_sum_of<T, kVector, 4>(c, blocks, stream);
+  else if (c.top_k % 2 == 0) launch_sum_of<T, kVector, 2>(c, blocks, stream);
+  else launch_sum_of<T, kVector, 1>(c, blocks, stream);
 }
 template <class T, int kVector>
 void launch_stage(const PeerRows& c, const void* source, int64_t pitch, cudaStream_t stream) {
@@ -394,12 +410,12 @@ void pull(const PeerRows& c, bool fill, int device, cudaStream_t stream) {
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "rows of ", c.tokens, " tokens of each of ", c.peers.ranks, " ranks");
 }
 
-void pull_sum(const PeerRows& c, int device, cudaStream_t stream) {
+void pull_sum(const PeerRows& c, int blocks, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns) return;
   const DeviceGuard guard(device);
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    fits(c, c.out, 0) ? launch_sum<T, 16 / sizeof(T)>(c, stream) : launch_sum<T, 1>(c, stream);
+    fits(c, c.out, 0) ? launch_sum<T, 16 / sizeof(T)>(c, blocks, stream) : launch_sum<T, 1>(c, blocks, stream);
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of rows of ", c.tokens, " tokens from ", c.peers.ranks, " ranks");
 }

@@ -106,6 +106,8 @@ class Group:
             ``"collective"``, which runs everywhere.
         lanes: how many exchanges may be under way at once, for microbatches that overlap.
         timeout: seconds to wait for a peer; 0: for ever.
+        overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
+            compute those of weights; 0: all do one after the other.
 
     Attributes:
         rank, size: of this rank; how many there are.
@@ -135,9 +137,11 @@ class Group:
         transport: str = "auto",
         lanes: int = 1,
         timeout: float = 60.0,
+        overlap: int = 0,
     ) -> None:
         self.settings = Settings(
-            *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine, transport, lanes, timeout)
+            *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
+            *(transport, lanes, timeout, overlap),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)

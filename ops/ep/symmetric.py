@@ -135,6 +135,7 @@ class SymmetricTransport:
         regions: list[Regions] = []
         for _ in range(settings.lanes):
             regions.append(Regions.of(settings, self._ranks, capacity, regions[-1].end if regions else 0))
+        self._beside: torch.cuda.Stream | None = None
         with torch.inference_mode(False):
             shared = memory.allocate(regions[-1].end, on, process_group)
             self._lanes = [SymmetricLane(settings, each, shared, self._rank) for each in regions]
@@ -213,14 +214,37 @@ class SymmetricTransport:
             rows = rows if rows.stride(-1) == 1 else rows.contiguous()
             kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
         lane.meet(exchange, kind, table.wanted)
+        overlap = self._settings.overlap
+        if overlap and kind == "dispatch backward" and self._device.type == "cuda":
+            return self._sum_beside(lane, table, overlap)
+        return lambda: self._sum(lane, table, self._new_sums(table))
 
-        def summed() -> Tensor:
+    def _new_sums(self, table: SymmetricTable) -> Tensor:
+        s = self._settings
+        return torch.empty(table.row_of_slot.shape[0], s.hidden, dtype=s.dtype, device=self._device)
+
+    def _sum(self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0) -> Tensor:
+        """Of the rows that are there."""
+        lane.reads("rows")
+        kernels.pull_sum(lane.launch, table.exchange.number, table.mine, lane.regions.rows, sums, blocks)
+        return sums
+
+    def _sum_beside(self, lane: SymmetricLane, table: SymmetricTable, blocks: int) -> Callable[[], Tensor]:
+        """The same beside what the current stream does next, on so many multiprocessors."""
+        sums = self._new_sums(table)
+        if self._beside is None:  # of high priority, so that it begins before what is launched after it
+            self._beside = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        beside = self._beside
+        beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(beside):
+            self._sum(lane, table, sums, blocks)
+
+        def joined() -> Tensor:
+            torch.cuda.current_stream(self._device).wait_stream(beside)
             lane.reads("rows")
-            sums = rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
-            kernels.pull_sum(lane.launch, exchange.number, table.mine, lane.regions.rows, sums)
             return sums
 
-        return summed
+        return joined
 
     def return_numbers(self, numbers: Tensor, table: SymmetricTable, dtype: torch.dtype, kind: str) -> Tensor:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange

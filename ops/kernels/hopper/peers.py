@@ -196,9 +196,13 @@ def pull(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, fill: bo
     compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
 
 
-def pull_sum(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
-    """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers."""
-    compiled().pull_sum(**_rows(lane, exchange, out, slots, at))
+def pull_sum(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:
+    """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers.
+
+    Args:
+        blocks: how many multiprocessors it may take; 0: all.
+    """
+    compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks)
 
 
 def numbers_to_rows(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
