@@ -29,9 +29,9 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
 
 @case
 def steps_give_the_bits_of_one_gpu(world: World) -> None:
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, overlap in ((torch.bfloat16, 0), (torch.float16, 0), (torch.bfloat16, 16)):
         for capacity in (2.0, "worst", 13 * 3 * world.size):
-            group = world.group(**{**BF16, "dtype": dtype, "capacity": capacity})
+            group = world.group(**{**BF16, "dtype": dtype, "capacity": capacity, "overlap": overlap})
             for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
                 check_step(group, batch_for(group, counts, seed))
             with config(disable_fusions=frozenset({"EPGroupedMLP"})):
@@ -55,11 +55,11 @@ def layers_of_models_give_the_bits_of_one_gpu(world: World) -> None:
         assert found[0]["y"] == found[0]["dx"] == 0, (preset, found)
 
 
-def group_of(world: World, preset: str, tokens: int, transport: str = "symmetric") -> ep.Group:
+def group_of(world: World, preset: str, tokens: int, transport: str = "symmetric", overlap: int = 0) -> ep.Group:
     sizes = PRESETS[preset]
     return ep.Group(
         num_experts=sizes.experts, max_tokens=tokens, top_k=sizes.top_k, hidden=sizes.features, dtype=torch.bfloat16,
-        capacity="worst", transport=transport, timeout=8,
+        capacity="worst", transport=transport, timeout=8, overlap=overlap,
     )  # fmt: skip
 
 
@@ -132,8 +132,13 @@ def poisoned_lane(group: ep.Group) -> Callable[[str], None]:
 
 @case
 def graphs_are_replayed_with_other_ids(world: World) -> None:
+    for overlap in (0, 16):
+        check_graphs(world, overlap)
+
+
+def check_graphs(world: World, overlap: int) -> None:
     torch.manual_seed(world.rank)
-    group = group_of(world, "small", 96)
+    group = group_of(world, "small", 96, overlap=overlap)
     layer, static = part_of(group), inputs(group, 96)
     x, ids, weights, dy = static
 
