@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from .report import Report
 from .timing import markdown
 
 DISTRIBUTIONS = ("uniform", "skewed")
+TRANSPORTS = ("collective", "symmetric")
 Phases = tuple[str, ...]
 
 
@@ -45,6 +46,8 @@ class Setting(NamedTuple):
     device: str
     distribution: str
     combine: str
+    transport: str
+    overlap: int
     rounds: int
     check: bool
 
@@ -249,8 +252,10 @@ def measure(setting: Setting) -> dict[str, Any]:
         top_k=preset.top_k,
         hidden=preset.features,
         dtype=DTYPES[setting.dtype],
-        capacity="exact",
+        capacity="exact" if setting.transport == "collective" else 2.0,
         combine=setting.combine,
+        transport=setting.transport,
+        overlap=setting.overlap,
     )
     off = differences(setting, group) if setting.check else {}
     if any(value > 0.1 for value in off.values()):
@@ -258,6 +263,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for names, run in phases(setting, batch, group):
         seconds |= timed(setting, names, run)
+    group.close()
     return {"seconds": seconds, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
 
 
@@ -285,18 +291,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every preset and distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
-        for preset in args.preset:
-            for distribution in args.distribution:
-                setting = Setting(
-                    *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
-                    *(args.combine, args.rounds, not args.no_check),
-                )
-                found = run(setting)
-                about = (
-                    f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
-                    f"{args.combine} sums, transport {found['transport']}, {args.device}, torch {torch.__version__}"
-                )
-                report.add(f"### {about}\n\n{table(setting, found)}", [{"problem": about, **found}])
+        for preset, distribution, transport in product(args.preset, args.distribution, args.transport):
+            setting = Setting(
+                *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
+                *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
+            )
+            beside = f" with {args.overlap} multiprocessors beside weight gradients" if args.overlap else ""
+            found = run(setting)
+            about = (
+                f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
+                f"{args.combine} sums, transport {transport}{beside}, {args.device}, torch {torch.__version__}"
+            )
+            report.add(f"### {about}\n\n{table(setting, found)}", [{"problem": about, **found}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -310,6 +316,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu", help="where it runs")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["uniform"], help="of the experts")
     parser.add_argument("--combine", choices=("exact", "reduced"), default="exact", help="how rows are summed")
+    parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
+    beside = "multiprocessors that sum gradients of tokens beside those of weights (symmetric)"
+    parser.add_argument("--overlap", type=int, default=0, help=beside)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

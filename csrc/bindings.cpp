@@ -16,6 +16,7 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
+#include "fusible/peer_calls.h"
 #include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -178,6 +179,17 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PermuteLaunch>(module, "Copies each token's row to its rows of the experts.");
   def<fusible::UnpermuteLaunch>(module, "Each token's row is the sum of its rows of the experts.");
   def<fusible::GatherSlotsLaunch>(module, "The value of the row of each slot, 0 for the slots of no expert.");
+  def<fusible::PublishLaunch>(
+      module, "Tells all ranks of a lane that what was written before is there, and waits until all have told so.");
+  def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
+  def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
+  def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
+  def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
+  def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
+  def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
+  module.attr("MAX_RANKS") = fusible::kMaxRanks;
+  module.attr("SIGNAL_BYTES") = fusible::kSignalBytes;
+  module.attr("LANE_STATE_BYTES") = sizeof(fusible::LaneState);
   def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
   def<fusible::RoutedMlpLaunch>(
       module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOORS = (  # to routing, to what reads routed rows, to quantisers and products of what they give
-    *("routing.py", "inference.py", "low_rank.py"),
+    *("routing.py", "inference.py", "low_rank.py", "ep/symmetric.py"),
     *("quantized_linear.py", "quantized_weights.py", "quantized_tensor.py"),
 )
 SHARED = (
