@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -158,10 +159,10 @@ def start(
         )
         for rank in range(ranks)
     ]
-    said = []
+    said, end = [], time.monotonic() + wait
     for process in running:
         try:
-            said.append(process.communicate(timeout=wait)[0])
+            said.append(process.communicate(timeout=max(1.0, end - time.monotonic()))[0])
         except subprocess.TimeoutExpired:
             process.kill()
             said.append(process.communicate()[0] + "\nkilled: it did not end")
