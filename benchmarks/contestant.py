@@ -48,7 +48,7 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Interleaved(Contestant):
+class InterleavedContestant(Contestant):
     """A contestant whose W1 has rows of gate and up by turns, as :func:`interleaved` gives them."""
 
     def result(self) -> Result:

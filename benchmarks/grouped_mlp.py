@@ -37,7 +37,7 @@ YARDSTICK = "dense"  # computes something else: it has no error
 PARTS = {"inference": "inference", "forward": "forward", "backward": "backward", "step": "both"}
 
 
-class Measured(NamedTuple):
+class MLPMeasurement(NamedTuple):
     """What one contestant did: seconds, bytes, the largest relative error."""
 
     inference: float
@@ -91,7 +91,7 @@ def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Conte
     return contestants, left_out
 
 
-def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Measured]:
+def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, MLPMeasurement]:
     """Checks, then times every contestant."""
     errors, device = check(problem, contestants), problem.x.device
 
@@ -103,12 +103,12 @@ def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int
     backward = timed("backward", given={name: c.forward for name, c in contestants.items()})
     peaks = {name: peak_bytes(c.step, device) for name, c in contestants.items()}
     return {
-        name: Measured(inference[name], forward[name], backward[name], step[name], peaks[name], errors.get(name))
+        name: MLPMeasurement(inference[name], forward[name], backward[name], step[name], peaks[name], errors.get(name))
         for name in contestants
     }
 
 
-def table(problem: Problem, measured: Mapping[str, Measured]) -> str:
+def table(problem: Problem, measured: Mapping[str, MLPMeasurement]) -> str:
     """The measurements as Markdown; speeds relative to the yardstick and to the loop, where they were measured."""
     heading = [f"{part}, ms" for part in PARTS.values()]
     heading += [f"{part} / dense" for part in PARTS.values()] if YARDSTICK in measured else []

@@ -233,7 +233,7 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     return errors
 
 
-class Measured(NamedTuple):
+class BlockMeasurement(NamedTuple):
     """What one implementation did; None: not run."""
 
     forward: float | None
@@ -245,7 +245,7 @@ class Measured(NamedTuple):
     error: float
 
 
-def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, Measured]:
+def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, BlockMeasurement]:
     """Checks, then times."""
     errors, device = check(block, implementations), block.device
     large = [name for name in implementations if name not in DECODE_ONLY]
@@ -264,10 +264,10 @@ def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: i
         for name, seconds in times.items():
             decode[name][count] = seconds
     found = {n: (forward.get(n), step.get(n), peaks.get(n), added.get(n), kept.get(n)) for n in implementations}
-    return {n: Measured(*found[n], decode[n], errors[n]) for n in implementations}
+    return {n: BlockMeasurement(*found[n], decode[n], errors[n]) for n in implementations}
 
 
-def table(measured: Mapping[str, Measured], tokens: int) -> str:
+def table(measured: Mapping[str, BlockMeasurement], tokens: int) -> str:
     """The measurements as Markdown."""
     decode = [f"decode {count}, ms" for count in DECODE]
     memories = ("peak, MB", "peak above gradients, MB", "kept, MB")

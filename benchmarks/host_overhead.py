@@ -86,7 +86,7 @@ class HostSeconds(NamedTuple):
     backward: float
 
 
-class Inputs(NamedTuple):
+class CallInputs(NamedTuple):
     """What a call is given, and the gradient of its output."""
 
     x: torch.Tensor
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
     dy: torch.Tensor
 
     @classmethod
-    def of(cls, groups: int, tail: int, device: str, dtype: torch.dtype) -> Inputs:
+    def of(cls, groups: int, tail: int, device: str, dtype: torch.dtype) -> CallInputs:
         rows = MANY_ROWS * groups + tail
         x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype)
         sizes, scales = torch.full((groups,), MANY_ROWS, device=device), torch.rand(rows, device=device)
@@ -111,14 +111,14 @@ def host_seconds(
         step: how many rows a call has more than the call before.
     """
     groups: int = model[0].num_groups  # type: ignore[assignment]
-    inputs = [Inputs.of(groups, i * step, device, dtype) for i in range(run)]
+    inputs = [CallInputs.of(groups, i * step, device, dtype) for i in range(run)]
     times: list[tuple[float, ...]] = []
 
-    def call(given: Inputs) -> torch.Tensor:
+    def call(given: CallInputs) -> torch.Tensor:
         y: torch.Tensor = model(given.x, split_sizes=given.sizes, scales=given.scales)
         return y
 
-    def keep(outputs: list[torch.Tensor], given: Inputs) -> None:
+    def keep(outputs: list[torch.Tensor], given: CallInputs) -> None:
         outputs.append(call(given))
 
     for _ in range(rounds + 3):
@@ -138,7 +138,7 @@ def host_seconds(
     return HostSeconds(*map(median, zip(*times[3:], strict=True)))
 
 
-def _each(function: Callable[[Inputs], object], inputs: Sequence[Inputs], device: str) -> list[float]:
+def _each(function: Callable[[CallInputs], object], inputs: Sequence[CallInputs], device: str) -> list[float]:
     """Seconds of each of a run of calls, the device idle before the first."""
     marks = [_idle(device)]
     for given in inputs:

@@ -95,7 +95,7 @@ class StandaloneRunner(Protocol):
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
         """``op(x, **keywords)``."""
 
-    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
+    def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
@@ -281,8 +281,8 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        return self._standalone.program(self, call, arguments, names, flags)
+    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        return self._standalone.traced_plan(self, call, arguments, names, flags)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone, as a container of one.

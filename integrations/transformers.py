@@ -20,7 +20,7 @@ from transformers.integrations import moe
 
 from ..fuser.explain.model import FoundContainer, add_finder
 from . import compiled, float8_experts, lora
-from .experts import Forward, Parameters, built_before, built_of, existing, refusal
+from .experts import Forward, ModuleParameters, built_before, built_of, existing, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -50,7 +50,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return built.run(*tensors)
     if not traced and "parametrizations" in self._modules:
         _look_for_peft()
-    parameters = Parameters.of(self)
+    parameters = ModuleParameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
         return _delegate(self, why, moe.grouped_mm_experts_forward)(self, *tensors)
@@ -130,7 +130,7 @@ def _explained(module: Any) -> Any:
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return FoundContainer(built.container, built.routing)
-    why = refusal(module, Parameters.of(module))
+    why = refusal(module, ModuleParameters.of(module))
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 

@@ -192,7 +192,7 @@ class Pointwise(Op):
         link, columns = self.link, dict(self.inputs())
         sizes = None if split_sizes is None else kernels.as_split_sizes(split_sizes, x.device)
         if link is not None:
-            return link_rows.forward(link_rows.Operands(link, rows, columns, sizes), x, needs_grad)
+            return link_rows.forward(link_rows.LinkOperands(link, rows, columns, sizes), x, needs_grad)
         dtypes = {name: numbers.dtype for name, numbers in rows.items()}
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)

@@ -628,7 +628,7 @@ def test_pointwise_contestants_agree() -> None:
 
 
 def test_wrong_way_of_routing_is_not_timed() -> None:
-    part = routing.Part("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
+    part = routing.RoutingPart("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
 
     with pytest.raises(InaccurateError, match="combine: wrong gives something else than right"):
         routing.check(part)

@@ -218,7 +218,7 @@ def test_the_pool_is_bounded() -> None:
 
 def _form(rows: int) -> Any:
     experts = implementation._Experts(torch.empty(E, rows, H), torch.empty(E, H, rows // 2), None, None)
-    return implementation._Form.of(experts, SwiGLU().spec, False)
+    return implementation._PoolKey.of(experts, SwiGLU().spec, False)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ import pytest
 
 from fusible.benchmarks import call_counts, structure
 from fusible.benchmarks.call_counts import Counts
+
+SHARED_CLASS_NAMES = {
+    "Saved": "what a `fwd` leaves for its `bwd`: part of the contract of an op, and private to each",
+    "Layout": "fusible.jax numbers the layouts as the extension does, and imports no torch",
+    "ArgumentError": "fusible.jax has the errors of fusible, and imports no torch",
+    "RefusedError": "as ArgumentError",
+    "Config": "torchtitan asks for the class of this name inside of its experts",
+    "GroupedLinear": "Megatron-Core asks for the op by the name that TransformerEngine has given it",
+    "ScaledSwiGLU": "as GroupedLinear",
+}
+"""Classes of the package that share their name with another one, and why."""
 
 
 @pytest.fixture
@@ -109,3 +122,21 @@ def test_it_counts_the_calls_of_another_tree(tmp_path: Path) -> None:
         (tmp_path / package).symlink_to(structure.ROOT / package)
 
     assert set(structure.count_calls(tmp_path)) == {"CPU, cold forward", "CPU, hot forward", "CPU, hot backward"}
+
+
+def classes(root: Path) -> dict[str, list[str]]:
+    """Where each class of the package is defined, private ones included; examples are scripts by themselves."""
+    found = defaultdict(list)
+    for package in (*structure.PACKAGES, "src/fusible", "benchmarks"):
+        for path in sorted((root / package).rglob("*.py")):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            for name in [node.name for node in nodes if isinstance(node, ast.ClassDef)]:
+                found[name].append(str(path.relative_to(root)))
+    return found
+
+
+def test_no_two_classes_have_one_name() -> None:
+    shared = {name: where for name, where in classes(structure.ROOT).items() if len(where) > 1}
+
+    assert {name: where for name, where in shared.items() if name not in SHARED_CLASS_NAMES} == {}
+    assert set(SHARED_CLASS_NAMES) == set(shared)

@@ -243,7 +243,7 @@ def test_model_shows_nothing_of_us() -> None:
 
 def test_container_reads_the_parameters_as_they_lie() -> None:
     experts = module("gpt-oss")
-    container = adapter.built_of(experts, adapter.Parameters.of(experts)).container
+    container = adapter.built_of(experts, adapter.ModuleParameters.of(experts)).container
 
     assert container.fc1.weight is experts.gate_up_proj
     assert container.fc2.bias is experts.down_proj_bias
@@ -668,7 +668,7 @@ def test_integer_weights_are_refused_with_the_reason() -> None:
     del experts.gate_up_proj
     experts.gate_up_proj = torch.zeros(4, 48, 16, dtype=torch.uint8)
 
-    assert adapter.refusal(experts, adapter.Parameters.of(experts)) == "gate_up_proj is uint8"
+    assert adapter.refusal(experts, adapter.ModuleParameters.of(experts)) == "gate_up_proj is uint8"
 
 
 def test_explain_says_what_runs_the_experts() -> None:

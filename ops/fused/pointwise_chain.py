@@ -75,7 +75,7 @@ class PointwiseChain(FusedOp):
         if link is not None and x.dtype in DTYPES:
             by_keyword, sizes = {n: keywords[n] for n in link.rows + link.matrices}, keywords.get("split_sizes")
             sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
-            operands = link_rows.Operands(link, by_keyword, dict(self.inputs()), sizes)
+            operands = link_rows.LinkOperands(link, by_keyword, dict(self.inputs()), sizes)
             refusal = link_rows.refusal(operands, x)
             if refusal is None:
                 return link_rows.forward(operands, x, needs_grad)

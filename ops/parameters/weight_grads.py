@@ -18,7 +18,7 @@ from ..checks import is_plain
 from ..kernels import Layout, Matrices
 from ..quantized.copies import Columns
 from ..quantized_linear import weight_grad
-from .delayed import Delayed
+from .delayed_work import DelayedWork
 from .group import ExpertGroup
 from .grouped import ExpertParameters
 from .main_grads import Destination, MainGrads, foreseen
@@ -39,7 +39,7 @@ class WeightGrads(ExpertParameters):
         """Sets the protocol; to be called once the weights are registered."""
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._delayed, self._main_grads, self._stand_ins = Delayed[WeightGrads](), MainGrads(), StandIns()
+        self._delayed, self._main_grads, self._stand_ins = DelayedWork[WeightGrads](), MainGrads(), StandIns()
         self._hooks: list[Callable[[], None]] = []
         self._mark_weights()
 

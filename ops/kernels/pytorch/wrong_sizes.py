@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Report:
+class SizeReport:
     """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Report:
         return last is self._last and before == self._version_and_rows
 
 
-_reports: dict[torch.device, Report] = {}
+_reports: dict[torch.device, SizeReport] = {}
 
 
 def look_at(split_sizes: Tensor, rows: int) -> None:
@@ -62,7 +62,7 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
     if device not in _reports:
         if _is_capturing(device):
             return  # no memory of the host may be allocated now
-        _reports[device] = Report(device)
+        _reports[device] = SizeReport(device)
     raise_reported(device)
     _reports[device].look_at(split_sizes, rows)
 

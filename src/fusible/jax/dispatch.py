@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import calls, extension, fallback
-from .activation import Activation
+from .activation import KernelActivation
 from .calls import Layout, output_shape
 from .errors import RefusedError
 from .settings import active
@@ -58,7 +58,7 @@ def _product_kernel(
 
 
 def linear_activation(
-    layout: Layout, spec: Activation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
+    layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The hidden rows times their scales, and the pre-activation, without elements if it is not kept."""
     rows, columns = output_shape(layout, x, w, sizes)
@@ -73,7 +73,7 @@ def linear_activation(
 
 
 def linear_activation_backward(
-    layout: Layout, spec: Activation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
+    layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients of pre-activation, scales and bias, and the hidden rows again; see :mod:`calls`."""
     rows, columns = output_shape(layout, dy, w, sizes)
@@ -138,7 +138,7 @@ def _empty_refusal(rows: Any) -> str | None:
     return None if rows.size else "has nothing to do"
 
 
-def _is_apart(spec: Activation, depth: int, columns: int, rows: int) -> bool:
+def _is_apart(spec: KernelActivation, depth: int, columns: int, rows: int) -> bool:
     """Whether the product and its activation run one after the other, because no kernel ends in the activation."""
     return spec.refusal(columns) is not None or depth % 8 != 0 or rows == 0
 
