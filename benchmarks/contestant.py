@@ -53,8 +53,8 @@ class InterleavedContestant(Contestant):
 
     def result(self) -> Result:
         """The same as others give: rows of the gate first."""
-        found = super().result()
-        return found._replace(w1=separated(found.w1))
+        result = super().result()
+        return result._replace(w1=separated(result.w1))
 
 
 def interleaved(w1: Tensor) -> Tensor:

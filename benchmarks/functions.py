@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.first_calls:
         for function in (swiglu, mish_glu):
-            found = first_calls(function)
-            print(f"{function.__name__}: compiled in {found.compiled:.2f} s, kept {found.kept * 1e3:.1f} ms")
+            first = first_calls(function)
+            print(f"{function.__name__}: compiled in {first.compiled:.2f} s, kept {first.kept * 1e3:.1f} ms")
     for preset in args.preset:
         sizes = sizes_of(args, preset, args.tokens if isinstance(args.tokens, int) else args.tokens[0])
         times = seconds(sizes, device, args.rounds, args.compiled, args.contestants)

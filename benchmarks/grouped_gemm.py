@@ -76,7 +76,7 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
     parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]
     tiny = torch.finfo(p.a.dtype).eps
-    allowed = tiny + 2 * max((_error(plain, truth) for _, truth, plain in parts), default=0.0)
+    allowed = tiny + 2 * max((_error(reference, truth) for _, truth, reference in parts), default=0.0)
     errors = {}
     for name, function in functions.items():
         if name == YARDSTICK:
@@ -211,5 +211,5 @@ def _error(result: Tensor, truth: Tensor) -> float:
     return float((apart / size.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(torch.inf).max())
 
 
-def _number(value: float | None, how: str) -> str:
-    return "" if value is None else format(value, how)
+def _number(value: float | None, format_spec: str) -> str:
+    return "" if value is None else format(value, format_spec)

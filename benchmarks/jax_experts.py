@@ -212,10 +212,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             programs, left_out, errors = taking_part(one.problem, args.contestants)
             measured = measure(one.problem, programs, errors, args.rounds, args.calls)
             text = [f"### {one}: {describe(one.problem)}, jax {_version()}\n", table(one.problem, measured)]
-            found = {"contestants": {name: m._asdict() for name, m in measured.items()}}
+            data = {"contestants": {name: m._asdict() for name, m in measured.items()}}
             report.add(
                 "\n".join([*text, footer(left_out)]),
-                [{**one.about(), **found, "left_out": [o.about() for o in left_out]}],
+                [{**one.about(), **data, "left_out": [o.about() for o in left_out]}],
             )
 
 

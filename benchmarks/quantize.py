@@ -114,15 +114,15 @@ def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizeP
     experts, k, _, top_k, ranks = preset
     tokens //= ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
-    x, found = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
-    if not found.is_native:
+    x, route = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
+    if not route.is_native:
         return
     few, many = empty_rows(tokens, k, device), empty_rows(tokens * top_k, k, device)
-    order = found.slot_of_row, found.row_of_slot, found.tokens_per_expert
-    wide = {"permute in bfloat16": partial(routing.permute, x, found)}
+    order = route.slot_of_row, route.row_of_slot, route.tokens_per_expert
+    wide = {"permute in bfloat16": partial(routing.permute, x, route)}
     yield QuantizePart("permute quantised rows", PermuteQuantizedRows(few, *order, many), wide)
     columns = empty_columns(tokens * top_k, experts, k, device)
-    gather = QuantizeRows(x, found.split_sizes, True, None, columns, found.slot_of_row, top_k)
+    gather = QuantizeRows(x, route.split_sizes, True, None, columns, route.slot_of_row, top_k)
     yield QuantizePart("columns of gathered rows", gather, {})
 
 
@@ -187,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            rows, found = [], {}
+            rows, seconds = [], {}
             for part in parts(PRESETS[name], tokens, args.device, args.compiled):
-                found[part.name] = measure(part, args.rounds, args.device)
-                rows.append(row_of(part, found[part.name]))
+                seconds[part.name] = measure(part, args.rounds, args.device)
+                rows.append(row_of(part, seconds[part.name]))
             about = f"{name}, {tokens} tokens, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-            report.add(f"### {about}\n\n{markdown(head, rows)}", [{"problem": about, "seconds": found}])
+            report.add(f"### {about}\n\n{markdown(head, rows)}", [{"problem": about, "seconds": seconds}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

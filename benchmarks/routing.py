@@ -54,26 +54,26 @@ def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> Routin
     return RoutingInputs(index.contiguous(), rows, x, preset.experts)
 
 
-def parts(given: RoutingInputs) -> Iterator[RoutingPart]:
+def parts(inputs: RoutingInputs) -> Iterator[RoutingPart]:
     """All of routing to an order of rows; and rows to experts, and back; then what PyTorch's way is made of."""
-    index, rows, x, experts = given
-    found, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
+    index, rows, x, experts = inputs
+    route, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
     few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
     token, row_of_slot = torchs.slot_of_row // slots, torchs.row_of_slot
-    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).row_of_slot.long()} if found.is_native else {}
+    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).row_of_slot.long()} if route.is_native else {}
     yield RoutingPart(
         "route", {**routes, "torch": lambda: routing.by_torch(index, experts).row_of_slot}, 2 * 8 * ids.numel()
     )
-    spreads = {"fusible": lambda: routing.permute(x, found)} if found.is_native else {}
+    spreads = {"fusible": lambda: routing.permute(x, route)} if route.is_native else {}
     gathers = {"index_select": lambda: x.index_select(0, token), "x[token]": lambda: x[token]}
     yield RoutingPart("dispatch", {**spreads, **gathers}, few + many)
     sums: dict[str, Callable[[], Tensor]] = {
         "index_select, sum": lambda: rows.index_select(0, row_of_slot.view(-1)).view(tokens, slots, columns).sum(1),
         "embedding_bag": lambda: F.embedding_bag(row_of_slot, rows, mode="sum"),
     }
-    own = {"fusible": lambda: routing.unpermute(rows, found)} if found.is_native else {}
-    yield RoutingPart("combine", {**own, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
+    ours = {"fusible": lambda: routing.unpermute(rows, route)} if route.is_native else {}
+    yield RoutingPart("combine", {**ours, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
     keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
     yield RoutingPart("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
     yield RoutingPart("torch's count", _counts(ids, experts), 8 * ids.numel())
@@ -115,19 +115,19 @@ def check(part: RoutingPart) -> None:
             raise InaccurateError(f"{part.name}: {name} gives something else than {next(iter(results))}")
 
 
-def measure(given: RoutingInputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def measure(inputs: RoutingInputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """Seconds by part and way."""
-    found: dict[str, dict[str, float]] = {}
-    for part in parts(given):
+    seconds: dict[str, dict[str, float]] = {}
+    for part in parts(inputs):
         check(part)
-        found[part.name] = interleaved(part.ways, rounds, given.x.device, calls)
-    return found
+        seconds[part.name] = interleaved(part.ways, rounds, inputs.x.device, calls)
+    return seconds
 
 
-def table(given: RoutingInputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
+def table(inputs: RoutingInputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
     """The measurements as Markdown."""
     rows = []
-    for part in parts(given):
+    for part in parts(inputs):
         for i, (name, time) in enumerate(seconds[part.name].items()):
             label = f"{part.name}: {name}{'' if i else ' (ours)'}"
             rows.append((label, f"{time * 1e6:.1f}", f"{part.bytes / H200_BYTES * 1e6:.1f}"))
@@ -139,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
-            given = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
+            inputs = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            seconds = measure(given, args.rounds, args.calls)
+            seconds = measure(inputs, args.rounds, args.calls)
             where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
             about = f"{name}, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
-            report.add(f"### {about}\n\n{table(given, seconds)}", [{"problem": about, "seconds": seconds}])
+            report.add(f"### {about}\n\n{table(inputs, seconds)}", [{"problem": about, "seconds": seconds}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

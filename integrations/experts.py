@@ -16,7 +16,7 @@ from ..fuser.config import constant
 from ..fuser.explain.explanation import StandIn
 from ..fuser.overrides import is_hooked
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
-from ..ops.checks import is_plain
+from ..ops.checks import stores_values
 from ..ops.routing import routed_by
 from .gates import activation_of, names_read
 
@@ -61,7 +61,7 @@ def _parameter(experts: Any, name: str) -> Tensor | None:
     return tensor
 
 
-class OwnStep(StandIn):
+class ModelStep(StandIn):
     """Runs a method or a child of the model's module where we have no op for it. Holds the module weakly."""
 
     def __init__(self, experts: nn.Module, name: str, reason: str = "") -> None:
@@ -164,7 +164,7 @@ def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
     """Why no parameter of a class and dtype can be read; None: it can. Compiled code guards on these two."""
     if not issubclass(kind, Tensor):
         return "missing" if kind is type(None) else f"a {kind.__name__}"
-    if not is_plain(kind):
+    if not stores_values(kind):
         return f"a {kind.__name__}, a tensor subclass with operations of its own"
     return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
@@ -245,9 +245,9 @@ def _build(experts: Any, parameters: ModuleParameters) -> Sequential:
 def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
     """The container of an experts module with these linears: its activation or gate, and its norm, are read off it."""
     op, reason = activation_of(experts)
-    gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
+    gate = op or ModelStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
     has_norm = getattr(experts, "has_post_expert_norm", False)
-    norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
+    norm = {"norm": ModelStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
     return layer_of(fc1, gate, fc2, **norm)
 
 

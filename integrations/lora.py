@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.explain.model import FoundContainer
+from ..fuser.explain.model import LayerContainer
 from ..ops import GroupedLoRA
 from ..ops.routing import routed_by
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
@@ -76,14 +76,14 @@ class AdaptedExperts:
         finally:
             self._let_go(x.device)
 
-    def explained(self, experts: Any) -> FoundContainer | None:
+    def explained(self, experts: Any) -> LayerContainer | None:
         """For ``fusible.explain``: the container, on tensors like those of the last call; None: there was none."""
         if self._last is None:
             return None
         device, like = self._last
         factors = [_like(factor, device) for factor in like]
         self._put(ModuleParameters.of(experts), [factors[:2], factors[2:]])
-        return FoundContainer(self._container, self.routing)
+        return LayerContainer(self._container, self.routing)
 
     def _put(self, parameters: ModuleParameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
         """Puts tensors in the place of parameters: also such as are none."""
@@ -151,7 +151,7 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
     return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
 
 
-def explained(experts: Any) -> FoundContainer | None:
+def explained(experts: Any) -> LayerContainer | None:
     """For ``fusible.explain``, if the last call had adapters."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     return None if layer is None else layer.explained(experts)

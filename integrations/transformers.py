@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.explain.model import FoundContainer, add_finder
+from ..fuser.explain.model import LayerContainer, add_finder
 from . import compiled, float8_experts, lora
 from .experts import Forward, ModuleParameters, built_before, built_of, existing, refusal
 
@@ -123,13 +123,13 @@ def _explained(module: Any) -> Any:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
     if float8_experts.is_float8(module):
         float8 = float8_experts.existing(module)
-        return "no call yet" if float8 is None else FoundContainer(float8.container, "")
+        return "no call yet" if float8 is None else LayerContainer(float8.container, "")
     adapted = lora.explained(module)
     if adapted is not None:
         return adapted
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
-        return FoundContainer(built.container, built.routing)
+        return LayerContainer(built.container, built.routing)
     why = refusal(module, ModuleParameters.of(module))
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 

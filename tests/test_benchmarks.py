@@ -403,7 +403,7 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 def test_what_a_function_is_given_is_made_anew_for_every_call() -> None:
     made, used = iter(range(100)), []
 
-    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, given={"f": lambda: next(made)})
+    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, prepare={"f": lambda: next(made)})
 
     assert used == list(range(9))  # three rounds, an untimed call before the two of each
 

@@ -336,7 +336,7 @@ def test_hooks_of_an_activation_run() -> None:
     experts(*arguments)
     handle = experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
     assert_same(experts, arguments)
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
     handle.remove()
     assert_same(experts, arguments)
@@ -354,7 +354,7 @@ def test_gate_that_was_replaced_on_one_module_is_seen(name: str) -> None:
     experts.config._experts_implementation = "fusible"
 
     assert relative(experts(*arguments), expected) < 1e-12
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_changed_constant_of_a_gate_is_seen() -> None:
@@ -565,7 +565,7 @@ def test_activation_with_children_fuses() -> None:
     assert steps_of(experts) == ["RoutedMLP"]
     experts.act_fn.up_softcap.register_forward_hook(lambda module, args, y: 2 * y)
     assert_same(experts, inputs(experts, 9), 1e-6)
-    assert "OwnStep" in steps_of(experts)
+    assert "ModelStep" in steps_of(experts)
 
 
 def of_the_whole_row(self: Any, gate_up: Tensor) -> Tensor:
@@ -597,7 +597,7 @@ def test_gate_that_cannot_be_read_runs_as_it_is(gate: Any, reason: str, monkeypa
     monkeypatch.setattr(type(experts), "_apply_gate", gate)
 
     assert_same(experts, inputs(experts, 9))
-    assert "OwnStep" in steps_of(experts)
+    assert "ModelStep" in steps_of(experts)
     assert reason in str(container_of(experts))
 
 
@@ -613,7 +613,7 @@ def test_unknown_gate_and_activation_run_as_they_are() -> None:
     experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
@@ -621,7 +621,7 @@ def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
     experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_norm_after_the_experts() -> None:

@@ -44,8 +44,8 @@ def layer(
         is_inference_mode_enabled=not torch.is_grad_enabled(),
         concat_layout=concatenated,
     )
-    found: Tensor = output
-    return found
+    y: Tensor = output
+    return y
 
 
 def contestant(problem: Problem) -> Contestant:

@@ -112,7 +112,7 @@ def _ops(match: Match) -> list[Any]:
     return [match.part(name) for name in match.nodes]
 
 
-def _are_known(match: Match) -> bool:
+def _are_supported(match: Match) -> bool:
     return all(op.link is not None for op in _ops(match))
 
 
@@ -130,7 +130,7 @@ def _same_groups(match: Match) -> bool:
 
 register_fusion(
     Pattern.of_run(RUN)
-    .where("an op has operations that kernels do not know", _are_known)
+    .where("an op has operations that kernels do not know", _are_supported)
     .where("more than one op has gate and up", _one_gate)
     .where("numbers of columns are of different groups", _same_groups),
     priority=15,

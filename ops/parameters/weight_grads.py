@@ -14,7 +14,7 @@ from ...fuser import tracing as trace
 from ...fuser.op import Delivery, SideEffects
 from ...fuser.replay import capture
 from .. import kernels
-from ..checks import is_plain
+from ..checks import stores_values
 from ..kernels import Layout, Matrices
 from ..quantized.copies import Columns
 from ..quantized_linear import weight_grad
@@ -290,7 +290,7 @@ def _refuse_replaced(
 ) -> None:
     """Raises where a weight has become another one since the backward, which the gradient does not fit."""
     for name, parameter in zip(names, parameters, strict=True):
-        if parameter.shape != shape or parameter.device != device or not is_plain(type(parameter)):
+        if parameter.shape != shape or parameter.device != device or not stores_values(type(parameter)):
             raise RuntimeError(
                 f"{op}: {name} was a parameter of shape {list(shape)} on {device} in the backward, "
                 f"now it is a {type(parameter).__name__} of shape {list(parameter.shape)} on {parameter.device}; "
