@@ -1,6 +1,7 @@
 """Split sizes that do not fit, found by operations of PyTorch on GPUs that our kernels do not run on.
 
-As our kernels do, they report the first such group in memory of the host, and nobody waits for it.
+As our kernels do, they report the first such group in memory of the host, and nobody waits for it. The words are those
+of ``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch: it cannot ask Python, and here there is no extension.
 """
 
 from __future__ import annotations
