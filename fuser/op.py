@@ -115,8 +115,8 @@ class Op(nn.Module, ABC):
         extra_outputs: names of the outputs besides ``y``.
         output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
         passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
-            autograd sees nothing of the op, and whoever works in place finds what he would find without it. A subclass
-            with a half of its own must say so again.
+            autograd sees nothing of the op, and code that works in place behaves as without it. A subclass that
+            defines ``fwd`` or ``bwd`` must declare it again.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
