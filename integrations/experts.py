@@ -273,5 +273,5 @@ def _put(container: Sequential, parameters: ModuleParameters) -> None:
             linear._parameters["bias"] = bias
 
 
-Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """An experts implementation: the module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]."""

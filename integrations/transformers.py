@@ -20,7 +20,7 @@ from transformers.integrations import moe
 
 from ..fuser.explain.model import LayerContainer, add_finder
 from . import compiled, float8_experts, lora
-from .experts import Forward, ModuleParameters, built_before, built_of, existing, refusal
+from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -104,7 +104,7 @@ def _register_fp8() -> None:
     fp8.FP8ExpertsInterface.register(NAME, forward)
 
 
-def _delegate(experts: Any, why: str, stock: Forward) -> Forward:
+def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
     """The stock implementation, after one warning for each class and reason."""
     case = type(experts).__name__, why
     if case not in _warned:
