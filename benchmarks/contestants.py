@@ -79,7 +79,7 @@ def loop_on_streams(problem: Problem) -> Contestant:
     whole, sizes = loop(problem), problem.split_sizes.tolist()
     x, scales, *weights = whole.leaves
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
-    half = len(weights) // 2
+    groups = len(weights) // 2
 
     def forward() -> Tensor:
         current = torch.cuda.current_stream()
@@ -88,7 +88,7 @@ def loop_on_streams(problem: Problem) -> Contestant:
             stream.wait_stream(current)
         for g, (rows, scale) in enumerate(zip(torch.split(x, sizes), torch.split(scales, sizes), strict=True)):
             with torch.cuda.stream(streams[g % STREAMS]):
-                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[half + g]))
+                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[groups + g]))
         for stream in streams:
             current.wait_stream(stream)
         return torch.cat(parts)

@@ -56,7 +56,7 @@ SHAPES = {
 FEW_ROWS = {"Mixtral 64": Shape("mixtral", 64), "Qwen3 64": Shape("qwen3", 64)}
 
 
-class Operands(NamedTuple):
+class GemmOperands(NamedTuple):
     """Of one model, in bfloat16: rows, weights, gradients of the result."""
 
     x: Tensor  # [T, K]
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
     sizes: Tensor  # [E]
 
 
-def operands(shape: Shape) -> Operands:
+def operands(shape: Shape) -> GemmOperands:
     """Random normals."""
     model = PRESETS[shape.preset]
     rows, columns = shape.tokens * model.top_k // model.ranks, 2 * model.hidden
@@ -76,7 +76,7 @@ def operands(shape: Shape) -> Operands:
 
     sizes = split_sizes("random", model.experts, rows).cuda()
     weight = draw(model.experts, columns, model.features, scale=model.features**-0.5)
-    return Operands(draw(rows, model.features), weight, draw(rows, columns), sizes)
+    return GemmOperands(draw(rows, model.features), weight, draw(rows, columns), sizes)
 
 
 def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
     return BlockedColumns(data, scales)
 
 
-def forward(o: Operands, tiles: Sequence[int]) -> dict[str, Function]:
+def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
     """The contestants of the product of rows and weights."""
     rows, columns = len(o.x), o.weight.shape[1]
     bytes_, grid = quantized_weight(o.weight)
@@ -188,7 +188,7 @@ def _runs(name: str, function: Function) -> bool:
     return True
 
 
-def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Function]:
+def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Function]:
     """The contestants of the gradient of the weights."""
     (experts, columns, features), rows = o.weight.shape, len(o.x)
     out = torch.empty(experts, columns, features, device="cuda", dtype=dtype)

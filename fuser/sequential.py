@@ -135,10 +135,10 @@ class Sequential(Container):
         return None if self._compiled is None else self._compiled.last
 
     @constant
-    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        from .dynamo.steps import program_or_reason
+    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        from .dynamo.steps import traced_plan_or_reason
 
-        return program_or_reason(self._current, flags, call, arguments, names)
+        return traced_plan_or_reason(self._current, flags, call, arguments, names)
 
     def _current(self) -> CallCache:
         """What is kept for the structure and the fusions of now."""

@@ -36,6 +36,7 @@ SLOW = {
     "test_lifetimes": "collects garbage after every call",
     "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
+    "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
     "test_transformers_compile": "compiles with torch.compile",
 }
@@ -74,6 +75,14 @@ def _seeded() -> None:
 def _restored_registry() -> Iterator[None]:
     with registry.restored():
         yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that torch has compiled outlives a test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

@@ -402,7 +402,7 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 def test_what_a_function_is_given_is_made_anew_for_every_call() -> None:
     made, used = iter(range(100)), []
 
-    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, given={"f": lambda: next(made)})
+    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, prepare={"f": lambda: next(made)})
 
     assert used == list(range(9))  # three rounds, an untimed call before the two of each
 
@@ -611,7 +611,7 @@ def test_pointwise_contestants_agree() -> None:
 
 
 def test_wrong_way_of_routing_is_not_timed() -> None:
-    part = routing.Part("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
+    part = routing.RoutingPart("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
 
     with pytest.raises(InaccurateError, match="combine: wrong gives something else than right"):
         routing.check(part)

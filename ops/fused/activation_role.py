@@ -37,7 +37,7 @@ def with_activation(pattern: Pattern) -> Pattern:
     linear joins it, if the function is linear in it.
     """
     return _with_rows(
-        pattern.where("act has operations that kernels do not know", _is_known).where(
+        pattern.where("act has operations that kernels do not know", _is_supported).where(
             "act reads a number for each column", lambda match: not _reading_columns(match)
         )
     )
@@ -46,7 +46,7 @@ def with_activation(pattern: Pattern) -> Pattern:
 def with_activation_of_columns(pattern: Pattern) -> Pattern:
     """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of columns."""
     return _with_rows(
-        pattern.where("act has operations that kernels do not know", _is_known)
+        pattern.where("act has operations that kernels do not know", _is_supported)
         .where("act and fc1 read different split_sizes", _shares_groups)
         .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
     )
@@ -114,7 +114,7 @@ def _is_unquantized_with_columns(match: Match) -> bool:
     return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 
-def _is_known(match: Match) -> bool:
+def _is_supported(match: Match) -> bool:
     return isinstance(match.act, Activated) or match.act.program is not None
 
 

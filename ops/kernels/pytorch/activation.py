@@ -22,26 +22,26 @@ _aten = torch.ops.aten
 NAME = "torch"
 
 
-class Curve(NamedTuple):
+class CurveFunctions(NamedTuple):
     """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``."""
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _silu(alpha: float) -> Curve:
+def _silu(alpha: float) -> CurveFunctions:
     """x * sigmoid(alpha x) = silu(alpha x) / alpha, whose slope is silu'(alpha x)."""
     backward = _aten.silu_backward.grad_input
     if alpha == 1.0:
-        return Curve(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
-    return Curve(
+        return CurveFunctions(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
+    return CurveFunctions(
         lambda x: F.silu(x * alpha).div_(alpha), lambda grad, x, out: backward(grad, x * alpha, grad_input=out)
     )
 
 
-def _gelu(approximate: str) -> Curve:
+def _gelu(approximate: str) -> CurveFunctions:
     backward = _aten.gelu_backward.grad_input
-    return Curve(
+    return CurveFunctions(
         lambda x: F.gelu(x, approximate=approximate),
         lambda grad, x, out: backward(grad, x, approximate=approximate, grad_input=out),
     )
@@ -61,16 +61,16 @@ def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     return backward(grad, torch.sigmoid(x), grad_input=out)
 
 
-_CURVES: dict[str, Curve] = {
+_CURVES: dict[str, CurveFunctions] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "relu": Curve(F.relu, _relu_slope),
-    "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
-    "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),
+    "relu": CurveFunctions(F.relu, _relu_slope),
+    "relu2": CurveFunctions(lambda x: F.relu(x).square_(), _relu2_slope),
+    "sigmoid": CurveFunctions(torch.sigmoid, _sigmoid_slope),
 }
 
 
-def _curve(spec: ActivationSpec) -> Curve:
+def _curve(spec: ActivationSpec) -> CurveFunctions:
     name, alpha = spec.curve
     return _silu(alpha) if name == "silu" else _CURVES[name]
 
@@ -137,7 +137,7 @@ def backward(
         torch.sum(_times(value, up).view(dpostact.shape), -1, out=out.scales)
 
 
-def _slope(curve: Curve, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
+def _slope(curve: CurveFunctions, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
     """The gradient of the gate, in whatever dtype it is stored."""
     if gate.dtype == dgate.dtype:
         curve.slope(grad, gate, dgate)
