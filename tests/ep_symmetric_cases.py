@@ -179,16 +179,16 @@ def a_row_too_many_is_an_error_at_the_next_call(world: World) -> None:
 
 @case
 def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
-    group, other = world.group(timeout=0.5), world.group()
+    group, other = world.group(timeout=4), world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)
     layer = part(group)
     forward(group, mine, layer)
     dist.barrier()
     if world.rank == 1:
-        time.sleep(2)
+        time.sleep(9)
     with unchecked(group):
         assert forward(group, mine, layer).isnan().all()
-    words = r"rank \d did not take part in \w+ of exchange 1 on lane 0 within 0.5 s; of \d ranks, "
+    words = r"rank \d did not take part in \w+ of exchange 1 on lane 0 within 4 s; of \d ranks, "
     with raises(ep.PeerError, words if world.rank == 1 else words.replace(r"\d did", "1 did", 1)):
         group.check()
     with raises(ep.PeerError, "did not take part in"):
