@@ -138,6 +138,21 @@ def a_step_meets_twice_in_each_direction(world: World) -> None:
 
 
 @case
+def sums_on_few_multiprocessors_are_the_same(world: World) -> None:
+    group = world.group()
+    lane, mine = lane_of(group), batch_for(group, counts_of(world)).of(world.rank)
+    rows, _, _, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    table = group._lanes[0]._open
+    assert table is not None
+    y = ep.EPCombine(group)(rows, row_of_slot=slots)
+    for blocks in (1, 3):
+        again = torch.full_like(y, torch.nan)
+        peers.pull_sum(lane.launch, 0, table.mine, lane.regions.rows, again, blocks)  # type: ignore[attr-defined]
+        assert torch.equal(again, y)
+    dist.barrier()
+
+
+@case
 def explain_names_the_moves(world: World) -> None:
     group = world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)
