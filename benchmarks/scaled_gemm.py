@@ -210,7 +210,7 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
     return functions | {"bf16": bf16}
 
 
-def activation(o: Operands) -> dict[str, Function]:
+def activation(o: GemmOperands) -> dict[str, Function]:
     """The contestants of the product, SwiGLU and the quantiser of hidden rows, for which bf16 has no quantiser."""
     bytes_, grid = quantized_weight(o.weight)
     tokens, columns, swiglu = len(o.x), o.weight.shape[1], ActivationSpec("silu", gated=True)

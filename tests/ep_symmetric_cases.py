@@ -138,6 +138,21 @@ def a_step_meets_twice_in_each_direction(world: World) -> None:
 
 
 @case
+def sums_on_few_multiprocessors_are_the_same(world: World) -> None:
+    group = world.group()
+    lane, mine = lane_of(group), batch_for(group, counts_of(world)).of(world.rank)
+    rows, _, _, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    table = group._lanes[0]._open
+    assert table is not None
+    y = ep.EPCombine(group)(rows, row_of_slot=slots)
+    for blocks in (1, 3):
+        again = torch.full_like(y, torch.nan)
+        peers.pull_sum(lane.launch, 0, table.mine, lane.regions.rows, again, blocks)  # type: ignore[attr-defined]
+        assert torch.equal(again, y)
+    dist.barrier()
+
+
+@case
 def explain_names_the_moves(world: World) -> None:
     group = world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)
@@ -179,16 +194,17 @@ def a_row_too_many_is_an_error_at_the_next_call(world: World) -> None:
 
 @case
 def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
-    group, other = world.group(timeout=0.5), world.group()
+    group, other = world.group(timeout=4), world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)
     layer = part(group)
+    dist.barrier()  # nobody is late on a busy machine
     forward(group, mine, layer)
     dist.barrier()
     if world.rank == 1:
-        time.sleep(2)
+        time.sleep(9)
     with unchecked(group):
         assert forward(group, mine, layer).isnan().all()
-    words = r"rank \d did not take part in \w+ of exchange 1 on lane 0 within 0.5 s; of \d ranks, "
+    words = r"rank \d did not take part in \w+ of exchange 1 on lane 0 within 4 s; of \d ranks, "
     with raises(ep.PeerError, words if world.rank == 1 else words.replace(r"\d did", "1 did", 1)):
         group.check()
     with raises(ep.PeerError, "did not take part in"):
@@ -323,10 +339,10 @@ def a_rank_that_skips_an_exchange_is_seen(world: World) -> None:
 
 @case
 def a_rank_that_keeps_a_row_too_few_is_seen(world: World) -> None:
-    capacity = largest(world) - 1
-    group = world.group(capacity=capacity, overflow="drop")
+    group = world.group(capacity=3 * sum(counts_of(world)) - 1, overflow="drop")
     divide, table_of = peers.divide_rows, SymmetricTransport._table
     batch = batch_for(group, counts_of(world))
+    batch = batch._replace(ids=torch.zeros_like(batch.ids))  # rank 0 owns all, and has no room for the last
 
     def keeps_fewer(lane: Any, exchange: int, sizes: Tensor, rows: int, fails: bool) -> Any:
         return divide(lane, exchange, sizes, rows - (world.rank == 0), fails)

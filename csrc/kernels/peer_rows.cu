@@ -20,7 +20,7 @@ namespace fusible {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;  // vectors of a lane
-constexpr int kMostThreads = 1024;  // of blocks that shall have a multiprocessor each
+constexpr int kMostThreads = 1024;                                 // of blocks that shall have a multiprocessor each
 constexpr int64_t kSlotsOfBlock = 4 * kThreads, kMostBlocks = 64;
 
 template <class T>
@@ -237,7 +237,8 @@ __device__ uint64_t address_of(const PeerRows& c, int64_t slot) {
   return at.rank < 0 ? 0 : c.peers.buffers[at.rank] + c.at + at.row * c.columns * sizeof(T);
 }
 
-// Adds the rows of `count` slots, which kBatch divides and whose addresses the lanes have; kBatch are under way at once.
+// Adds the rows of `count` slots, which kBatch divides and whose addresses the lanes have; kBatch are under way at
+// once.
 template <class T, int kVector, int kBatch>
 __device__ void add_rows(float (&sum)[kVector], uint64_t address, int count, int64_t column, bool inside) {
   for (int batch = 0; batch < count; batch += kBatch) {
