@@ -75,7 +75,8 @@ def scaled_gemm_activation(
     if why is None:
         _run(problem)
         return out
-    trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
+    if a.is_cuda and fused:
+        trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
     del out, preact, product, problem  # whose memory the results of these kernels may have
     terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}
     values = scaled_gemm(*rows, weight, weight_scales, split_sizes, out_dtype=dtype, **terms)
