@@ -59,15 +59,18 @@ DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
 }
 
 // Tasks are the tiles of all groups, for one slice of the columns after the other. They are dealt to blocks, or to as
-// many of these as there are tasks, in their order.
+// many of these as there are tasks, in their order; the first blocks may have one more than the others.
 struct Tasks {
-  int64_t count;
-  int blocks;
-  DEVICE Tasks(int tiles, const Division& division) : count(int64_t{tiles} * division.slices) {
-    blocks = static_cast<int>(min(count, int64_t{division.blocks}));
+  int count, blocks, share, longer;
+  DEVICE Tasks(int tiles, const Division& division) : count(tiles * division.slices) {
+    blocks = min(count, division.blocks);
+    share = count / max(1, blocks), longer = count - share * blocks;
   }
-  DEVICE int64_t first(int block) const { return block < blocks ? count * block / blocks : count; }
-  DEVICE int block_of(int64_t task) const { return static_cast<int>(((task + 1) * blocks - 1) / count); }
+  DEVICE int first(int block) const { return block < blocks ? block * share + min(block, longer) : count; }
+  DEVICE int block_of(int task) const {
+    const int of_longer = longer * (share + 1);
+    return task < of_longer ? task / (share + 1) : longer + (task - of_longer) / share;
+  }
 };
 
 struct RowTile {
@@ -77,8 +80,7 @@ struct RowTile {
 
 // What a block does, tile by tile. In shared memory, for registers are few.
 struct Schedule : GroupTable {
-  int groups, tiles;
-  int64_t first, last;
+  int groups, tiles, first, last;
 
   // By one warp.
   DEVICE void find(const Params& p) {
@@ -91,12 +93,12 @@ struct Schedule : GroupTable {
     const Tasks tasks(tiles, p.division);
     first = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
   }
-  DEVICE int count() const { return static_cast<int>(last - first); }
+  DEVICE int count() const { return last - first; }
 
   DEVICE RowTile operator[](int i) const {
-    const int64_t task = first + i;
+    const int task = first + i;
     if (task >= last) return {};
-    const int slice = static_cast<int>(task / tiles), tile = static_cast<int>(task - int64_t{slice} * tiles);
+    const int slice = task / tiles, tile = task - slice * tiles;
     int group = 0;
     for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
@@ -110,10 +112,10 @@ struct Schedule : GroupTable {
   }
   // Whether all of a group's rows are this block's; else, whether its first are.
   DEVICE bool has_whole(const RowTile& tile) const {
-    return has_start(tile) && int64_t{tile.slice} * tiles + first_tile[tile.group + 1] <= last;
+    return has_start(tile) && tile.slice * tiles + first_tile[tile.group + 1] <= last;
   }
   DEVICE bool has_start(const RowTile& tile) const {
-    return int64_t{tile.slice} * tiles + first_tile[tile.group] >= first;
+    return tile.slice * tiles + first_tile[tile.group] >= first;
   }
 };
 
@@ -221,8 +223,10 @@ struct Pass {
           const int line = lane() / kLine + i * kLines, chunk = lane() % kLine * 8;
           const int r = unit * 16 + (kByColumns ? chunk : line),
                     column = first_column(tile.slice) + first * 16 + (kByColumns ? line : chunk);
-          scratch[i * 32 + lane()] = ptx::load_vector_if(
-              r < rank && column < columns, from + (kByColumns ? column * rank + r : r * columns + column));
+          uint4 x = {0, 0, 0, 0};  // an ordinary load, which stays between the barriers: more at once take registers
+          if (r < rank && column < columns)
+            x = *reinterpret_cast<const uint4*>(from + (kByColumns ? column * rank + r : r * columns + column));
+          scratch[i * 32 + lane()] = x;
         }
         __syncwarp();
 #pragma unroll
@@ -416,8 +420,7 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
   if (column >= c.rows.columns) return;
   const int width = p.division.slice_columns, slice = column / width, tiles = p.first_tiles[c.sizes.groups];
   const Tasks tasks(tiles, p.division);
-  const int64_t before = int64_t{slice} * tiles, first = before + p.first_tiles[group],
-                last = before + p.first_tiles[group + 1] - 1;
+  const int first = slice * tiles + p.first_tiles[group], last = slice * tiles + p.first_tiles[group + 1] - 1;
   float sums[8] = {};
   if (first <= last) {
     const int begin = tasks.block_of(first), end = tasks.block_of(last);
@@ -470,11 +473,16 @@ void launch(const Params& p, cudaStream_t stream) {
   kernel<<<p.division.blocks, p.division.warps * 32, shared, stream>>>(p);
 }
 
+// Of higher ranks than 16, the factor and the gradient are too much for the registers together.
 template <class T, int kUnits>
 void launch(const Params& p, cudaStream_t stream) {
-  if (!p.call.gradient) launch<T, kUnits, true, false>(p, stream);
-  else if (!p.call.product) launch<T, kUnits, false, true>(p, stream);
-  else launch<T, kUnits, true, true>(p, stream);
+  Params first = p, second = p;
+  first.call.gradient = nullptr;
+  if (p.call.product) second.call.gathered = nullptr;
+  if constexpr (kUnits == 1)
+    if (p.call.product && p.call.gradient) return launch<T, kUnits, true, true>(p, stream);
+  if (p.call.product) launch<T, kUnits, true, false>(first, stream);
+  if (p.call.gradient) launch<T, kUnits, false, true>(second, stream);
 }
 
 template <class T>
@@ -506,6 +514,8 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
                 " that are multiples of 8, got ", c.rank);
   const DeviceGuard guard(device);
   const Division division = divide(c.rows.columns, c.rank, device);
+  FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
+                c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);
   uint8_t* const parts = workspace + kTableBytes;
   Params p{c, division, reinterpret_cast<int32_t*>(workspace), reinterpret_cast<float*>(parts),
