@@ -33,6 +33,7 @@ struct Division {
 struct Params {
   LowRankPass call;
   Division division;
+  int32_t* first_tiles;     // of each group, and the number of all, for the kernel that adds parts
   float *parts, *products;  // of gradients, two for each block; of slices [slices, tokens, rank]
 };
 
@@ -43,7 +44,9 @@ struct GroupTable {
 
 // By one warp.
 DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, size = sizes.int64_sizes ? 8 : 4;
+  for (int group = lane * 128 / size; group < sizes.groups; group += 32 * 128 / size)
+    ptx::prefetch(static_cast<const uint8_t*>(sizes.sizes) + group * size);
   int rows = 0, tiles = 0;
   for (int base = 0; base <= sizes.groups; base += 32) {
     const int group = base + lane;
@@ -56,15 +59,18 @@ DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
 }
 
 // Tasks are the tiles of all groups, for one slice of the columns after the other. They are dealt to blocks, or to as
-// many of these as there are tasks, in their order.
+// many of these as there are tasks, in their order; the first blocks may have one more than the others.
 struct Tasks {
-  int64_t count;
-  int blocks;
-  DEVICE Tasks(const GroupTable& table, const Params& p) : count(int64_t{table.first_tile[p.call.sizes.groups]} * p.division.slices) {
-    blocks = static_cast<int>(min(count, int64_t{p.division.blocks}));
+  int count, blocks, share, longer;
+  DEVICE Tasks(int tiles, const Division& division) : count(tiles * division.slices) {
+    blocks = min(count, division.blocks);
+    share = count / max(1, blocks), longer = count - share * blocks;
   }
-  DEVICE int64_t first(int block) const { return block < blocks ? count * block / blocks : count; }
-  DEVICE int block_of(int64_t task) const { return static_cast<int>(((task + 1) * blocks - 1) / count); }
+  DEVICE int first(int block) const { return block < blocks ? block * share + min(block, longer) : count; }
+  DEVICE int block_of(int task) const {
+    const int of_longer = longer * (share + 1);
+    return task < of_longer ? task / (share + 1) : longer + (task - of_longer) / share;
+  }
 };
 
 struct RowTile {
@@ -74,24 +80,25 @@ struct RowTile {
 
 // What a block does, tile by tile. In shared memory, for registers are few.
 struct Schedule : GroupTable {
-  int groups, tiles;
-  int64_t first, last;
+  int groups, tiles, first, last;
 
   // By one warp.
   DEVICE void find(const Params& p) {
     find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), *this);
     __syncwarp();
+    if (blockIdx.x == 0)
+      for (int group = threadIdx.x; group <= p.call.sizes.groups; group += 32) p.first_tiles[group] = first_tile[group];
     if (threadIdx.x) return;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
-    const Tasks tasks(*this, p);
+    const Tasks tasks(tiles, p.division);
     first = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
   }
-  DEVICE int count() const { return static_cast<int>(last - first); }
+  DEVICE int count() const { return last - first; }
 
   DEVICE RowTile operator[](int i) const {
-    const int64_t task = first + i;
+    const int task = first + i;
     if (task >= last) return {};
-    const int slice = static_cast<int>(task / tiles), tile = static_cast<int>(task - int64_t{slice} * tiles);
+    const int slice = task / tiles, tile = task - slice * tiles;
     int group = 0;
     for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
@@ -105,10 +112,10 @@ struct Schedule : GroupTable {
   }
   // Whether all of a group's rows are this block's; else, whether its first are.
   DEVICE bool has_whole(const RowTile& tile) const {
-    return has_start(tile) && int64_t{tile.slice} * tiles + first_tile[tile.group + 1] <= last;
+    return has_start(tile) && tile.slice * tiles + first_tile[tile.group + 1] <= last;
   }
   DEVICE bool has_start(const RowTile& tile) const {
-    return int64_t{tile.slice} * tiles + first_tile[tile.group] >= first;
+    return tile.slice * tiles + first_tile[tile.group] >= first;
   }
 };
 
@@ -216,8 +223,10 @@ struct Pass {
           const int line = lane() / kLine + i * kLines, chunk = lane() % kLine * 8;
           const int r = unit * 16 + (kByColumns ? chunk : line),
                     column = first_column(tile.slice) + first * 16 + (kByColumns ? line : chunk);
-          scratch[i * 32 + lane()] = ptx::load_vector_if(
-              r < rank && column < columns, from + (kByColumns ? column * rank + r : r * columns + column));
+          uint4 x = {0, 0, 0, 0};  // an ordinary load, which stays between the barriers: more at once take registers
+          if (r < rank && column < columns)
+            x = *reinterpret_cast<const uint4*>(from + (kByColumns ? column * rank + r : r * columns + column));
+          scratch[i * 32 + lane()] = x;
         }
         __syncwarp();
 #pragma unroll
@@ -294,6 +303,7 @@ struct Pass {
       const int row = i / L::kRanks, r = i % L::kRanks;
       if (row >= tile.rows || r >= rank) continue;
       float sum = 0.f;
+#pragma unroll 4
       for (int w = 0; w < p.division.warps; ++w) sum += products(w)[row * L::kPitch + r];
       const int64_t at = (int64_t{tile.row} + row) * rank + r;
       if (p.division.slices == 1) static_cast<T*>(c.product)[at] = static_cast<T>(sum);
@@ -306,7 +316,7 @@ struct Pass {
   DEVICE void store_gradient(const RowTile& tile, int stage) const {
     const LowRankPass& c = p.call;
     const int columns = static_cast<int>(c.rows.columns), rank = static_cast<int>(c.rank);
-    constexpr int kLine = 20, kShortLine = 12;  // of 16 ranks; of 8 columns: few lanes meet in a bank
+    constexpr int kLine = 24, kShortLine = 12;  // of 16 ranks; of 8 columns: few lanes meet in a bank
     auto* const scratch = reinterpret_cast<float*>(rows(stage));
     float* const put = scratch + (c.by_columns ? lane() % 4 * 2 * kLine + lane() / 4
                                                : lane() / 4 * kShortLine + lane() % 4 * 2);
@@ -370,8 +380,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) low_rank_kernel(const __gr
     pass.load(tiles[i % kTiles], i % kStages, pass.slots(i));
     ptx::copy_async_commit();
   };
-  if (threadIdx.x == 0)
-    for (int i = 0; i <= kSlots; ++i) tiles[i] = schedule[i];
+  if (threadIdx.x <= kSlots) tiles[threadIdx.x] = schedule[threadIdx.x];
   if constexpr (kGradient) pass.clear_low();
   __syncthreads();
 #pragma unroll 1
@@ -406,15 +415,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) low_rank_kernel(const __gr
 // A thread has eight ranks of a column. What one block had whole is there already.
 template <class Out>
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Params p) {
-  __shared__ GroupTable table;
   const LowRankPass& c = p.call;
-  if (threadIdx.x < 32) find_groups(c.sizes, static_cast<int>(c.rows.tokens), table);
-  __syncthreads();
   const int group = blockIdx.x, column = blockIdx.y * kThreads + threadIdx.x, first_rank = blockIdx.z * 8;
   if (column >= c.rows.columns) return;
-  const int width = p.division.slice_columns, slice = column / width, tiles = table.first_tile[c.sizes.groups];
-  const Tasks tasks(table, p);
-  const int64_t before = int64_t{slice} * tiles, first = before + table.first_tile[group], last = before + table.first_tile[group + 1] - 1;
+  const int width = p.division.slice_columns, slice = column / width, tiles = p.first_tiles[c.sizes.groups];
+  const Tasks tasks(tiles, p.division);
+  const int first = slice * tiles + p.first_tiles[group], last = slice * tiles + p.first_tiles[group + 1] - 1;
   float sums[8] = {};
   if (first <= last) {
     const int begin = tasks.block_of(first), end = tasks.block_of(last);
@@ -454,6 +460,7 @@ Division divide(int64_t columns, int64_t rank, int device) {
   return {units, warps, slices, blocks, warps * warp_columns, int64_t{16} * units * warps * warp_columns};
 }
 
+constexpr int64_t kTableBytes = 4 * (kMaxGroups + 4);
 int64_t parts_bytes(const Division& d) { return 2 * d.blocks * d.part_numbers * static_cast<int64_t>(sizeof(float)); }
 
 template <class T, int kUnits, bool kProduct, bool kGradient>
@@ -466,17 +473,22 @@ void launch(const Params& p, cudaStream_t stream) {
   kernel<<<p.division.blocks, p.division.warps * 32, shared, stream>>>(p);
 }
 
+// Of higher ranks than 16, the factor and the gradient are too much for the registers together.
 template <class T, int kUnits>
 void launch(const Params& p, cudaStream_t stream) {
-  if (!p.call.gradient) launch<T, kUnits, true, false>(p, stream);
-  else if (!p.call.product) launch<T, kUnits, false, true>(p, stream);
-  else launch<T, kUnits, true, true>(p, stream);
+  Params first = p, second = p;
+  first.call.gradient = nullptr;
+  if (p.call.product) second.call.gathered = nullptr;
+  if constexpr (kUnits == 1)
+    if (p.call.product && p.call.gradient) return launch<T, kUnits, true, true>(p, stream);
+  if (p.call.product) launch<T, kUnits, true, false>(first, stream);
+  if (p.call.gradient) launch<T, kUnits, false, true>(second, stream);
 }
 
 template <class T>
 void launch_all(const Params& p, cudaStream_t stream) {
   const LowRankPass& c = p.call;
-  if (c.rows.tokens) dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
+  if (c.rows.tokens || c.gradient) dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
   if (c.gradient) {
     const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kThreads)),
                     static_cast<unsigned>(c.rank / 8));
@@ -493,7 +505,7 @@ void launch_all(const Params& p, cudaStream_t stream) {
 
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device) {
   const Division d = divide(columns, rank, device);
-  return (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
+  return kTableBytes + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
 }
 
 void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
@@ -502,9 +514,12 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
                 " that are multiples of 8, got ", c.rank);
   const DeviceGuard guard(device);
   const Division division = divide(c.rows.columns, c.rank, device);
+  FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
+                c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);
-  Params p{c, division, reinterpret_cast<float*>(workspace),
-           reinterpret_cast<float*>(workspace + (c.gradient ? parts_bytes(division) : 0))};
+  uint8_t* const parts = workspace + kTableBytes;
+  Params p{c, division, reinterpret_cast<int32_t*>(workspace), reinterpret_cast<float*>(parts),
+           reinterpret_cast<float*>(parts + (c.gradient ? parts_bytes(division) : 0))};
   p.call.sizes.wrong = wrong_size_word(device);
   dispatch_dtype_of_16_bits(c.rows.type, [&](auto type) { launch_all<Element<decltype(type)::value>>(p, stream); });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "a pass over ", c.rows.tokens, " rows of ", c.rows.columns, " columns, rank ",
