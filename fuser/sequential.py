@@ -105,9 +105,7 @@ class Sequential(Container):
             from .dynamo.frontend import run_container
 
             return run_container(self, x, extra_inputs, op_kwargs, shared)
-        compiled, runtime = self._current(), Runtime.of(x)
-        call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
-        return compiled.run(call, runtime)
+        return self._current().call(x, extra_inputs, op_kwargs, shared)
 
     container_forward = forward
 

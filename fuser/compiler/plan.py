@@ -44,9 +44,13 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
-        """Checks everything that can be checked beforehand, then runs."""
-        checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
+    def __call__(
+        self, values: list[Any], runtime: Runtime, session: StepCapture | None = None, checked: int | None = None
+    ) -> Any:
+        """Checks everything that can be checked beforehand, then runs; ``checked``: what :meth:`check` has said."""
+        if checked is None:
+            passed = self.passed
+            checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:

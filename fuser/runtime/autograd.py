@@ -100,7 +100,8 @@ def run(
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
     """
-    refuse_transforms([op])
+    if transforms_active():
+        refuse_transforms([op])
     if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
     if op.passes_x_on and patched_half(op) is None:

@@ -78,6 +78,11 @@ def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
     return not isinstance(act, Activated) and bool(_link_of(act).rows)
 
 
+def reads_numbers(act: Activated | Pointwise | PointwiseChain) -> bool:
+    """Whether the activation of a match reads numbers of the row, or of columns."""
+    return not _is_built_in(type(act)) and (reads_a_row(act) or vectors_of(act) is not None)
+
+
 def wants_vectors(needs_grad: frozenset[str]) -> bool:
     """Whether a gradient of the activation's numbers of columns is wanted, by the names of a fused op."""
     return any(name.startswith(_PREFIX) for name in needs_grad)
