@@ -21,7 +21,7 @@ from .overrides import is_hooked
 from .parametrized import foreseen
 from .ready import ReadyCall
 from .replay.calls import CallKey, CaptureSession, call_key
-from .replay.guards import GuardedCache, State
+from .replay.guards import Entry, GuardedCache
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
 from .spec import TensorSpec
@@ -72,14 +72,14 @@ class CallCache:
         if entry.refusal is not None:
             return self.note(call, runtime, str(entry))(call.values, runtime)
         if captured is not None:
-            if captured.plan.buffers and captured.overlaps(key.pool, addresses):
+            if captured.buffers and captured.overlaps(key.pool):
                 reason = "not replayed: a buffer may share memory with another tensor"
                 return self.note(call, runtime, reason)(call.values, runtime)
-            self.last = captured.last or LastCall.of(captured.plan, call, runtime, entry.state.value)
+            self.last = captured.last or LastCall.of(captured.plan, call, runtime, str(entry))
             return captured.run(key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
-        last = self.last = LastCall.of(plan, call, runtime, State.CAPTURED.value)
-        session = CaptureSession.of(form, plan, key, len(call.values))
+        last = self.last = LastCall.of(plan, call, runtime, str(Entry(captured=plan)))
+        session = CaptureSession.of(form, plan, key, call.values)
         result = plan(call.values, runtime, session)
         if session is not None:
             session.finish(last)

@@ -30,9 +30,6 @@ class StepCapture(Protocol):
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
         """Runs the forward of a step on ``inputs[0]``, and captures it; ``inputs`` are those of autograd."""
 
-    def add_outputs(self, outputs: Sequence[Tensor], /) -> None:
-        """Adds the outputs of the step that has run."""
-
 
 class Runtime(NamedTuple):
     """What holds for a whole call.
