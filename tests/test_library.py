@@ -131,11 +131,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "scaled activation": (
         OPS.scaled_gemm_activation,
-        (*ROW_COPY, *BYTES, WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, torch.bfloat16, True, "auto"),
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, torch.bfloat16, "auto"),
     ),
     "scaled activation alone": (
         OPS.scaled_gemm_activation,
-        (*ROW_COPY, *BYTES, WHOLE, *SPEC, None, None, None, False, False, torch.float16, False, "auto"),
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, None, None, None, False, False, torch.float16, "auto"),
     ),
     "scaled wgrad": (OPS.scaled_wgrad, (*WIDE_COLUMNS, *COLUMNS, SIZES, ROWS, torch.float32, "auto")),
     "scaled wgrad into": (
