@@ -21,7 +21,7 @@ from .overrides import is_hooked
 from .parametrized import foreseen
 from .ready import ReadyCall
 from .replay.calls import CallKey, CaptureSession, call_key
-from .replay.guards import Entry, GuardedCache
+from .replay.guards import REPLAYED, GuardedCache
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
 from .spec import TensorSpec
@@ -75,10 +75,10 @@ class CallCache:
             if captured.buffers and captured.overlaps(key.pool):
                 reason = "not replayed: a buffer may share memory with another tensor"
                 return self.note(call, runtime, reason)(call.values, runtime)
-            self.last = captured.last or LastCall.of(captured.plan, call, runtime, str(entry))
+            self.last = captured.last or LastCall.of(captured.plan, call, runtime, REPLAYED)
             return captured.run(key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
-        last = self.last = LastCall.of(plan, call, runtime, str(Entry(captured=plan)))
+        last = self.last = LastCall.of(plan, call, runtime, REPLAYED)
         session = CaptureSession.of(form, plan, key, call.values)
         result = plan(call.values, runtime, session)
         if session is not None:

@@ -167,6 +167,22 @@ def test_hooks_of_parameters_run():
     assert seen == ["hook", "post"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_reaches_the_parameters_themselves(dtype):
+    """Torch casts what it stacks under autocast: the gradients of its copies would not be those of parameters."""
+    op = layer(dtype=dtype)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16):
+            y = op(X.to(dtype), split_sizes=SIZES)
+        y.float().square().sum().backward()
+    whole = op._groups["weight"].whole(False)
+    leaves = [getattr(node, "variable", None) for node, _ in whole.grad_fn.next_functions]
+
+    assert [p.grad.dtype for p in op.parameters()] == [dtype] * 2 * E
+    assert all(a is b for a, b in zip(leaves, op.expert_parameters("weight"), strict=True))
+    assert whole.untyped_storage().nbytes() == whole.element_size()
+
+
 def test_gradients_of_some_parameters_only():
     op = layer()
     one = expected(op)

@@ -233,6 +233,38 @@ def test_a_result_that_cannot_be_given_again_refuses(
     assert watching.finish([y]) == reason
 
 
+@pytest.mark.parametrize(
+    ("kept", "views"),
+    [
+        (lambda x: x, []),
+        (lambda x: x.detach(), [(0, None)]),
+        (lambda x: x.view(-1, 2), [(0, (-1, 2))]),
+        (lambda x: x.mT, None),
+        (lambda x: x[1:], None),
+        (lambda x: x.view(torch.int32), None),
+        (lambda x: x[0, 0, 0], None),
+    ],
+)
+def test_what_is_kept_of_an_input_is_viewed_again(
+    emulation: harness.Emulation, kept: Callable[[Tensor], Tensor], views: list[Any] | None
+) -> None:
+    x = torch.ones(4, 3, 2)
+    with torch.no_grad(), capture.Capture([x], 4) as watching:
+        y = kept(x)
+
+    assert watching.finish([], [y]) == ("a result is an input" if views is None else None)
+    assert views is None or watching.views == views
+
+
+def test_an_output_that_is_kept_is_allocated_once(emulation: harness.Emulation) -> None:
+    x = torch.ones(8)
+    with torch.no_grad(), capture.Capture([x], 8) as watching:
+        y = torch.empty(8)
+
+    assert watching.finish([y], [x, y]) is None
+    assert watching.results == [1, 0, 1]
+
+
 def test_inputs_that_are_written_are_known_by_their_versions(emulation: harness.Emulation) -> None:
     tensors = [torch.ones(8) for _ in range(3)]
     with capture.Capture(tensors, 8) as watching:
@@ -345,6 +377,21 @@ def test_rows_may_differ_without_gradients(runs: Runs) -> None:
             assert torch.equal(got[0], expected.forward())
 
     assert counts[3:] == [(0, 1)] * 4
+
+
+def test_an_input_that_is_flattened_may_have_other_rows(runs: Runs) -> None:
+    experts, counts = Experts(), []
+    for rows in LENGTHS:
+        experts.give(rows)
+        experts.x = experts.x.detach().view(rows, 1, K).requires_grad_()
+        experts.scales, experts.dy = experts.scales.detach().view(rows, 1), experts.dy.view(rows, 1, K)
+        expected, got = copy(experts), list[Tensor]()
+        expected.model, leaves = deepcopy(experts.model), [experts.x, *experts.model.parameters()]
+        grads = torch.autograd.grad(expected.forward(), [experts.x, *expected.model.parameters()], experts.dy)
+        counts.append(runs.of(lambda: got.extend(torch.autograd.grad(experts.forward(), leaves, experts.dy))))  # noqa: B023
+        assert same(got, list(grads))
+
+    assert counts[3:] == [(0, 2)] * 4
 
 
 def test_rows_that_differ_must_still_fit(runs: Runs) -> None:

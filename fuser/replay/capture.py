@@ -100,6 +100,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         viewed = [~i for i, (_, shape) in enumerate(self.views) if shape is not None]
         if not {*viewed, *range(len(self._inputs))}.isdisjoint(self.results[: len(outputs)]):
             self.refuse("a result is an input")
+        self.views.reverse()  # they are appended behind all others, so that ``~0`` is the last
         self.form = self.results, self.views, self.written, [*self.apart]
         self.apart += [number for number in self._large if number not in self.apart]
         self._inputs = ()

@@ -13,6 +13,7 @@ from ..torch_private import tensor_guards
 from .stats import counts
 
 _MANY = 256
+REPLAYED = "replayed"
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
 
 
@@ -25,7 +26,7 @@ class Entry(NamedTuple):
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"not replayed: {self.refusal}"
-        return "captured when a call of this form comes again" if self.captured is None else "replayed"
+        return "captured when a call of this form comes again" if self.captured is None else REPLAYED
 
 
 _SEEN, _MISALIGNED = Entry(), Entry(refusal="an address is not aligned to 16 bytes")

@@ -67,7 +67,7 @@ class Replay(NamedTuple):
         self.launches.run(addresses, rows, stream)
         if self.capture.written:
             torch.autograd.graph.increment_version([tensors[i] for i in self.capture.written])
-        for source, shape in reversed(self.capture.views):
+        for source, shape in self.capture.views:
             tensor = tensors[source]
             tensors += (tensor.detach() if shape is None else tensor.view(shape),)
         return [None if i is None else tensors[i] for i in self.capture.results]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...fuser.runtime.devices import stream_of
 from ...fuser.torch_private import tensor_guards
@@ -77,12 +80,10 @@ class ExpertGroup:
 
     Attributes:
         tensors: one a group. Another group object is needed where one of them is another object.
-        ids: theirs.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
-        self.ids = list(map(id, tensors))
         self._forms: list[_Form] = []
         self._whole: _Whole | None = None
 
@@ -92,7 +93,7 @@ class ExpertGroup:
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the group's."""
-        return list(map(id, tensors)) == self.ids
+        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def values(self) -> Matrices:
         """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
@@ -145,7 +146,7 @@ class ExpertGroup:
             return kept.tensor
         self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
-            whole: Tensor = _Together.apply(stand_ins, *self.tensors)  # type: ignore[no-untyped-call]
+            whole: Tensor = _StandIns.apply(*self.tensors) if stand_ins else _stacked(self.tensors)  # type: ignore[no-untyped-call]
         if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
             self._whole = _Whole(form, stream, stand_ins, whole)
         return whole
@@ -163,20 +164,42 @@ class ExpertGroup:
         return form
 
 
-class _Together(torch.autograd.Function):
-    """Many parameters as one tensor without data. Keeps nothing, so that its backward can run any number of times."""
+class _StackedWithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Below autograd, a stack of tensors has their shape and no data; its node hands out parts of its gradient.
+
+    Torch's own node does so in less time than one in Python would.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.stack.default:
+            return func(*args, **(kwargs or {}))
+        return _without_data(args[0])
+
+
+def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
+    """A tensor without data whose gradient, stacked, is handed to each."""
+    kind = tensors[0].device.type
+    autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    with autocast, _StackedWithoutData():  # type: ignore[no-untyped-call]
+        return torch.stack(tensors)
+
+
+def _without_data(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].new_empty(()).expand(len(tensors), *tensors[0].shape)
+
+
+class _StandIns(torch.autograd.Function):
+    """Like :func:`_stacked`; of the gradient, which is a sign, only those have parts that look for it."""
 
     @staticmethod
-    def forward(ctx: Any, stand_ins: bool, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.takers = tensors if stand_ins else ()
-        ctx.count = len(tensors)
-        return tensors[0].new_empty(()).expand(len(tensors), *tensors[0].shape)
+        ctx.tensors = tensors
+        return _without_data(tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        parts: Sequence[Tensor | None] = [None] * ctx.count if gradient is None else gradient.unbind()
-        if gradient is not None and ctx.takers:
-            takes = [getattr(t, "grad_added_to_main_grad", None) is not None for t in ctx.takers]
-            parts = [part if taken else None for part, taken in zip(parts, takes, strict=True)]
-        return None, *parts
+        if gradient is None:
+            return (None,) * len(ctx.tensors)
+        takes = [getattr(t, "grad_added_to_main_grad", None) is not None for t in ctx.tensors]
+        return tuple([part if taken else None for part, taken in zip(gradient.unbind(), takes, strict=True)])

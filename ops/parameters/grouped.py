@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ class ExpertParameters(Op):
             parameters, groups = _getter(name, self.num_groups)(self._parameters), self._groups
         except KeyError:
             parameters, groups = self._now(name), self._groups
-        if name in groups and (group := groups[name]).ids == list(map(id, parameters)):  # replicas share the dictionary
+        if name in groups and False not in map(is_, (group := groups[name]).tensors, parameters):  # replicas share them
             return group
         group = groups[name] = ExpertGroup(parameters)
         return group

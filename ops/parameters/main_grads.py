@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from operator import is_not, not_
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from ...fuser.runtime.buffers import extent
 from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
 from ..checks import is_free_to_write, stores_values
+from ..kernels.problem import Matrices
 from .group import ExpertGroup
 
 _PROTOCOL = "get_main_grad", "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
@@ -22,13 +25,14 @@ class Destination(NamedTuple):
     """Where gradients of weights go, and what the weights say of it; a list has an entry for each weight.
 
     Attributes:
-        group: aliases of each ``main_grad``, in the shape of the weight.
+        group: aliases of each ``main_grad``, in the shape of the weight; ``values``: theirs, as one where they lie so.
         add: whether the gradient is added to what is there.
         flagged: whether the weight wants to know that its gradient is there.
         zeros: whether a stand-in must be zero.
     """
 
     group: ExpertGroup
+    values: Matrices
     add: list[bool]
     flagged: list[bool]
     zeros: bool
@@ -48,6 +52,7 @@ class _Judged(NamedTuple):
     kind: tuple[Any, ...]
     owners: list[weakref.ref[Tensor]]
     group: ExpertGroup
+    values: Matrices
 
 
 class MainGrads:
@@ -86,8 +91,9 @@ class MainGrads:
             _refuse_overlaps(op, names, group.tensors, [p for p in (*parameters, *read) if p is not None])
             forget = _forget(weakref.ref(self), weakref.ref(group))
             owners = [weakref.ref(grad, forget) for grad in grads]
-            judged = self._judged = _Judged(ids, _addresses(grads), kind, owners, group)
-        return Destination(judged.group, [not o for o in overwrite], [flag is not None for flag in flags], any(zeros))
+            judged = self._judged = _Judged(ids, _addresses(grads), kind, owners, group, group.values())
+        add, flagged = list(map(not_, overwrite)), list(map(is_not, flags, repeat(None)))
+        return Destination(judged.group, judged.values, add, flagged, any(zeros))
 
 
 def foreseen(
@@ -120,7 +126,8 @@ def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
         p.__dict__ if type(p) is parameter_type else {name: getattr(p, name, None) for name in names}
         for p in parameters
     ]
-    return [[values.get(name) for values in attributes] for name in names]
+    found, nothing = set().union(*attributes), [None] * len(attributes)
+    return [list(map(dict.get, attributes, repeat(name))) if name in found else nothing for name in names]
 
 
 def _forget(

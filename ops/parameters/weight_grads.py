@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .grouped import ExpertParameters
 from .main_grads import Destination, MainGrads, foreseen
 from .stand_ins import StandIns
 
+_is_trained = attrgetter("requires_grad")
 Wgrad = Callable[..., Matrices]
 """Computes ``dy^T x`` by group, in the shape of the weight; takes ``out``, ``out_dtype``, ``beta`` of the kernel."""
 
@@ -171,7 +173,7 @@ class WeightGrads(ExpertParameters):
     def _trained(self) -> tuple[str, ...]:
         """The names of the weights that are not frozen."""
         names = tuple(self.parameter_names("weight"))
-        flags = [p.requires_grad for p in self.expert_parameters("weight")]
+        flags = list(map(_is_trained, self.expert_parameters("weight")))
         return names if all(flags) else tuple([name for name, flag in zip(names, flags, strict=True) if flag])
 
     def _of_names(self, names: tuple[str, ...]) -> list[nn.Parameter]:
@@ -184,7 +186,7 @@ class WeightGrads(ExpertParameters):
         names = self._trained()
         parameters = self._of_names(names)
         goes = self._destination(names, parameters)
-        values = goes.group.values() if self.per_group["weight"] else goes.group.tensors[0]
+        values = goes.values if self.per_group["weight"] else goes.group.tensors[0]
         tensors = (values,) if isinstance(values, Tensor) else tuple(values)
         shared = (self._stand_ins.memory(*self._stand_in_form(parameters[0])),) if any(goes.flagged) else ()
 
