@@ -14,7 +14,7 @@ namespace fusible {
 template <bool kHalves>
 struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves> {
   using Params = QuantizedActivationParams;
-  static constexpr int kStoreWarps = 1, kRegisters = 88;  // beside the producer: what the consumers leave
+  static constexpr int kStoreWarps = 1, kRegisters = kHalves ? 72 : 88;  // beside the producer; nobody spills
 
   template <class K>
   DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
