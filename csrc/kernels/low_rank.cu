@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Each block takes as many tiles of 16 rows as every other, of one group after the other, and each of its warps some of
 // the columns. A warp keeps its columns of the factor, and of the gradient of the group at hand, in registers: rows
-// pass through shared memory once. Products are summed over the warps of a block. Blocks whose share ends within a group
-// leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
+// pass through shared memory once. Products are summed over the warps of a block. Blocks whose share ends within a
+// group leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
