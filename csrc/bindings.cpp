@@ -171,8 +171,9 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::ColumnSumsLaunch>(module, "Sums over the rows of each group, each row times its scale (0: one).");
   def<fusible::RowDotsLaunch>(module, "Every row times the vector of its group, in fp32.");
   def<fusible::LowRankWorkspace>(module, "Bytes that low_rank_pass needs.");
-  def<fusible::LowRankPassLaunch>(
-      module, "Rows gathered, times a factor of low rank, and a factor's gradient, in one pass; 0 for what is not wanted.");
+  def<fusible::LowRankPassLaunch>(module,
+                                  "Rows gathered, times a factor of low rank, and a factor's gradient, in one pass; "
+                                  "0 for what is not wanted.");
   def<fusible::RouteWorkspace>(module, "Bytes that route needs.");
   def<fusible::RouteLaunch>(
       module, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");

@@ -5,9 +5,9 @@
 
 namespace fusible::ptx {
 
-// c [16, 8] += a [16, 16] b [16, 8]. Lane l has of a, in a[i], two neighbouring columns from l % 4 * 2 + i / 2 * 8 on of
-// row l / 4 + i % 2 * 8; of b, in b[i], two neighbouring rows from l % 4 * 2 + i * 8 on of column l / 4; of c, in c[i],
-// column l % 4 * 2 + i % 2 of row l / 4 + i / 2 * 8.
+// c [16, 8] += a [16, 16] b [16, 8]. Lane l has of a, in a[i], two neighbouring columns from l % 4 * 2 + i / 2 * 8 on
+// of row l / 4 + i % 2 * 8; of b, in b[i], two neighbouring rows from l % 4 * 2 + i * 8 on of column l / 4; of c, in
+// c[i], column l % 4 * 2 + i % 2 of row l / 4 + i / 2 * 8.
 template <class T>
 DEVICE void warp_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Each block takes as many tiles of 16 rows as every other, of one group after the other, and each of its warps some of
-// the columns. A warp keeps its columns of the factor, and of the gradient of the group at hand, in registers: rows pass
-// through shared memory once. Products are summed over the warps of a block. Blocks whose share ends within a group
-// leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
+// the columns. A warp keeps its columns of the factor, and of the gradient of the group at hand, in registers: rows
+// pass through shared memory once. Products are summed over the warps of a block. Blocks whose share ends within a
+// group leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -215,8 +215,8 @@ struct Pass {
       for (int i = lane(); i < kRows * kColumns / 8; i += 32) {
         const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
         if (row >= tile.rows || column >= columns)
-          *reinterpret_cast<uint4*>(memory.rows(stage) + row * memory.row_bytes() + (warp() * kColumns + column) * 2) = {
-              0, 0, 0, 0};
+          *reinterpret_cast<uint4*>(memory.rows(stage) + row * memory.row_bytes() +
+                                    (warp() * kColumns + column) * 2) = {0, 0, 0, 0};
       }
     if (tile.rows == kRows) return __syncwarp();
     if constexpr (kGradient)
@@ -297,7 +297,8 @@ struct Pass {
       }
       float* to = memory.products(warp()) + unit * 16 + lane() / 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * Memory::kPitch + i / 2 % 2 * 8] = sums[i / 4][i % 4];
+      for (int i = 0; i < 8; ++i)
+        to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * Memory::kPitch + i / 2 % 2 * 8] = sums[i / 4][i % 4];
     }
   }
 
@@ -384,8 +385,8 @@ struct Pass {
   }
 };
 
-// Two tiles of rows are on their way while one is worked on; slots, whose rows are gathered, two tiles earlier; and what
-// a tile is, another one earlier. The first warp copies, the last looks ahead.
+// Two tiles of rows are on their way while one is worked on; slots, whose rows are gathered, two tiles earlier; and
+// what a tile is, another one earlier. The first warp copies, the last looks ahead.
 template <class T, int kUnits, bool kProduct, bool kGradient>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) low_rank_kernel(const __grid_constant__ Params p) {
   constexpr int kTiles = 8, kSlots = BlockMemory<kUnits>::kSlots;
@@ -456,7 +457,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int begin = tasks.block_of(first), end = tasks.block_of(last);
     if (begin == end) return;
     for (int block = begin; block <= end; ++block) {
-      const float* part = p.parts + (block * 2 + (block == begin)) * p.division.part_numbers + first_rank * width + column % width;
+      const float* part = p.parts + (block * 2 + (block == begin)) * p.division.part_numbers + first_rank * width +
+                          column % width;
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[i] += part[i * width];
     }
@@ -518,7 +520,8 @@ void launch(const Params& p, cudaStream_t stream) {
 template <class T>
 void launch_all(const Params& p, cudaStream_t stream) {
   const LowRankPass& c = p.call;
-  if (c.rows.tokens || c.gradient) dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
+  if (c.rows.tokens || c.gradient)
+    dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
   if (c.gradient) {
     const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kThreads)),
                     static_cast<unsigned>(c.rank / 8));
