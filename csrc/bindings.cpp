@@ -139,6 +139,7 @@ PYBIND11_MODULE(_C, module) {
              "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "The configuration that grouped_gemm chooses, in words.");
   def<fusible::ScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights with scales of blocks.");
+  def<fusible::RowScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights whose rows have scales.");
   def<fusible::ScaledWgradLaunch>(module, "Weight gradients from e4m3 tokens in transposed blocks.");
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,

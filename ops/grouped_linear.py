@@ -246,7 +246,7 @@ class GroupedLinear(WeightGrads):
             rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
         assert rows.rows is not None
-        y = quantized.product(rows.rows, weight, split_sizes, rows.dtype, **factors)
+        y = quantized.product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
@@ -387,7 +387,7 @@ def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Ten
         assert dy.rows is not None
         assert saved.recipe is not None
         weight = quantized.transposed_operand(saved.recipe, saved.weight)
-        return quantized.product(dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
+        return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
     dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
     assert isinstance(dx, Tensor)
     return dx

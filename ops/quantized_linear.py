@@ -32,7 +32,7 @@ from .quantized import operands
 from .quantized.copies import Columns, ColumnValues, Rows, RowValues, TransposedWeight, WeightOperand
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
-from .quantized.recipe import Float8Block, Float8Tensor, NoRecipe, Recipe
+from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
 
@@ -94,8 +94,6 @@ def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
         return None
     why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
     if why is None:
-        if getattr(recipe, "fast_accumulation", False):
-            trace.note("fast_accumulation has no kernel: sums are promoted every 128 values")
         followed: Recipe = recipe
         return followed
     if active_config().strict:
@@ -189,7 +187,9 @@ def is_power_of_two(recipe: Float8Block) -> bool:
     return recipe.scales == "power_of_two"
 
 
-def product(rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
+def product(
+    recipe: Recipe, rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any
+) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
@@ -199,8 +199,8 @@ def product(rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch
         assert isinstance(y, Tensor)
         return y
     assert weight.scales is not None
-    if weight.column_scale is not None:
-        options["column_scale"] = weight.column_scale
+    if isinstance(recipe, Float8Row | Float8Tensor):
+        options["fast_accumulation"] = recipe.fast_accumulation
     return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
 
 
@@ -299,7 +299,7 @@ def through_activation(
 ) -> ThroughActivation:
     """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
     assert dy.rows is not None
-    dpostact = product(dy.rows, weight, split_sizes, dy.dtype)
+    dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
     if wanted.values or not has_kernels(recipe, True) or not wgrad_is_quantized(recipe):
         return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
     assert isinstance(recipe, Float8Block)

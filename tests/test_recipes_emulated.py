@@ -17,6 +17,9 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 E, K, F, T = 3, 144, 160, 90
 SIZES = (60, 0, 23)
 MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 16 bits
+    "row": fusible.Float8Row(),
+    "row float32": fusible.Float8Row(scales="float32"),
+    "row fast": fusible.Float8Row(fast_accumulation=True),
     "tensor": fusible.Float8Tensor(),
     "tensor bfloat16 wgrad": fusible.Float8Tensor(wgrad="bfloat16"),
     "delayed": fusible.Float8Tensor(delayed=fusible.Delayed(history=2)),
@@ -25,8 +28,6 @@ MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 
     "NVFP4": fusible.NVFP4(stochastic_rounding=False),
 }
 DEQUANTISED: dict[str, Recipe] = {
-    "row": fusible.Float8Row(),
-    "row float32": fusible.Float8Row(scales="float32"),
     "row e5m2": fusible.Float8Row(gradient="e5m2"),
     "block e5m2": fusible.Float8Block(gradient="e5m2"),
     "tensor e5m2": fusible.Float8Tensor(gradient="e5m2"),
@@ -96,7 +97,7 @@ def test_what_is_not_computed_in_its_format_says_so_and_is_refused_when_strict(n
     with emulated():
         op, sizes, x = linear(DEQUANTISED[name]), torch.tensor(SIZES), tensor(T, K).requires_grad_()
         explanation = str(fusible.explain(op, x, split_sizes=sizes))
-        with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match=r"e4m3fn operands|no factors of"):
+        with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match="e4m3fn operands"):
             run(op)
 
     assert "multiplied in 16 bits: hopper" in explanation

@@ -27,7 +27,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
   constexpr bool kInStage = A::kRaggedDepth && !K::ScaleSlots::kMore;  // scales are read from the stage until its end
-  constexpr bool kOverlaps = !K::kScaleBias;                           // there are registers for it
+  constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
   constexpr bool kByUnits =
       K::kTurns > 0 && !K::kUnitsAreRows && !A::kRaggedDepth && sizeof(typename K::Out) == 2;  // likewise
   constexpr std::integral_constant<int, 0> kFirstUnit;

@@ -45,7 +45,7 @@ struct NothingToPut {
 
 // Of operands of 16 bits: there are none.
 struct NoScaling {
-  static constexpr bool kScaled = false;
+  static constexpr bool kScaled = false, kScalesColumns = false;
   template <TileVariant>
   using Slots = StageSlots;
   template <class K>
@@ -85,7 +85,7 @@ DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float 
 }
 
 struct Scaling1D2D {
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kScalesColumns = false;
   template <TileVariant>
   using Slots = StageSlots;
   template <class K>
@@ -221,7 +221,7 @@ struct Scaling1D2DInStage : Scaling1D2D {
 };
 
 struct Scaling1D1D {
-  static constexpr bool kScaled = true;
+  static constexpr bool kScaled = true, kScalesColumns = false;
   // Tiles of 256 columns lack the registers.
   static constexpr bool has_more_slots(const TileVariant& tile) { return tile.turns > 0 && tile.tile_n == 128; }
   template <TileVariant kVariant>

@@ -53,6 +53,8 @@ inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},       
                                                   {128, 256, 2, 1, 3, 8, false, 1}, {128, 256, 2, 1, 3, 8, false, 2},
                                                   {256, 128, 1, 2, 3, 8, false, 1}, {128, 256, 2, 1, 3, 16, false, 1},
                                                   {128, 256, 2, 1, 3, 8, true},     {128, 256, 2, 1, 3, 8, true, 1}};
+// Of those whose rows have one scale each.
+inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8},
                                                        {256, 128, 1, 2, 3, 8},
                                                        {128, 256, 2, 1, 3, 8, false, 1},
@@ -115,6 +117,7 @@ struct GemmConfig {
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 // Of e4m3 operands.
 GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+GemmConfig choose_row_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

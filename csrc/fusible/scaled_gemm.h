@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouped GEMMs of e4m3 operands with scales of blocks of 128 values. All scales decode: a value is its byte times its
-// scale. Products of a block are summed by the tensor cores, blocks in fp32.
+// Grouped GEMMs of e4m3 operands with scales of blocks of 128 values, or of whole rows. All scales decode: a value is
+// its byte times its scale. Products of a block are summed by the tensor cores, blocks in fp32.
 #pragma once
 #include "fusible/grouped_gemm.h"
 #include "fusible/scale_block.h"
@@ -16,6 +16,15 @@ struct ScaledGemm {
   bool halves = false;  // the rows of b are two halves, at each of which its blocks begin
 };
 
+// out[t, :] = the epilogue of a_scale[t] * b_scale[g, :] * (a[t] b[g]^T).
+struct RowScaledGemm {
+  GroupedGemm gemm;       // kNT
+  const float* a_scales;  // [T]
+  const float* b_scales;  // [E, n], at these distances
+  int64_t b_scales_group, b_scales_row;
+  bool fast = false;  // all of the depth is summed by the tensor cores
+};
+
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /
 // 128) of T / 128 + E blocks, behind those of the groups before it.
 struct ScaledWgrad {
@@ -23,9 +32,10 @@ struct ScaledWgrad {
   const float *a_scales, *b_scales;  // [blocks, m], [blocks, n]
 };
 
-// Both throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
+// All throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
 // zero, or what it was when accumulating.
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream);
+void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream);
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

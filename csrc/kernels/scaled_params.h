@@ -30,6 +30,7 @@ struct Params1D1D : P {
 // Without a function where the variant is not built for it.
 KernelEntry scaled_entry(DType out, bool scale_bias, int variant);
 KernelEntry scaled_halves_entry(DType out, bool scale_bias);  // of variant 0
+KernelEntry row_scaled_entry(DType out, bool fast, int variant);  // a position in kRowScaledVariants
 KernelEntry scaled_wgrad_entry(DType out, int variant);
 
 }  // namespace fusible

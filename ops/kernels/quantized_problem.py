@@ -164,23 +164,24 @@ class PermuteQuantizedRows:
 
 @dataclass(slots=True)
 class ScaledGemm:
-    """``out = row_scale * (alpha * column_scale * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
+    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
 
     The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
-    S_b is the product of the bytes. It is rounded once.
+    S_b is the product of the bytes. It is rounded once. Scales of whole rows are factors of the sum of all S_b.
 
     Attributes:
         a: [T, K].
         weight: e4m3 [E, N, K]. The gradient of rows passes :attr:`QuantizedWeight.transposed`.
         weight_scales: float32 [E, blocks of N, blocks of K], with any strides, since both orientations of a weight
-            have one tensor of scales.
+            have one tensor of scales. Or [E, N], where each row of a weight and of ``a`` has one scale.
         halves: 2 where the N rows are two halves that no block spans, of as many blocks each; else 1.
         split_sizes: int32 or int64 [E].
         out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
         bias: [E, N], or E vectors [N]; None: there is none.
         row_scale: [T], a factor of each row; ``alpha``: [E], a factor of each product; ``bias_scale``: [T], a factor of
-            the bias in each row; ``column_scale``: float32 [E, N], a factor of each column of a group's product.
+            the bias in each row.
         fresh: ``out`` was allocated for this. Its rows past the last group must become zero.
+        fast_accumulation: all S_b may be summed by the tensor cores, where scales are of whole rows.
     """
 
     a: QuantizedRows
@@ -194,7 +195,7 @@ class ScaledGemm:
     alpha: Tensor | None = None
     bias_scale: Tensor | None = None
     fresh: bool = False
-    column_scale: Tensor | None = None
+    fast_accumulation: bool = False
 
     @property
     def rows(self) -> int:
@@ -222,7 +223,7 @@ class ScaledGemm:
         return read + nbytes(self.out)
 
     def __str__(self) -> str:
-        return f"NT {' x '.join(map(str, self.mnk))}"
+        return f"NT {' x '.join(map(str, self.mnk))}{', fast accumulation' if self.fast_accumulation else ''}"
 
 
 @dataclass(slots=True)
