@@ -18,6 +18,7 @@ RECIPES: dict[str, Recipe] = {
     "block e5m2": fusible.Float8Block(gradient="e5m2"),
     "row": fusible.Float8Row(),
     "row float32": fusible.Float8Row(scales="float32"),
+    "row fast": fusible.Float8Row(fast_accumulation=True),
     "row e5m2": fusible.Float8Row(gradient="e5m2"),
     "row bfloat16 wgrad": fusible.Float8Row(wgrad="bfloat16"),
     "tensor": fusible.Float8Tensor(),
@@ -101,7 +102,9 @@ def test_a_routed_layer_is_close_to_the_definition(recipe):
     assert_close(*(run(routed(recipe), device, x, dy, **routing) for device in ("cuda", "cpu")), bound)
 
 
-@pytest.mark.parametrize("name", ["tensor", "MXFP8 fast", "MXFP8", "NVFP4", "delayed"])
+@pytest.mark.parametrize(
+    "name", ["row", "row float32", "row fast", "tensor", "MXFP8 fast", "MXFP8", "NVFP4", "delayed"]
+)
 def test_recipes_with_kernels_run_strictly(name):
     model = linear(RECIPES[name]).cuda()
     x, sizes = tensor(810, H).cuda().requires_grad_(), torch.tensor(SIZES).cuda()
@@ -111,7 +114,7 @@ def test_recipes_with_kernels_run_strictly(name):
     assert bool(x.grad[:300].any())
 
 
-@pytest.mark.parametrize("name", ["row", "block e5m2"])
+@pytest.mark.parametrize("name", ["row e5m2", "block e5m2"])
 def test_what_is_not_computed_in_its_format_says_so_and_is_refused_when_strict(name):
     model = linear(RECIPES[name]).cuda()
     x, sizes = tensor(810, H).cuda().requires_grad_(), torch.tensor(SIZES).cuda()

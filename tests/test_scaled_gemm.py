@@ -62,10 +62,11 @@ def test_blocks_that_restart_at_the_second_half(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("variant", ROW_TILES)
-def test_whole_rows_with_one_scale(variant: int) -> None:
-    check(whole_rows=True, variant=variant)
-    check((300, 0, 129), k=144, n=520, tail=0, whole_rows=True, variant=variant)
-    check((300, 0, 129), k=16, n=8, tail=1, whole_rows=True, variant=variant)
+@pytest.mark.parametrize("fast", [False, True])
+def test_whole_rows_with_one_scale(variant: int, fast: bool) -> None:
+    check(whole_rows=True, fast=fast, variant=variant)
+    check((300, 0, 129), k=144, n=520, tail=0, whole_rows=True, fast=fast, variant=variant)
+    check((300, 0, 129), k=16, n=8, tail=1, whole_rows=True, fast=fast, variant=variant)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -80,8 +80,7 @@ void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream)
   if (p.tokens == 0) return;
   FUSIBLE_CHECK(call.a_scales && call.b_scales, "the scales of a or of b are not given. ", p);
   const DeviceGuard guard(device);
-  const GemmConfig config =
-      choose_row_scaled_config(p, device_properties(device).multiprocessors, call.fast ? 0 : gemm.variant);
+  const GemmConfig config = choose_row_scaled_config(p, device_properties(device).multiprocessors, gemm.variant);
   GemmParams params = prepare_params(gemm, config, stream);
   params.shape.narrow_end = last_tile_is_narrow(p, config.tile());
   params.epilogue.operands = {.of_a = call.a_scales,
