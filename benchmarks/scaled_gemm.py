@@ -19,9 +19,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.kernels.hopper import gemm, scaled_gemm
+from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
 from fusible.ops.kernels.problem import Layout
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad, ceil_blocks
+from fusible.ops.kernels.quantized_problem import (
+    QuantizeActivation,
+    ScaledActivation,
+    ScaledGemm,
+    ScaledWgrad,
+    ceil_blocks,
+)
 from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows
 
 from .arguments import positive
@@ -229,6 +236,34 @@ def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Fu
     return functions | {"bf16": bf16}
 
 
+def activation(o: Operands) -> dict[str, Function]:
+    """The contestants of the product, SwiGLU and the quantiser of hidden rows, for which bf16 has no quantiser."""
+    bytes_, grid = quantized_weight(o.weight)
+    tokens, columns, swiglu = len(o.x), o.weight.shape[1], ActivationSpec("silu", gated=True)
+    preact = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    product = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, preact)
+    scales = torch.empty(ceil_blocks(columns // 2), -(-tokens // 4) * 4, device="cuda")
+    rows = QuantizedRows(torch.empty(tokens, columns // 2, dtype=E4M3, device="cuda"), scales)
+    fused = ScaledActivation(product, swiglu, None, True, rows)
+    not_kept = replace(fused, product=replace(product, out=preact[:0]))
+    apart = QuantizeActivation(preact, o.sizes, swiglu, None, True, rows, None)
+
+    def in_epilogue(problem: ScaledActivation) -> Tensor:
+        scaled_activation.run(problem)
+        return scales
+
+    def by_two_kernels() -> Tensor:
+        scaled_gemm.launch_gemm(product)
+        quantize.run(apart)
+        return scales
+
+    return {
+        "two kernels": by_two_kernels,
+        "epilogue": lambda: in_epilogue(fused),
+        "epilogue, product not kept": lambda: in_epilogue(not_kept),
+    }
+
+
 def check(functions: dict[str, Function]) -> dict[str, float]:
     """The relative error against the product in bfloat16.
 
@@ -265,7 +300,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *FEW_ROWS], default=list(SHAPES))
-    parser.add_argument("--products", nargs="+", choices=["forward", "wgrad"], default=["forward", "wgrad"])
+    parser.add_argument(
+        "--products", nargs="+", choices=["forward", "wgrad", "activation"], default=["forward", "wgrad"]
+    )
     parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of the forward, by their numbers")
     parser.add_argument("--row-tiles", nargs="*", type=int, default=[], help="tiles of operands with scales of rows")
     parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
@@ -274,11 +311,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         o = operands((SHAPES | FEW_ROWS)[name])
         flops = 2 * o.dy.numel() * o.x.shape[1]
         for product in arguments.products:
-            if product == "forward":
+            if product == "activation":
+                functions = activation(o)
+            elif product == "forward":
                 functions = forward(o, arguments.tiles, arguments.row_tiles)
             else:
                 functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
-            rows = measure(functions, flops, arguments.rounds, accurate=True)
+            rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)
             print(f"{name} {product}")
             print(markdown(("contestant", "TFLOP/s", "error"), rows), flush=True)
             del functions

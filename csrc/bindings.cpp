@@ -140,6 +140,9 @@ PYBIND11_MODULE(_C, module) {
              "The configuration that grouped_gemm chooses, in words.");
   def<fusible::ScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights with scales of blocks.");
   def<fusible::RowScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights whose rows have scales.");
+  def<fusible::ScaledActivationLaunch>(
+      module,
+      "scaled_gemm whose epilogue is an activation times row scales, in e4m3; `out` 0: the product is not kept.");
   def<fusible::ScaledWgradLaunch>(module, "Weight gradients from e4m3 tokens in transposed blocks.");
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,

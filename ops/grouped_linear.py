@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -235,11 +235,13 @@ class GroupedLinear(WeightGrads):
         needs_grad: frozenset[str],
         x_is_inner: bool,
         factors: Mapping[str, Any],
-    ) -> tuple[Tensor, Saved]:
-        """The output as rows, and what is saved, from the rows of ``x`` or from copies of them.
+        product: Callable[..., Any] = quantized.product,
+    ) -> tuple[Any, Saved]:
+        """What the product gives, the output as rows, and what is saved; from the rows of ``x`` or copies of them.
 
         Args:
             factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
+            product: may do more than multiply.
         """
         if isinstance(rows, Tensor):
             encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
@@ -247,7 +249,7 @@ class GroupedLinear(WeightGrads):
             rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
         assert rows.rows is not None
-        y = quantized.product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
+        y = product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 

@@ -7,6 +7,8 @@ dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +31,16 @@ from .kernels.quantized import (
     scaled_wgrad,
     zero_tail,
 )
+from .kernels.scaled_activation import scaled_gemm_activation
 from .quantized import operands
-from .quantized.copies import Columns, ColumnValues, Rows, RowValues, TransposedWeight, WeightOperand
+from .quantized.copies import Columns, ColumnValues, QuantizedRows, Rows, RowValues, TransposedWeight, WeightOperand
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
 from .quantized.packed import PackedWeight
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
+
+ACTIVATION_IN_EPILOGUE = False
 
 
 class TokenCopies(NamedTuple):
@@ -265,6 +270,51 @@ def quantized_hidden(
     postact = kernels.activate(preact, activation, scales)
     zero_tail(postact, split_sizes)
     return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False) if copied else postact
+
+
+def activating(
+    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
+) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
+    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation."""
+    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact}
+    return partial(_activated_product, **options)  # type: ignore[arg-type]
+
+
+def _activated_product(
+    recipe: Recipe,
+    rows: Rows,
+    weight: WeightOperand | PackedWeight,
+    split_sizes: Tensor,
+    dtype: torch.dtype,
+    *,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    keep_preact: bool,
+    **terms: Any,
+) -> tuple[Tensor | None, TokenCopies]:
+    if not isinstance(recipe, Float8Block):
+        preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
+        hidden = quantized_hidden(recipe, preact, split_sizes, activation, scales, True)
+        assert isinstance(hidden, TokenCopies)
+        return preact if keep_preact else None, hidden
+    assert isinstance(rows, QuantizedRows)
+    assert isinstance(weight, WeightOperand)
+    assert weight.scales is not None
+    out = scaled_gemm_activation(
+        rows.data,
+        rows.scales,
+        weight.data,
+        weight.scales,
+        split_sizes,
+        activation,
+        scales=scales,
+        power_of_two=is_power_of_two(recipe),
+        keep_preact=keep_preact,
+        dtype=dtype,
+        fused=ACTIVATION_IN_EPILOGUE,
+        **terms,
+    )
+    return out.preact, TokenCopies(out.row_data.shape[0], dtype, None, out.rows, None)
 
 
 class ThroughActivation(NamedTuple):

@@ -130,6 +130,14 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         OPS.scaled_gemm_out,
         (*ROW_COPY, *BYTES, SIZES, 1, [torch.ones(ROWS, 16)], [BIAS], None, SCALES, "auto"),
     ),
+    "scaled activation": (
+        OPS.scaled_gemm_activation,
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, torch.bfloat16, True, "auto"),
+    ),
+    "scaled activation alone": (
+        OPS.scaled_gemm_activation,
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, None, None, None, False, False, torch.float16, False, "auto"),
+    ),
     "scaled wgrad": (OPS.scaled_wgrad, (*WIDE_COLUMNS, *COLUMNS, SIZES, ROWS, torch.float32, "auto")),
     "scaled wgrad into": (
         OPS.scaled_wgrad_out,

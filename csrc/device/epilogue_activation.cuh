@@ -42,16 +42,7 @@ struct ActivationEpilogue {
     if (ptx::elect_one()) tma::wait_all();
   }
 
- private:
-  using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
-
-  // Of a lane, in the postact rows.
-  template <class K>
-  DEVICE static int first_column(const Params& p, int smem_out_column, int lane) {
-    const bool gated = kHalves || Functions::gated(p);
-    return smem_out_column * (gated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns) + lane % 8 * 8;
-  }
-
+ protected:
   template <class K>
   DEVICE static void store_preact(const Params& p, uint64_t policy, const WorkTile& tile, int smem_out_column, int row,
                                   const uint8_t* subtiles) {
@@ -70,12 +61,35 @@ struct ActivationEpilogue {
     tma::commit();
   }
 
+  // Eight columns of a row of postact, from `column` on; `scale` is all that the function reads besides.
+  template <class T, bool kGated, class F>
+  DEVICE static uint4 vector(F function, const uint8_t* subtiles, int row, int column, int block, const float* scale) {
+    const int first = kGated ? gate_vector_column(column, block) / 8 : column / 8;
+    uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, first)), up = ones<T>();
+    if constexpr (kGated) {
+      up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, first + up_distance(block) / 8));
+      if constexpr (!kHalves) separate(gate, up, block);
+    }
+    return {pair<T>(function, gate.x, up.x, scale, scale), pair<T>(function, gate.y, up.y, scale, scale),
+            pair<T>(function, gate.z, up.z, scale, scale), pair<T>(function, gate.w, up.w, scale, scale)};
+  }
+
+ private:
+  using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
+
+  // Of a lane, in the postact rows.
+  template <class K>
+  DEVICE static int first_column(const Params& p, int smem_out_column, int lane) {
+    const bool gated = kHalves || Functions::gated(p);
+    return smem_out_column * (gated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns) + lane % 8 * 8;
+  }
+
   template <class K, bool kGated, class F>
   DEVICE static void activate(F function, const Params& p, int smem_out_column, const SmemOutRows& rows,
                               const RowScales& scales, const uint8_t* subtiles, int lane) {
     using T = typename K::T;
     constexpr int kColumns = kGated ? K::kSmemOutColumns / 2 : K::kSmemOutColumns;
-    const int block = kHalves ? kColumns : p.block, distance = up_distance(block) / 8;
+    const int block = kHalves ? kColumns : p.block;
     const int first_column = smem_out_column * kColumns + lane % 8 * 8;
     T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
     for (int at = 0; at < rows.rows; at += 4, postact += static_cast<size_t>(4) * p.columns) {
@@ -83,15 +97,7 @@ struct ActivationEpilogue {
       const int row = at + lane / 8;
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
-        const int column = i * 64 + lane % 8 * 8, vector = kGated ? gate_vector_column(column, block) / 8 : column / 8;
-        uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
-        if constexpr (kGated) {
-          up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
-          if constexpr (!kHalves) separate(gate, up, block);
-        }
-        const uint4 result = {
-            pair<T>(function, gate.x, up.x, &scale, &scale), pair<T>(function, gate.y, up.y, &scale, &scale),
-            pair<T>(function, gate.z, up.z, &scale, &scale), pair<T>(function, gate.w, up.w, &scale, &scale)};
+        const uint4 result = vector<T, kGated>(function, subtiles, row, i * 64 + lane % 8 * 8, block, &scale);
         if (row < rows.rows && first_column + i * 64 < p.columns) *reinterpret_cast<uint4*>(postact + i * 64) = result;
       }
     }

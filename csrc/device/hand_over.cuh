@@ -20,15 +20,15 @@ DEVICE void pass_over_tile(typename K::Storage& s, uint32_t& phase) {
   end_tile<K>(s, phase);
 }
 
-// Block number kBlock of the consumer's, into the output stages from `slot` on; or its parts from kFirst up to kEnd.
-template <class K, int kBlock, int kFirst = 0, int kEnd = K::Layout::kParts>
+// Block number kBlock of the consumer's, into the output stages from `slot` on.
+template <class K, int kBlock>
 DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float (&acc)[K::kTileN / 2], int consumer,
                       int warp, int lane, PipelineState<K::Layout::kSlots>& slot, uint32_t phase) {
   using Layout = typename K::Layout;
   using Out = typename K::Out;
   if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, phase);
 #pragma unroll
-  for (int part = kFirst; part < kEnd; ++part) {
+  for (int part = 0; part < Layout::kParts; ++part) {
     if constexpr (K::kScaleBias)
       apply<K::kTileN / Layout::kParts>(s.epilogue.stage, acc, part, (consumer + kBlock * kConsumers) * 64, warp, lane);
     uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;

@@ -49,7 +49,6 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   using G = typename K::Groups;  // which says what fills a block of the depth
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
-  typename K::ScaleSlots slots;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
   constexpr bool kAhead = K::kSpareRegisters;
   constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
@@ -69,7 +68,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       uint8_t *a = s.stages.a[state.stage], *b = s.stages.b[state.stage];
       putting.put(s, state.stage, block < blocks - 1);
       barrier_arrive_expecting(full, bytes);
-      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, slots.of(state.stage), block, tile);
+      if constexpr (K::Scaling::kScaled) K::Scaling::copy(s, p, state.stage, block, tile);
       if (tile.share_a) {
 #pragma unroll 1  // for the producers that have fewest registers
         for (int i = rank; i < rows; i += 2)
@@ -98,7 +97,6 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
       }
       if (block == 0) tiles.request();  // after the first copies, which are more urgent
       state.advance();
-      slots.advance();
     }
     const bool empty = kMayBeEmpty && blocks == 0;
     if (empty) tiles.request();

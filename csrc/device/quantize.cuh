@@ -158,14 +158,19 @@ DEVICE uint2 row_bytes(const Tile<T>& tile, int row, float encode) {
   return {bytes[0] | bytes[1] << 16, bytes[2] | bytes[3] << 16};
 }
 
+// The largest magnitudes of a row's pairs of features.
+template <class T>
+DEVICE uint32_t largest_word(const Tile<T>& tile, int row) {
+  return Tile<T>::larger(Tile<T>::larger(tile.magnitudes(row, 0), tile.magnitudes(row, 1)),
+                         Tile<T>::larger(tile.magnitudes(row, 2), tile.magnitudes(row, 3)));
+}
+
 // The encoding of row c / 2 of the half's eight. Each exchange halves the rows that a lane looks after.
 template <class T>
 DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, bool power_of_two) {
   uint32_t most[kTileRows];
 #pragma unroll
-  for (int i = 0; i < kTileRows; ++i)
-    most[i] = Tile<T>::larger(Tile<T>::larger(tile.magnitudes(i, 0), tile.magnitudes(i, 1)),
-                              Tile<T>::larger(tile.magnitudes(i, 2), tile.magnitudes(i, 3)));
+  for (int i = 0; i < kTileRows; ++i) most[i] = largest_word(tile, i);
 #pragma unroll
   for (int rows = 4; rows; rows /= 2) {
     const bool upper = at.c & 2 * rows;

@@ -3,37 +3,30 @@
 // its sum times its scales is added in fp32.
 //
 // A consumer has two units of 64 rows x 128 columns: two blocks of rows, or the halves of a tile of 256 columns. They
-// are multiplied in turn, into the same registers. While one consumer adds, the other one multiplies. Left alone, both
-// begin with the same stage, share the tensor cores and add at the same time; so they take turns (turns.cuh). A
-// finished tile stays in its registers until the next tile's first products are under way: each unit until its own.
+// are multiplied in turn, into the same registers. While one consumer adds, the other one multiplies. A finished tile
+// stays in its registers until the next tile's first product is under way.
 #pragma once
 #include "device/hand_over.cuh"
 #include "device/mainloop.cuh"
-#include "device/turns.cuh"
+#include "device/wgmma.cuh"
 
 namespace fusible {
 
 constexpr int kUnits = 2;
 
-// acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile(unit, end)` is called for each unit,
-// or for both, when its first product is under way, and before `acc` is written. Another consumer may have kUnits of
-// them: it has its turns.
+// acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile` is called when the first product is
+// under way, and before `acc` is written.
 template <class K, int kUsed, class Meanwhile>
 DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, PipelineState<K::kStages>& state,
-                            typename K::ScaleSlots& slots, const WorkTile& tile, const typename K::Params& p,
-                            int consumer, int warp, int lane, bool skips, Meanwhile meanwhile) {
+                            const WorkTile& tile, const typename K::Params& p, int consumer, int warp, int lane,
+                            Meanwhile meanwhile) {
   using A = typename K::A;
   using B = typename K::B;
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
-  constexpr bool kInStage = A::kRaggedDepth && !K::ScaleSlots::kMore;  // scales are read from the stage until its end
+  constexpr bool kInStage = A::kRaggedDepth;  // scales are read from the stage until its end
   constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
-  constexpr bool kByUnits =
-      K::kTurns > 0 && !K::kUnitsAreRows && !A::kRaggedDepth && sizeof(typename K::Out) == 2;  // likewise
-  constexpr std::integral_constant<int, 0> kFirstUnit;
-  constexpr std::integral_constant<int, 1> kSecondUnit;
-  constexpr std::integral_constant<int, kUnits> kEnd;
-  if constexpr (!kOverlaps) meanwhile(kFirstUnit, kEnd);
+  if constexpr (!kOverlaps) meanwhile();
   Factors factors(p, tile, kUsed == 1);
   float part[64];
   const auto stage = [&](auto steps, auto first, bool last) INLINE {
@@ -43,32 +36,25 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       const uint8_t* a =
           s.stages.a[state.stage] + (consumer + (K::kUnitsAreRows ? unit : 0) * kConsumers) * kBlockBytes;
       const uint8_t* b = s.stages.b[state.stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns * kSwizzleBytes;
-      multiply_in_turn<K, steps.value>(consumer, [&](int step) INLINE {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < steps.value; ++step)
         wgmma_e4m3(part, A::descriptor(a) + step * (A::kStep / 16), B::descriptor(b) + step * (B::kStep / 16),
                    step != 0);
-      });
-      if constexpr (first.value && kOverlaps) {
-        if constexpr (kUsed == 1 || !kByUnits) {
-          if (unit == 0) meanwhile(kFirstUnit, kEnd);
-        } else {
-          if (unit == 0) meanwhile(kFirstUnit, kSecondUnit);
-          else meanwhile(kSecondUnit, kEnd);
-        }
-      }
-      if (unit == 0) factors.read(s, slots.of(state.stage), consumer, warp, lane);
+      wgmma_commit();
+      if (first.value && kOverlaps && unit == 0) meanwhile();
+      if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
       factors.begin_unit(unit);
       if (unit == kUsed - 1) factors.advance(!last);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
-      factors.template promote<first.value>(acc[unit], part, s, slots.of(state.stage), unit, lane);
+      factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);
     }
     if constexpr (kInStage) {
       __syncwarp();
       release<K>(s, state.stage, lane);
     }
-    if (K::kTurns && kUsed == 1 && skips) take_turn<K>(consumer), pass_turn<K>(consumer);
     state.advance();
-    slots.advance();
   };
   constexpr std::integral_constant<int, K::kStepsK> kAll;
   if constexpr (A::kRaggedDepth) {
@@ -76,7 +62,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
     if (blocks > 1) {
       stage(kAll, std::true_type(), false);
     } else {
-      if constexpr (kOverlaps) meanwhile(kFirstUnit, kEnd);
+      if constexpr (kOverlaps) meanwhile();
 #pragma unroll
       for (int i = 0; i < kUnits * 64; ++i) acc[i / 64][i % 64] = 0.f;
       if (blocks == 0) return;  // an empty group's are zeros
@@ -98,47 +84,28 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   WorkTileReader tiles(s.work);
   PipelineState<K::kStages> state;
-  typename K::ScaleSlots slots;
   PipelineState<K::Layout::kSlots> slot;
   uint32_t epilogue_phase = 0;
   float acc[kUnits][64];
   auto& rows = reinterpret_cast<float (&)[K::kRowBlocks][K::kTileN / 2]>(acc);
   int complete = 0;  // blocks of rows of the tile before, still in their registers
-  const auto hand_over_units = [&](auto first, auto end) INLINE {
-    if (complete == 0) return;
-    if constexpr (end.value - first.value == kUnits) {
-      hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, slot, epilogue_phase);
-      if constexpr (K::kRowBlocks == 2)
-        if (complete == 2) hand_over<K, 1>(s, p, rows[1], consumer, warp, lane, slot, epilogue_phase);
-    } else {
-      constexpr int kParts = K::Layout::kParts / kUnits;
-      hand_over<K, 0, first.value * kParts, end.value * kParts>(s, p, rows[0], consumer, warp, lane, slot,
-                                                                epilogue_phase);
-    }
-    if constexpr (end.value == kUnits) end_tile<K>(s, epilogue_phase);
-  };
   const auto end_tile_before = [&] {
-    hand_over_units(std::integral_constant<int, 0>(), std::integral_constant<int, kUnits>());
+    if (complete == 0) return;
+    hand_over<K, 0>(s, p, rows[0], consumer, warp, lane, slot, epilogue_phase);
+    if constexpr (K::kRowBlocks == 2)
+      if (complete == 2) hand_over<K, 1>(s, p, rows[1], consumer, warp, lane, slot, epilogue_phase);
+    end_tile<K>(s, epilogue_phase);
   };
-  begin_turns<K>(consumer);
   for (WorkTile tile; tiles.next(tile);) {
     const int mine = K::row_blocks(tile, consumer);
     if (mine == 0) {
       end_tile_before();
-      const int units = K::kUnitsAreRows ? K::row_blocks(tile, 0) : K::narrow(tile, p) ? 1 : kUnits;
-      if constexpr (K::kTurns > 0)
-        for (int i = units * k_blocks_of<K>(tile, p); i > 0; --i) {
-          take_turn<K>(consumer);
-          pass_turn<K>(consumer);
-        }
       skip<K>(s, state, k_blocks_of<K>(tile, p), lane);
-      slots.advance(k_blocks_of<K>(tile, p));
       pass_over_tile<K>(s, epilogue_phase);
     } else if (K::kUnitsAreRows ? mine == 1 : K::narrow(tile, p)) {
-      const bool skips = K::kUnitsAreRows && K::row_blocks(tile, 0) == kUnits;
-      multiply_scaled<K, 1>(acc, s, state, slots, tile, p, consumer, warp, lane, skips, hand_over_units);
+      multiply_scaled<K, 1>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
     } else {
-      multiply_scaled<K, 2>(acc, s, state, slots, tile, p, consumer, warp, lane, false, hand_over_units);
+      multiply_scaled<K, 2>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
     }
     complete = mine;
   }

@@ -15,27 +15,6 @@ namespace fusible {
 
 constexpr int kUnitColumns = 128;
 
-// Scales are in their stage.
-struct StageSlots {
-  static constexpr bool kMore = false;
-  static constexpr int number(int stages) { return stages; }
-  DEVICE int of(int stage) const { return stage; }
-  DEVICE void advance(int = 1) {}
-};
-// Scales that are read after the stage's last product, when the stage has been released, have one slot more than there
-// are stages: whoever releases a stage has read the scales of the one before.
-template <int kStages>
-class MoreSlots {
- public:
-  static constexpr bool kMore = true;
-  static constexpr int number(int stages) { return stages + 1; }
-  DEVICE int of(int) const { return slot_; }
-  DEVICE void advance(int stages = 1) { slot_ = (slot_ + stages) % (kStages + 1); }
-
- private:
-  unsigned slot_ = 0;
-};
-
 // What the producer's thread does about scales that no copy engine brings: nothing.
 template <class K>
 struct NothingToPut {
@@ -46,8 +25,6 @@ struct NothingToPut {
 // Of operands of 16 bits: there are none.
 struct NoScaling {
   static constexpr bool kScaled = false, kScalesColumns = false;
-  template <TileVariant>
-  using Slots = StageSlots;
   template <class K>
   using Putting = NothingToPut<K>;
   template <class P>
@@ -86,8 +63,6 @@ DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float 
 
 struct Scaling1D2D {
   static constexpr bool kScaled = true, kScalesColumns = false;
-  template <TileVariant>
-  using Slots = StageSlots;
   template <class K>
   using Putting = NothingToPut<K>;
   template <class P>
@@ -103,7 +78,7 @@ struct Scaling1D2D {
     tma::prefetch_map(&p.a_scales);
   }
   template <class S, class P>
-  DEVICE static void copy(S& s, const P& p, int stage, int, int block, const WorkTile& tile) {
+  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
     using Scales = decltype(s.scales);
     const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
 #pragma unroll
@@ -222,19 +197,15 @@ struct Scaling1D2DInStage : Scaling1D2D {
 
 struct Scaling1D1D {
   static constexpr bool kScaled = true, kScalesColumns = false;
-  // Tiles of 256 columns lack the registers.
-  static constexpr bool has_more_slots(const TileVariant& tile) { return tile.turns > 0 && tile.tile_n == 128; }
-  template <TileVariant kVariant>
-  using Slots = std::conditional_t<has_more_slots(kVariant), MoreSlots<kVariant.stages>, StageSlots>;
   template <class K>
   using Putting = NothingToPut<K>;
   template <class P>
   using Params = Params1D1D<P>;
-  template <int kTileM, int kTileN, int kSlots>
+  template <int kTileM, int kTileN, int kStages>
   struct Stages {
     static constexpr uint32_t kBytes = (kTileM + kTileN) * sizeof(float);
-    alignas(128) float a[kSlots][kTileM];
-    alignas(128) float b[kSlots][kTileN];
+    alignas(128) float a[kStages][kTileM];
+    alignas(128) float b[kStages][kTileN];
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
@@ -242,25 +213,25 @@ struct Scaling1D1D {
     tma::prefetch_map(&p.b_scales);
   }
   template <class S, class P>
-  DEVICE static void copy(S& s, const P& p, int stage, int slot, int block, const WorkTile& tile) {
+  DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
     constexpr int kTileN = sizeof(s.scales.b[0]) / sizeof(float);
-    tma::load(&p.a_scales, &s.full[stage], s.scales.a[slot], tile.row, tile.tokens_start + block);
-    tma::load(&p.b_scales, &s.full[stage], s.scales.b[slot], tile.column * kTileN, tile.tokens_start + block);
+    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], tile.row, tile.tokens_start + block);
+    tma::load(&p.b_scales, &s.full[stage], s.scales.b[stage], tile.column * kTileN, tile.tokens_start + block);
   }
 
   template <class K>
   class Factors {
    public:
     DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
-    DEVICE void read(const typename K::Storage& s, int slot, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[slot], 128, consumer, warp, lane);
+    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
+      rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
     }
     DEVICE void begin_unit(int) {}
     DEVICE void advance(bool) {}
     template <bool kFirst>
-    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int slot, int unit,
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
                         int lane) const {
-      const float* columns = s.scales.b[slot] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+      const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
       const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {

@@ -8,7 +8,6 @@
 // weights, in blocks of 64, and all tokens.
 #pragma once
 #include "device/mainloop.cuh"
-#include "device/turns.cuh"
 
 namespace fusible {
 
@@ -74,12 +73,14 @@ DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Stora
     const float* of_tokens = s.scales.a[state.stage] + shift + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kWeightBlocks<K>; ++i) {
-      multiply_in_turn<K, K::kStepsK>(consumer, [&](int step) INLINE {
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < K::kStepsK; ++step)
         wgmma_e4m3(part,
                    Weights::descriptor(s.stages.b[state.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
                        step * (Weights::kStep / 16),
                    Tokens::descriptor(s.stages.a[state.stage]) + step * (Tokens::kStep / 16), step != 0);
-      });
+      wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
       for (int vector = 0; vector < kTokens / 8; ++vector) {
@@ -156,7 +157,6 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   PipelineState<Layout::kSlots> slot;
   [[maybe_unused]] uint32_t epilogue_phase = 0;
   SwapAbAccumulators<K> acc;
-  begin_turns<K>(consumer);
   for (WorkTile tile; tiles.next(tile);) {
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
     else if constexpr (K::Scaling::kScaled) multiply_scaled_swap_ab<K>(acc, s, state, tile, p, consumer, lane);

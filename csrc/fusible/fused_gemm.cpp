@@ -5,6 +5,7 @@
 #include <iterator>
 #include <limits>
 
+#include "fusible/activation_launch.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
@@ -38,24 +39,6 @@ bool built_for(const int (&variants)[kCount], int variant) {
   return std::find(std::begin(variants), std::end(variants), variant) != std::end(variants);
 }
 
-// Whether gate and up stand half a row apart, so that a tile takes its columns from two places.
-bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
-
-// Whether what a consumer stores to shared memory holds the up of each of its gates. Blocks narrower than eight are
-// told apart within sixteen columns.
-bool block_fits(const Activation& a, int64_t columns, int variant) {
-  if (!a.gated || has_halves(a, columns)) return true;
-  return a.block == 1 || a.block == 2 || a.block == 4 ||
-         (a.block % 8 == 0 && kTileVariants[variant].smem_out_columns() % (2 * a.block) == 0);
-}
-
-void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
-  FUSIBLE_CHECK(columns > 0 && columns % 8 == 0, "the hidden rows must have a multiple of 8 columns, got ", columns,
-                ". ", p);
-  FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ",
-                columns, ". ", p);
-}
-
 // body(layout, operand) of a product whose rows are tokens.
 template <class Body>
 KernelEntry dispatch_product(const GemmProblem& p, const Body& body) {
@@ -83,18 +66,6 @@ KernelEntry entry_of_function(const KernelEntry& built_in, const Activation& a, 
                               int variant) {
   return in_place_of(built_in,
                      a.kernels[std::find(std::begin(variants), std::end(variants), variant) - std::begin(variants)]);
-}
-
-ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,
-                                   const RowScale& scales, int64_t columns, cudaStream_t stream) {
-  ActivationParams params{};
-  static_cast<GemmParams&>(params) = prepare_params(gemm, config, stream);
-  params.activation = a;
-  if (!a.gated) params.activation.limit = std::numeric_limits<float>::infinity(), params.activation.linear_offset = 0;
-  params.scales = scales;
-  params.columns = static_cast<int>(columns);
-  params.block = static_cast<int>(a.gated ? a.block : columns);
-  return params;
 }
 
 // Of weights whose halves are gate and up.
@@ -142,13 +113,41 @@ void check_vectors(const GemmProblem& p, const Activation& a, const ColumnVector
 
 }  // namespace
 
+bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
+
+bool block_fits(const Activation& a, int64_t columns, const TileVariant& tile) {
+  if (!a.gated || has_halves(a, columns)) return true;
+  return a.block == 1 || a.block == 2 || a.block == 4 ||
+         (a.block % 8 == 0 && tile.smem_out_columns() % (2 * a.block) == 0);
+}
+
+void check_activation(const GemmProblem& p, const Activation& a, int64_t columns) {
+  FUSIBLE_CHECK(columns > 0 && columns % 8 == 0, "the hidden rows must have a multiple of 8 columns, got ", columns,
+                ". ", p);
+  FUSIBLE_CHECK(!a.gated || (a.block > 0 && columns % a.block == 0), "blocks of ", a.block, " columns do not divide ",
+                columns, ". ", p);
+}
+
+ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& config, const Activation& a,
+                                   const RowScale& scales, int64_t columns, cudaStream_t stream) {
+  ActivationParams params{};
+  static_cast<GemmParams&>(params) = prepare_params(gemm, config, stream);
+  params.activation = a;
+  if (!a.gated) params.activation.limit = std::numeric_limits<float>::infinity(), params.activation.linear_offset = 0;
+  params.scales = scales;
+  params.columns = static_cast<int>(columns);
+  params.block = static_cast<int>(a.gated ? a.block : columns);
+  return params;
+}
+
 // As for a plain product: short groups have swap_ab tiles, and a pair of blocks reads the weights once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
   constexpr int kShared = kActivationVariants[0], kSwapAb = kActivationVariants[1];
-  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kSwapAb) ? kSwapAb : kShared;
+  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kTileVariants[kSwapAb]) ? kSwapAb : kShared;
   FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ",
                 p);
-  FUSIBLE_CHECK(block_fits(a, p.n / 2, variant), "blocks of ", a.block, " columns do not fit into a tile. ", p);
+  FUSIBLE_CHECK(block_fits(a, p.n / 2, kTileVariants[variant]), "blocks of ", a.block,
+                " columns do not fit into a tile. ", p);
   return choose_config(p, multiprocessors, variant);
 }
 

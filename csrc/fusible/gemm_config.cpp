@@ -48,6 +48,15 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
   return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
 }
 
+// Positions in kScaledVariants and kScaledWgradVariants, likewise.
+enum ScaledVariant : int { kScaledWide = 0, kScaledTall = 1 };
+
+// The tall tile lacks registers for fp32. Of weight gradients, it is better where groups are short.
+int choose_scaled_variant(const GemmProblem& p) {
+  if (p.output == DType::kFloat32) return kScaledWide;
+  return p.layout == Layout::kTN && p.tokens / p.groups >= 384 ? kScaledWide : kScaledTall;
+}
+
 const char* name(DType type) {
   constexpr const char* kNames[] = {"fp32", "fp16", "bf16", "e4m3"};
   return kNames[static_cast<int>(type)];
@@ -83,7 +92,7 @@ GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant)
 GemmConfig choose_scaled_config(const GemmProblem& p, int multiprocessors, int variant) {
   const bool is_wgrad = p.layout == Layout::kTN, chosen = variant < 0;
   const TileVariant* variants = is_wgrad ? kScaledWgradVariants : kScaledVariants;
-  if (chosen) variant = 0;
+  if (chosen) variant = choose_scaled_variant(p);
   const bool may_halve = chosen && is_wgrad && variants[variant].tile_m > kLeastRows;
   return complete(p, multiprocessors, may_halve, variant, variants);
 }

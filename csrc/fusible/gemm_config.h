@@ -28,8 +28,7 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
-  int turns = 0;  // steps of a product that are still to come when the other consumer's turn begins; 0: there are no
-                  // turns (device/scaled_mainloop.cuh)
+  bool scales_in_stage = false;  // of weights of e4m3 (device/scaling.cuh)
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -49,17 +48,16 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 192, 1, 2, 3, 4},  // for weight gradients alone
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},           {256, 128, 1, 2, 3, 8},
-                                                  {128, 256, 2, 1, 3, 8, false, 1}, {128, 256, 2, 1, 3, 8, false, 2},
-                                                  {256, 128, 1, 2, 3, 8, false, 1}, {128, 256, 2, 1, 3, 16, false, 1},
-                                                  {128, 256, 2, 1, 3, 8, true},     {128, 256, 2, 1, 3, 8, true, 1}};
+inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},
+                                                  {256, 128, 1, 2, 3, 8},
+                                                  {128, 256, 2, 1, 3, 8, true, true},
+                                                  {256, 128, 1, 2, 3, 8, false, true},
+                                                  {128, 256, 2, 1, 3, 8, false, true}};
 // Of those whose rows have one scale each.
 inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8},
-                                                       {256, 128, 1, 2, 3, 8},
-                                                       {128, 256, 2, 1, 3, 8, false, 1},
-                                                       {256, 128, 1, 2, 3, 8, false, 1},
-                                                       {128, 256, 2, 1, 3, 8, false, 2}};
+inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
+inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);

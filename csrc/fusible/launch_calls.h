@@ -124,15 +124,19 @@ struct ScaledLaunch : OnStream {
   }
   // Of products of rows.
   template <class Visitor>
-  void visit_rows(Visitor& v) {
-    v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
+  void visit_row_operands(Visitor& v) {
+    visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
     v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
   }
   template <class Visitor>
-  void visit_epilogue(Visitor& v) {
+  void visit_bias(Visitor& v) {
     EpilogueArguments& e = gemm.epilogue;
     v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
     v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
+  }
+  template <class Visitor>
+  void visit_factors(Visitor& v) {
+    EpilogueArguments& e = gemm.epilogue;
     v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
   }
   void complete(Layout layout) {
@@ -145,27 +149,53 @@ struct ScaledLaunch : OnStream {
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
 };
 
-struct ScaledGemmLaunch : ScaledLaunch {
-  static constexpr const char* kName = "scaled_gemm";
+// Of those whose rows are tokens.
+struct ScaledRowsLaunch : ScaledLaunch {
   int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
   bool halves = false;
 
   template <class Visitor>
-  void fields(Visitor& v) {
-    visit_operands(v), visit_rows(v);
+  void visit_rows(Visitor& v) {
+    visit_row_operands(v);
     v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
     v.field("b_scales_column", b_scales_column), v.field("halves", halves);
-    v.optional();
-    visit_epilogue(v);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
     ScaledLaunch::complete(Layout::kNT);
     gemm.problem.scale_bias = e.bias.data || !bias_addresses.empty() || e.row_scale || e.bias_scale || e.alphas;
   }
-  void run() const {
-    scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column, halves}, device, stream);
+  ScaledGemm product() const {
+    return {gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column, halves};
   }
+};
+
+struct ScaledGemmLaunch : ScaledRowsLaunch {
+  static constexpr const char* kName = "scaled_gemm";
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_rows(v), v.optional(), visit_bias(v), visit_factors(v);
+  }
+  void run() const { scaled_gemm(product(), device, stream); }
+};
+
+// With `out` 0, the product is not kept.
+struct ScaledActivationLaunch : ScaledRowsLaunch {
+  static constexpr const char* kName = "scaled_activation";
+  Activation activation{};
+  RowScale scales{};
+  bool power_of_two = false;
+  QuantizedRows rows{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("activation", activation), visit_rows(v), v.field("power_of_two", power_of_two);
+    v.field("rows", rows.data), v.field("row_scales", rows.scales);
+    v.optional();
+    visit_bias(v), visit_scales(v, scales), v.field("zero_tail", gemm.zero_tail);
+  }
+  void run() const { scaled_activation({product(), activation, scales, power_of_two, rows}, device, stream); }
 };
 
 struct RowScaledGemmLaunch : ScaledLaunch {
@@ -175,10 +205,9 @@ struct RowScaledGemmLaunch : ScaledLaunch {
 
   template <class Visitor>
   void fields(Visitor& v) {
-    visit_operands(v), visit_rows(v);
-    v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row), v.field("fast", fast);
-    v.optional();
-    visit_epilogue(v);
+    visit_row_operands(v), v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
+    v.field("fast", fast);
+    v.optional(), visit_bias(v), visit_factors(v);
   }
   void complete() {
     ScaledLaunch::complete(Layout::kNT);

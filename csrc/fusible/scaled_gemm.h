@@ -3,7 +3,7 @@
 // its byte times its scale. Products of a block are summed by the tensor cores, blocks in fp32.
 #pragma once
 #include "fusible/grouped_gemm.h"
-#include "fusible/scale_block.h"
+#include "fusible/quantize.h"
 
 namespace fusible {
 
@@ -25,6 +25,17 @@ struct RowScaledGemm {
   bool fast = false;  // all of the depth is summed by the tensor cores
 };
 
+// activation(preact) * scales, rounded to the type of `preact` and quantised, where preact is the product: into its
+// `out`, or nowhere if that has no data. n counts the columns of preact. Where gate and up stand half a row apart, a
+// half is a multiple of 128.
+struct ScaledActivation {
+  ScaledGemm product;  // without factors of rows
+  Activation activation;
+  RowScale scales;
+  bool power_of_two;
+  QuantizedRows rows;
+};
+
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /
 // 128) of T / 128 + E blocks, behind those of the groups before it.
 struct ScaledWgrad {
@@ -36,6 +47,7 @@ struct ScaledWgrad {
 // zero, or what it was when accumulating.
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream);
 void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream);
+void scaled_activation(const ScaledActivation& call, int device, cudaStream_t stream);
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

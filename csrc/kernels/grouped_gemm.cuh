@@ -23,13 +23,11 @@ struct GroupedGemmKernel {
   static_assert(std::is_same_v<T, typename B::Element>, "both operands have elements of one type");
   static constexpr int kTileK = A::kTileK, kStepsK = kTileK / A::kStepK;
   using Scaling = Scaling_;
-  using ScaleSlots = typename Scaling::template Slots<kVariant>;
   using Params = typename Scaling::template Params<typename Groups::template Params<typename Epilogue::Params>>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
-  static constexpr int kTurns = kVariant.turns;                  // of consumers
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -52,7 +50,7 @@ struct GroupedGemmKernel {
   struct __align__(1024) Storage {
     Stages<kTileM, kTileN, kStages> stages;
     uint8_t smem_out[kConsumers][Layout::kBytes];
-    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, ScaleSlots::number(kStages)> scales;
+    [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, kStages> scales;
     uint64_t full[kStages], empty[kStages];
     uint64_t out_full[kConsumers][Layout::kSlots], out_empty[kConsumers][Layout::kSlots];
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;

@@ -8,27 +8,29 @@
 namespace fusible {
 
 template <class Out, bool kScaleBias, TileVariant kVariant>
-using ScaledKernel =
-    GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out, kScaleBias,
-                      kVariant, StoreEpilogue, TokenGroups,
-                      std::conditional_t<(kVariant.turns > 0 || kVariant.swap_ab), Scaling1D2DInStage, Scaling1D2D>>;
+using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out,
+                                       kScaleBias, kVariant, StoreEpilogue, TokenGroups,
+                                       std::conditional_t<kVariant.scales_in_stage, Scaling1D2DInStage, Scaling1D2D>>;
 // Columns of two halves, whose scales restart with the second.
 template <class Out, bool kScaleBias>
 using ScaledHalvesKernel =
-    GroupedGemmKernel<TokenRows<E4M3>, GateUpRows<E4M3, kScaledVariants[0].tile_n>, Out, kScaleBias, kScaledVariants[0],
-                      HalvesStoreEpilogue, TokenGroups, Scaling1D2D>;
+    GroupedGemmKernel<TokenRows<E4M3>, GateUpRows<E4M3, kScaledVariants[kScaledHalvesVariant].tile_n>, Out, kScaleBias,
+                      kScaledVariants[kScaledHalvesVariant], HalvesStoreEpilogue, TokenGroups, Scaling1D2D>;
 template <class Out, TileVariant kVariant>
 using ScaledWgradKernel = GroupedGemmKernel<BlockedTokens<E4M3>, BlockedTokensB<E4M3, kVariant.tile_n>, Out, false,
                                             kVariant, StoreEpilogue, BlockedGroups, Scaling1D1D>;
 
 template <class Out, bool kScaleBias, int kVariant>
 KernelEntry scaled_entry_of_variant() {
-  if constexpr (kVariant > 0 && (kScaleBias || !std::is_same_v<Out, __nv_bfloat16>)) return {};
+  constexpr bool kMeasured = kVariant < 2;  // the others have been built to be
+  if constexpr (std::is_same_v<Out, float> ? kVariant > 0
+                                           : !kMeasured && (kScaleBias || !std::is_same_v<Out, __nv_bfloat16>))
+    return {};
   else return entry_of<ScaledKernel<Out, kScaleBias, kScaledVariants[kVariant]>>();
 }
 template <class Out, int kVariant>
 KernelEntry scaled_wgrad_entry_of_variant() {
-  if constexpr (kVariant > 0 && !std::is_same_v<Out, __nv_bfloat16>) return {};
+  if constexpr (kVariant > 0 && std::is_same_v<Out, float>) return {};
   else return entry_of<ScaledWgradKernel<Out, kScaledWgradVariants[kVariant]>>();
 }
 

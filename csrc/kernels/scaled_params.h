@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters of products of e4m3 operands, and their kernels.
 #pragma once
-#include "kernels/kernel_entry.h"
+#include "fusible/quantize.h"
+#include "kernels/activation_params.h"
 
 namespace fusible {
 
@@ -27,10 +28,18 @@ struct Params1D1D : P {
   CUtensorMap a_scales, b_scales;  // [blocks of tokens, rows of the operand]
 };
 
+// `rows`: of the activation, in the place of its `postact`.
+struct QuantizedActivationParams : ActivationParams {
+  QuantizedRows rows;
+  bool power_of_two;
+};
+
 // Without a function where the variant is not built for it.
 KernelEntry scaled_entry(DType out, bool scale_bias, int variant);
-KernelEntry scaled_halves_entry(DType out, bool scale_bias);  // of variant 0
+KernelEntry scaled_halves_entry(DType out, bool scale_bias);      // of kScaledHalvesVariant
 KernelEntry row_scaled_entry(DType out, bool fast, int variant);  // a position in kRowScaledVariants
 KernelEntry scaled_wgrad_entry(DType out, int variant);
+// Into rows of 16 bits and of e4m3. `halves`: a tile has as many columns of gate as of up.
+KernelEntry scaled_activation_entry(DType out, bool halves, bool scale_bias);
 
 }  // namespace fusible

@@ -14,7 +14,7 @@ from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized_linear import TokenCopies, applied, quantized_hidden
+from ..quantized_linear import TokenCopies, activating, applied, quantized_hidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,14 @@ def forward(
     if recipe is not None:
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent = bias_scale, grad_input
+        if copied:
+            activate = activating(activation, flat(scales), keep_preact)
+            (kept, copies), saved = fc1.quantized_fwd(
+                recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
+            )
+            return FirstLinear(copies, kept, saved)
         preact, saved = fc1.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms)
-        hidden = quantized_hidden(recipe, preact, sizes, activation, flat(scales), copied)
+        hidden = quantized_hidden(recipe, preact, sizes, activation, flat(scales), False)
         return FirstLinear(hidden, preact if keep_preact else None, saved)
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}

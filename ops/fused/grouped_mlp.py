@@ -32,11 +32,11 @@ from ..quantized_linear import (
     ThroughActivation,
     TokenCopies,
     Wanted,
+    activating,
     copies_of,
     followed_by,
     hidden_for_wgrad,
     in_force,
-    quantized_hidden,
     through_activation,
     transposed_operand,
     wgrad_is_quantized,
@@ -162,12 +162,14 @@ class GroupedMLP(FusedOp):
         tokens = x.tokens if isinstance(x, GatheredTokens) else x
         copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
         bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
-        preact, first = self.fc1.quantized_fwd(recipe, tokens, copies, split_sizes, None, None, needs, True, bias)
-        hidden = quantized_hidden(recipe, preact, split_sizes, spec, flat(scales), True)
+        activate = activating(spec, flat(scales), reads_preact(needs_grad))
+        (preact, hidden), first = self.fc1.quantized_fwd(
+            recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
+        )
         factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
-        fc1 = FirstLinear(hidden, preact if reads_preact(needs_grad) else None, first)
-        y, fc2 = self._second(fc1, None, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        return y, self.Saved(first, fc2, fc1.preact, scales, out_scales, None)
+        kept = _kept_for_fc2(needs_grad, self.fc2.has_bias)
+        y, fc2 = self._second(FirstLinear(hidden, preact, first), None, kept, factors)
+        return y, self.Saved(first, fc2, preact, scales, out_scales, None)
 
     def _second(
         self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]

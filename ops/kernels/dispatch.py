@@ -25,6 +25,7 @@ from .hopper import permute as hopper_permute
 from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
+from .hopper import scaled_activation as hopper_scaled_activation
 from .hopper import scaled_gemm as hopper_scaled
 from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
@@ -34,7 +35,7 @@ from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
-from .quantized_problem import Multiplying, PackedGemm, Quantizing, source
+from .quantized_problem import Multiplying, PackedGemm, Quantizing, ScaledActivation, source
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -237,6 +238,12 @@ def packed_refusal(problem: PackedGemm) -> str | None:
     if problem.rows > FEW_ROWS * problem.groups:
         return f"{problem.rows} rows of {problem.groups} groups are not few: more than {FEW_ROWS} of each, on average"
     return hopper_packed.refusal(problem)
+
+
+def scaled_epilogue_refusal(problem: ScaledActivation) -> str | None:
+    """Why the activation behind a product of quantised operands is a kernel of its own; None: it is the epilogue."""
+    backend, why = scaled_products(problem.product)
+    return hopper_scaled_activation.refusal(problem) if backend is hopper_scaled else why
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:

@@ -228,6 +228,31 @@ class ScaledGemm:
 
 
 @dataclass(slots=True)
+class ScaledActivation:
+    """``activation(product) * scales``, rounded to the dtype of the product and then quantised.
+
+    Attributes:
+        product: whose ``out`` is the pre-activation, or has no rows: it is not kept.
+        scales: [T], of any floating-point dtype; None for ones.
+        power_of_two: whether scales of blocks are powers of two.
+        rows: of the activation [T, F]; see :class:`QuantizeRows`.
+    """
+
+    product: ScaledGemm
+    activation: ActivationSpec
+    scales: Tensor | None
+    power_of_two: bool
+    rows: QuantizedRows
+
+    @property
+    def bytes(self) -> int:
+        return self.product.bytes + nbytes(self.scales) + copy_bytes(self.rows)
+
+    def __str__(self) -> str:
+        return f"{self.product}, activation rows"
+
+
+@dataclass(slots=True)
 class ScaledWgrad:
     """``out[g] (+)= A_g B_g^T``: for each group the product of two operands in blocks of its tokens.
 

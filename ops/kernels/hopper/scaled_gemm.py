@@ -38,24 +38,12 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
     Args:
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    k, (bias, biases) = p.mnk[2], NO_MATRICES
-    if p.bias is not None:
-        bias, biases = bias_addressing(p.bias)
-    bias_scale, row_scale, alphas = map(_float32, (p.bias_scale, p.row_scale, p.alpha))
-    workspace = _workspace(p.a.data, p.groups)
-    launch = compiled().row_scaled_gemm if _scales_whole_rows(p) else compiled().scaled_gemm
+    bias_scale, row_scale, alphas = map(as_float32, (p.bias_scale, p.row_scale, p.alpha))
+    workspace = new_workspace(p)
+    launch = compiled().row_scaled_gemm if scales_whole_rows(p) else compiled().scaled_gemm
     launch(
-        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
-        **_scale_fields(p),
-        k=k,
-        a_pitch=p.a.data.stride(0),
-        b_pitch=p.weight.stride(1),
-        b_group=p.weight.stride(0),
-        bias=bias[0],
-        bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
-        bias_pitch=bias[1],
-        bias_addresses=biases,
-        bias_scale=address(bias_scale),
+        **row_fields(p, workspace, variant),
+        **bias_fields(p.bias, bias_scale),
         row_scale=address(row_scale),
         alphas=address(alphas),
         zero_tail=p.fresh,
@@ -64,24 +52,49 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
         torch.autograd.graph.increment_version(p.out)
 
 
-def _scales_whole_rows(p: ScaledGemm) -> bool:
+def scales_whole_rows(p: ScaledGemm) -> bool:
+    """Whether both operands have one scale for each row, and not for blocks."""
     return p.a.scales.dim() == 1
+
+
+def row_fields(p: ScaledGemm, workspace: Tensor, variant: int = -1) -> dict[str, Any]:
+    """The fields of a product of rows, in their order, up to those that are optional."""
+    return {
+        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
+        "k": p.mnk[2],
+        "a_pitch": p.a.data.stride(0),
+        "b_pitch": p.weight.stride(1),
+        "b_group": p.weight.stride(0),
+        **_scale_fields(p),
+    }
 
 
 def _scale_fields(p: ScaledGemm) -> dict[str, Any]:
     """Where the scales of weights lie, and what else depends on their kind."""
     strides = p.weight_scales.stride()
     fields = {"b_scales_group": strides[0], "b_scales_row": strides[1]}
-    if _scales_whole_rows(p):
+    if scales_whole_rows(p):
         return {**fields, "fast": p.fast_accumulation}
     return {**fields, "b_scales_column": strides[2], "halves": p.halves == 2}
+
+
+def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
+    """The fields of a bias, whose scales are float32."""
+    (data, pitch, _), listed = NO_MATRICES if bias is None else bias_addressing(bias)
+    return {
+        "bias": data,
+        "bias_type": 0 if bias is None else TYPE_CODES[first(bias).dtype],
+        "bias_pitch": pitch,
+        "bias_addresses": listed,
+        "bias_scale": address(bias_scale),
+    }
 
 
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     """One launch on the current stream; see :func:`launch_gemm`."""
     m = p.mnk[0]
     (out, pitch, group), out_addresses = addressing(p.out)
-    workspace = _workspace(p.a.data, p.groups)
+    workspace = new_workspace(p)
     compiled().scaled_wgrad(
         **_operand_fields(p, p.b, (out, pitch), workspace, variant),
         m=m,
@@ -118,11 +131,12 @@ def _operand_fields(
     }
 
 
-def _workspace(like: Tensor, groups: int) -> Tensor:
-    return like.new_empty(workspace_bytes(groups), dtype=torch.uint8)
+def new_workspace(p: Multiplying) -> Tensor:
+    """What a launch needs for itself."""
+    return p.a.data.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
 
 
-def _float32(factors: Tensor | None) -> Tensor | None:
+def as_float32(factors: Tensor | None) -> Tensor | None:
     return None if factors is None else factors.to(torch.float32)
 
 
@@ -164,7 +178,7 @@ def _scales_refusal(p: ScaledGemm) -> str | None:
     """Scales must be of blocks, or of whole rows, of both operands."""
     tokens, n, k = p.mnk
     of_rows, of_weights = [tokens], [p.groups, n]
-    if not _scales_whole_rows(p):
+    if not scales_whole_rows(p):
         of_rows = [ceil_blocks(k), -(-tokens // 4) * 4]
         of_weights = [p.groups, p.halves * ceil_blocks(n // p.halves), of_rows[0]]
     if list(p.a.scales.shape) != of_rows or not p.a.scales.is_contiguous():

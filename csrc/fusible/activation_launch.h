@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the launches of products that end in an activation share.
+#pragma once
+#include "fusible/gemm_launch.h"
+#include "kernels/activation_params.h"
+
+namespace fusible {
+
+// Whether gate and up stand half a row apart, so that a tile takes its columns from two places. `columns` are those of
+// the activation here and below.
+bool has_halves(const Activation& activation, int64_t columns);
+
+// Whether what a consumer stores to shared memory holds the up of each of its gates. Blocks narrower than eight are
+// told apart within sixteen columns.
+bool block_fits(const Activation& activation, int64_t columns, const TileVariant& tile);
+
+// Throws fusible::Error where no kernel ends in it.
+void check_activation(const GemmProblem& problem, const Activation& activation, int64_t columns);
+
+// As prepare_params.
+ActivationParams activation_params(const GroupedGemm& call, const GemmConfig& config, const Activation& activation,
+                                   const RowScale& scales, int64_t columns, cudaStream_t stream);
+
+}  // namespace fusible

@@ -1,0 +1,94 @@
+"""The door to a product of quantised operands with an activation behind it, whose rows are quantised."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import tracing as trace
+from ..activation_spec import ActivationSpec
+from ..quantized.copies import QuantizedRows
+from .custom_ops import kernel
+from .dispatch import scaled_epilogue_refusal
+from .hopper import scaled_activation as hopper
+from .problem import Matrices
+from .quantized import E4M3, quantize_activation, scaled_gemm
+from .quantized_problem import ScaledActivation, ScaledGemm, ceil_blocks
+
+
+class ActivatedRows(NamedTuple):
+    """The rows of an activation, quantised, and the pre-activation if it is kept; flat, as a custom op returns them."""
+
+    preact: Tensor | None
+    row_data: Tensor
+    row_scales: Tensor
+
+    @property
+    def rows(self) -> QuantizedRows:
+        return QuantizedRows(self.row_data, self.row_scales)
+
+
+def new_activated_rows(
+    a: Tensor, weight: Tensor, activation: ActivationSpec, keep_preact: bool, dtype: torch.dtype
+) -> ActivatedRows:
+    """Memory for the rows of an activation, and for the product in front if it is kept."""
+    tokens, columns = a.shape[0], weight.shape[1]
+    features = activation.out_features(columns)
+    scales = a.new_empty((ceil_blocks(features), (tokens + 3) // 4 * 4), dtype=torch.float32)
+    preact = a.new_empty((tokens, columns), dtype=dtype) if keep_preact else None
+    return ActivatedRows(preact, a.new_empty((tokens, features), dtype=E4M3), scales)
+
+
+@kernel(new_activated_rows)
+def scaled_gemm_activation(
+    a: Tensor,
+    a_scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    *,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+    power_of_two: bool,
+    keep_preact: bool,
+    dtype: torch.dtype,
+    fused: bool,
+) -> ActivatedRows:
+    """``preact = A W^T + bias_scale * bias``, zero in the tail, and the quantised rows of ``act(preact) * scales``.
+
+    Args:
+        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
+        weight: e4m3 [E, N, K].
+        dtype: of the product, to which the activation is rounded before it is quantised.
+        fused: whether the activation may be the epilogue of the product.
+    """
+    out = new_activated_rows(a, weight, activation, keep_preact, dtype)
+    preact = a.new_empty((0, weight.shape[1]), dtype=dtype) if out.preact is None else out.preact
+    rows = QuantizedRows(a, a_scales)
+    product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
+    problem = ScaledActivation(product, activation, scales, power_of_two, out.rows)
+    why = scaled_epilogue_refusal(problem) if fused else "is not asked for"
+    if why is None:
+        _run(problem)
+        return out
+    if a.is_cuda and fused:
+        trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
+    del out, preact, product, problem  # whose memory the results of these kernels may have
+    terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}
+    values = scaled_gemm(*rows, weight, weight_scales, split_sizes, out_dtype=dtype, **terms)
+    hidden = quantize_activation(values, split_sizes, activation, scales=scales, power_of_two=power_of_two).rows
+    assert hidden is not None
+    return ActivatedRows(values if keep_preact else None, *hidden)
+
+
+def _run(problem: ScaledActivation) -> None:
+    """Launches it, or tells a trace of it."""
+    if trace.active():
+        configuration = f"{problem}, {problem.bytes / 1e6:.1f} MB"
+        trace.record(trace.KernelCall(hopper.NAME, "", problem.product.flops, problem.bytes, configuration))
+    elif problem.product.rows and not problem.rows.data.is_meta:
+        hopper.run(problem)
