@@ -50,8 +50,8 @@ def find_nvcc() -> str:
     if nvcc is None:
         raise BuildError("no nvcc in " + (f"CUDA_HOME={home}" if home else "PATH (and CUDA_HOME is not set)"))
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release (\d+)\.(\d+)", text)
-    if found is None or (int(found[1]), int(found[2])) < OLDEST_NVCC:
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is None or (int(match[1]), int(match[2])) < OLDEST_NVCC:
         raise BuildError(
             f"{nvcc} is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}, the oldest release that can build them"
         )
@@ -107,7 +107,7 @@ def left_out() -> str | None:
     return f"no Hopper GPU is visible, {seen}"
 
 
-def note_what_is_left_out(package: Path) -> None:
+def note_left_out(package: Path) -> None:
     """Says why the kernels are left out, in a line and in a file of the package. There is no file if they are built."""
     reason, note = left_out(), package / NOTE
     if reason is None:
@@ -186,12 +186,12 @@ def read_kernels() -> tuple[list[Kernel], list[str]]:
     for source in sources():
         name, spilled = "", 0
         for line in Path(f"{ROOT / object_of(source)}.log").read_text().splitlines():
-            if found := re.search(r"Compiling entry function '(\S+)'", line):
-                name, spilled = found[1], 0
-            elif found := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
-                spilled = int(found[1]) + int(found[2])
-            elif found := re.search(r"Used (\d+) registers", line):
-                kernels.append(Kernel(str(source), name, int(found[1]), spilled))
+            if match := re.search(r"Compiling entry function '(\S+)'", line):
+                name, spilled = match[1], 0
+            elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+                spilled = int(match[1]) + int(match[2])
+            elif match := re.search(r"Used (\d+) registers", line):
+                kernels.append(Kernel(str(source), name, int(match[1]), spilled))
             elif re.search(r"\bC7[56]\d\d\b", line):
                 advice.append(f"{source}: {line.strip()}")
     return kernels, advice
@@ -210,7 +210,7 @@ class BuildPackage(build_py):
 
     def run(self) -> None:
         super().run()
-        note_what_is_left_out(ROOT / PACKAGES / OPS if self.editable_mode else Path(self.build_lib) / OPS)
+        note_left_out(ROOT / PACKAGES / OPS if self.editable_mode else Path(self.build_lib) / OPS)
 
 
 class BuildKernels(build_ext):
@@ -219,7 +219,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         super().run()
         if self.inplace:
-            note_what_is_left_out(ROOT / PACKAGES / OPS)
+            note_left_out(ROOT / PACKAGES / OPS)
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).absolute()

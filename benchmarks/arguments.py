@@ -38,12 +38,12 @@ def positive(text: str) -> int:
 def duration(text: str) -> float:
     """More than none."""
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
+        number = 0.0
+    if not 0 < number < float("inf"):
         raise ArgumentTypeError(f"expected a number of seconds above 0, got {text!r}")
-    return found
+    return number
 
 
 def device(text: str) -> str:

@@ -59,7 +59,7 @@ def is_ours(name: str) -> bool:
     return path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
 
 
-class Experts:
+class SampleExperts:
     """A model that is fused as a whole, and its arguments."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ class Experts:
 
 def on_cpu() -> dict[str, Counts]:
     """The first call compiles the plan, the second fills the rest of the caches, the third is hot."""
-    experts = Experts(torch.float32)
+    experts = SampleExperts(torch.float32)
     steps = [experts.step() for _ in range(3)]
     return {
         "CPU, cold forward": steps[0][0],
@@ -98,7 +98,7 @@ def with_stub() -> dict[str, Counts]:
     from .stub_extension import launching_nothing
 
     with launching_nothing():
-        experts = Experts(torch.bfloat16)
+        experts = SampleExperts(torch.bfloat16)
         steps = [experts.step() for _ in range(3)]
     counts: dict[str, Counts] = {}
     for name, (forward, backward) in zip(("1st", "2nd", "3rd, replayed,"), steps, strict=True):

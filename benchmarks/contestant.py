@@ -48,13 +48,13 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Interleaved(Contestant):
+class InterleavedContestant(Contestant):
     """A contestant whose W1 has rows of gate and up by turns, as :func:`interleaved` gives them."""
 
     def result(self) -> Result:
         """The same as others give: rows of the gate first."""
-        found = super().result()
-        return found._replace(w1=separated(found.w1))
+        result = super().result()
+        return result._replace(w1=separated(result.w1))
 
 
 def interleaved(w1: Tensor) -> Tensor:

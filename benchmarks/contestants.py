@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 
 import fusible
 from fusible.fuser import registry
-from fusible.ops.kernels.hopper.extension import compiled
 
 from .contestant import Contestant, leaf, swiglu
 from .peers import PEERS
@@ -60,36 +58,6 @@ def under_recipe(problem: Problem, name: str) -> Contestant:
     return Contestant(forward, whole.leaves, problem.dy, rounding=rounding(recipe))
 
 
-@dataclass(frozen=True)
-class Overlapping(Contestant):
-    """Kernels of ours that begin while those before them end, for which the extension has to be asked."""
-
-    def backward(self, y: Tensor) -> tuple[Tensor, ...]:
-        with overlapping_launches():
-            return super().backward(y)
-
-
-@contextmanager
-def overlapping_launches() -> Iterator[None]:
-    """Launches of the body may begin before those before them have ended."""
-    compiled().overlap_launches(True)
-    try:
-        yield
-    finally:
-        compiled().overlap_launches(False)
-
-
-def overlapping(problem: Problem) -> Contestant:
-    """The plan that the compiler chooses, with launches that overlap."""
-    whole = fused(problem)
-
-    def forward() -> Tensor:
-        with overlapping_launches():
-            return whole.forward()
-
-    return Overlapping(forward, whole.leaves, problem.dy)
-
-
 def loop(problem: Problem) -> Contestant:
     """An ``nn.Linear`` pair for each expert, called on its rows; the outputs are put together."""
     sizes = problem.split_sizes.tolist()  # waits for the device, as such code does
@@ -111,7 +79,7 @@ def loop_on_streams(problem: Problem) -> Contestant:
     whole, sizes = loop(problem), problem.split_sizes.tolist()
     x, scales, *weights = whole.leaves
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
-    half = len(weights) // 2
+    groups = len(weights) // 2
 
     def forward() -> Tensor:
         current = torch.cuda.current_stream()
@@ -120,7 +88,7 @@ def loop_on_streams(problem: Problem) -> Contestant:
             stream.wait_stream(current)
         for g, (rows, scale) in enumerate(zip(torch.split(x, sizes), torch.split(scales, sizes), strict=True)):
             with torch.cuda.stream(streams[g % STREAMS]):
-                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[half + g]))
+                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[groups + g]))
         for stream in streams:
             current.wait_stream(stream)
         return torch.cat(parts)

@@ -31,7 +31,7 @@ def shares(comparison: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
     """Each measure of each contestant, as a part of that of the experts op by op."""
     whole = comparison["unfused"]
     return {
-        title: {LABELS[name]: found[measure] / whole[measure] for name, found in comparison.items()}
+        title: {LABELS[name]: measures[measure] / whole[measure] for name, measures in comparison.items()}
         for measure, title in MEASURES.items()
     }
 

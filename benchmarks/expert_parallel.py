@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from .report import Report
 from .timing import markdown
 
 DISTRIBUTIONS = ("uniform", "skewed")
+TRANSPORTS = ("collective", "symmetric")
 Phases = tuple[str, ...]
 
 
@@ -45,6 +46,8 @@ class Setting(NamedTuple):
     device: str
     distribution: str
     combine: str
+    transport: str
+    overlap: int
     rounds: int
     check: bool
 
@@ -198,14 +201,15 @@ def differences(setting: Setting, group: ep.Group) -> dict[str, float]:
         layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, dtype, device), batches[rank]
     )
     tokens = slice(rank * setting.tokens, (rank + 1) * setting.tokens)
-    own = [expected[i][tokens] if i < 3 else expected[i][group.local_experts] for i in range(len(expected))]
+    expected_here = [expected[i][tokens] if i < 3 else expected[i][group.local_experts] for i in range(len(expected))]
     names = ("y", "dx", "dweights", "dW1", "dW2")
     off = [
-        float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in zip(came, own, strict=True)
+        float((a.double() - b.double()).abs().max() / b.double().abs().max())
+        for a, b in zip(came, expected_here, strict=True)
     ]
-    found: list[Any] = [None] * setting.ranks
-    dist.all_gather_object(found, off)
-    return {name: max(of_rank[i] for of_rank in found) for i, name in enumerate(names)}
+    differences: list[Any] = [None] * setting.ranks
+    dist.all_gather_object(differences, off)
+    return {name: max(of_rank[i] for of_rank in differences) for i, name in enumerate(names)}
 
 
 def _step(model: Sequential, batch: Batch) -> list[Tensor]:
@@ -233,9 +237,9 @@ def work(rank: int, setting: Setting, folder: str) -> None:
         torch.set_num_threads(1)
     backend = "nccl" if setting.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=setting.ranks)
-    found = measure(setting)
+    results = measure(setting)
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "results.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -249,8 +253,10 @@ def measure(setting: Setting) -> dict[str, Any]:
         top_k=preset.top_k,
         hidden=preset.features,
         dtype=DTYPES[setting.dtype],
-        capacity="exact",
+        capacity="exact" if setting.transport == "collective" else 2.0,
         combine=setting.combine,
+        transport=setting.transport,
+        overlap=setting.overlap,
     )
     off = differences(setting, group) if setting.check else {}
     if any(value > 0.1 for value in off.values()):
@@ -258,45 +264,46 @@ def measure(setting: Setting) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for names, run in phases(setting, batch, group):
         seconds |= timed(setting, names, run)
+    group.close()
     return {"seconds": seconds, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
 
 
-def table(setting: Setting, found: dict[str, Any]) -> str:
+def table(setting: Setting, results: dict[str, Any]) -> str:
     """The findings as Markdown."""
     preset = PRESETS[setting.preset]
     flops = 6 * setting.tokens * preset.top_k * preset.features * preset.hidden
     rows = []
-    for name, seconds in found["seconds"].items():
+    for name, seconds in results["seconds"].items():
         work = {"layer forward": flops, "layer backward": 2 * flops}.get(name)
         rows.append((name, f"{seconds * 1e3:.3f}", f"{work / seconds / 1e12:.1f}" if work else ""))
-    off = ", ".join(f"{name} {value:.1e}" for name, value in found["differences"].items())
+    off = ", ".join(f"{name} {value:.1e}" for name, value in results["differences"].items())
     said = f"differs from one rank by at most: {off}" if off else "not compared with one rank"
-    return f"{markdown(('', 'ms', 'TFLOP/s a rank'), rows)}\n\n{said}; skew {found['skew']:.2f}"
+    return f"{markdown(('', 'ms', 'TFLOP/s a rank'), rows)}\n\n{said}; skew {results['skew']:.2f}"
 
 
 def run(setting: Setting) -> dict[str, Any]:
     """Starts the ranks, and waits for what they find."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
-        return json.loads(Path(folder, "found.json").read_text())  # type: ignore[no-any-return]
+        return json.loads(Path(folder, "results.json").read_text())  # type: ignore[no-any-return]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every preset and distribution that is asked for, and prints Markdown."""
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
-        for preset in args.preset:
-            for distribution in args.distribution:
-                setting = Setting(
-                    *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
-                    *(args.combine, args.rounds, not args.no_check),
-                )
-                found = run(setting)
-                about = (
-                    f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
-                    f"{args.combine} sums, transport {found['transport']}, {args.device}, torch {torch.__version__}"
-                )
-                report.add(f"### {about}\n\n{table(setting, found)}", [{"problem": about, **found}])
+        for preset, distribution, transport in product(args.preset, args.distribution, args.transport):
+            setting = Setting(
+                *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
+                *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
+            )
+            beside = f" with {args.overlap} multiprocessors beside weight gradients" if args.overlap else ""
+            results = run(setting)
+            about = (
+                f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
+                f"{args.combine} sums, transport {transport}{beside}, {args.device}, torch {torch.__version__}"
+            )
+            report.add(f"### {about}\n\n{table(setting, results)}", [{"problem": about, **results}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -310,6 +317,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu", help="where it runs")
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["uniform"], help="of the experts")
     parser.add_argument("--combine", choices=("exact", "reduced"), default="exact", help="how rows are summed")
+    parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
+    beside = "multiprocessors that sum gradients of tokens beside those of weights (symmetric)"
+    parser.add_argument("--overlap", type=int, default=0, help=beside)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

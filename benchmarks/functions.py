@@ -51,7 +51,7 @@ def shifted(gate: Tensor, up: Tensor, beta: Tensor, shift: Tensor) -> Tensor:
     return gate * torch.sigmoid(gate * beta) * (up + shift)
 
 
-class Contestant(NamedTuple):
+class FunctionContestant(NamedTuple):
     """Experts with some activation, and whether they may be fused."""
 
     model: Callable[..., Tensor]
@@ -75,15 +75,15 @@ def of_columns(function: Function, sizes: Sizes, device: str, **dtypes: torch.dt
     return fusible.Pointwise(function, halves="concat", columns=start)
 
 
-def contestants(sizes: Sizes, device: str) -> Mapping[str, Contestant]:
+def contestants(sizes: Sizes, device: str) -> Mapping[str, FunctionContestant]:
     """By name."""
 
-    def experts(*acts: nn.Module, fused: bool = True) -> Contestant:
+    def experts(*acts: nn.Module, fused: bool = True) -> FunctionContestant:
         shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
         options = {"bias": False, "device": device, "dtype": torch.bfloat16}
         first, second = (fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes)  # type: ignore[arg-type]
         model = fusible.Sequential(first, *acts, second)
-        return Contestant(model, [p for p in model.parameters() if p.requires_grad], fused)
+        return FunctionContestant(model, [p for p in model.parameters() if p.requires_grad], fused)
 
     column = partial(of_columns, sloped, sizes, device)
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -105,7 +105,7 @@ def contestants(sizes: Sizes, device: str) -> Mapping[str, Contestant]:
     }
 
 
-def compiled_contestants(sizes: Sizes, device: str) -> Mapping[str, Contestant]:
+def compiled_contestants(sizes: Sizes, device: str) -> Mapping[str, FunctionContestant]:
     """``grouped_mm`` and a function, all of it under ``torch.compile``."""
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     weights = [
@@ -113,13 +113,13 @@ def compiled_contestants(sizes: Sizes, device: str) -> Mapping[str, Contestant]:
         for out, depth in ((2 * sizes.hidden, sizes.features), (sizes.features, sizes.hidden))
     ]
 
-    def experts(function: Function) -> Contestant:
+    def experts(function: Function) -> FunctionContestant:
         def forward(x: Tensor, split_sizes: Tensor) -> Tensor:
             ends = split_sizes.cumsum(0).to(torch.int32)
             gate, up = F.grouped_mm(x, weights[0].mT, offs=ends).chunk(2, -1)
             return F.grouped_mm(function(gate, up), weights[1].mT, offs=ends)
 
-        return Contestant(torch.compile(forward), weights)
+        return FunctionContestant(torch.compile(forward), weights)
 
     return {f"compiled {f.__name__}": experts(f) for f in (swiglu, mish_glu)}
 
@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.first_calls:
         for function in (swiglu, mish_glu):
-            found = first_calls(function)
-            print(f"{function.__name__}: compiled in {found.compiled:.2f} s, kept {found.kept * 1e3:.1f} ms")
+            first = first_calls(function)
+            print(f"{function.__name__}: compiled in {first.compiled:.2f} s, kept {first.kept * 1e3:.1f} ms")
     for preset in args.preset:
         sizes = sizes_of(args, preset, args.tokens if isinstance(args.tokens, int) else args.tokens[0])
         times = seconds(sizes, device, args.rounds, args.compiled, args.contestants)

@@ -123,9 +123,9 @@ def refusal(name: str, p: GroupedGemm) -> str | None:
 
 def backend_of(p: GroupedGemm) -> str:
     """The backend that runs our product."""
-    with trace.recording() as found:
+    with trace.recording() as recorded:
         ours(p)()
-    return found.calls[0].kernel
+    return recorded.calls[0].kernel
 
 
 def _product(layout: Layout, a: Tensor, b: Tensor, sizes: Tensor, main_grad: bool = False) -> GroupedGemm:

@@ -35,7 +35,7 @@ SAMPLED_GROUPS, SAMPLED_ROWS = 6, 64
 H200_FLOPS, H200_BYTES = 790e12, 4.3e12  # a second: bf16 cuBLAS at 8192^3, and a copy; measured on one
 
 
-class Measured(NamedTuple):
+class GemmMeasurement(NamedTuple):
     """What one contestant did with one product."""
 
     seconds: float
@@ -76,7 +76,7 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
     parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]
     tiny = torch.finfo(p.a.dtype).eps
-    allowed = tiny + 2 * max((_error(plain, truth) for _, truth, plain in parts), default=0.0)
+    allowed = tiny + 2 * max((_error(reference, truth) for _, truth, reference in parts), default=0.0)
     errors = {}
     for name, function in functions.items():
         if name == YARDSTICK:
@@ -98,14 +98,14 @@ def _rounding(name: str) -> float:
 
 def measure(
     p: GroupedGemm, functions: Mapping[str, Function], rounds: int, sustain: float | None = None
-) -> dict[str, Measured]:
+) -> dict[str, GemmMeasurement]:
     """Checks, then times every contestant, in turn or (``sustain``) each for so many seconds."""
     errors = check(p, functions)
     if sustain is None:
         seconds = interleaved(functions, rounds, p.a.device, calls=2, steady=True)
     else:
         seconds = sustained(functions, rounds, p.a.device, sustain)
-    return {name: Measured(seconds[name], errors.get(name)) for name in functions}
+    return {name: GemmMeasurement(seconds[name], errors.get(name)) for name in functions}
 
 
 def bound(p: GroupedGemm, device: str) -> float | None:
@@ -123,7 +123,7 @@ def bytes_moved(p: GroupedGemm) -> int:
     return p.bytes - unused * weights[0].numel() * weights.element_size()
 
 
-def finding(name: str, p: GroupedGemm, measured: Mapping[str, Measured]) -> dict[str, Any]:
+def finding(name: str, p: GroupedGemm, measured: Mapping[str, GemmMeasurement]) -> dict[str, Any]:
     """One product and its measurements, as data."""
     least = bound(p, torch.cuda.get_device_name(p.a.device)) if p.a.is_cuda else None
     speeds = {who: p.flops / m.seconds / 1e12 for who, m in measured.items()}
@@ -211,5 +211,5 @@ def _error(result: Tensor, truth: Tensor) -> float:
     return float((apart / size.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(torch.inf).max())
 
 
-def _number(value: float | None, how: str) -> str:
-    return "" if value is None else format(value, how)
+def _number(value: float | None, format_spec: str) -> str:
+    return "" if value is None else format(value, format_spec)

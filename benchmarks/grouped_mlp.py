@@ -23,7 +23,7 @@ import torch
 
 from .arguments import add_plot_argument, command
 from .contestant import Contestant
-from .contestants import CONTESTANTS, overlapping, race, refusal, under_recipe
+from .contestants import CONTESTANTS, race, refusal, under_recipe
 from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
@@ -37,7 +37,7 @@ YARDSTICK = "dense"  # computes something else: it has no error
 PARTS = {"inference": "inference", "forward": "forward", "backward": "backward", "step": "both"}
 
 
-class Measured(NamedTuple):
+class MLPMeasurement(NamedTuple):
     """What one contestant did: seconds, bytes, the largest relative error."""
 
     inference: float
@@ -57,12 +57,12 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
     tiny = 8 * torch.finfo(problem.x.dtype).eps
     errors = {name: problem.errors(c.result()) for name, c in contestants.items() if name != YARDSTICK}
     allowed = {name: 2 * error + tiny for name, error in errors.get("loop", {}).items()}
-    for name, found in errors.items():
+    for name, by_tensor in errors.items():
         rounding = contestants[name].rounding
-        bad = {t: error for t, error in found.items() if not error <= allowed.get(t, tiny) + rounding}  # or NaN
+        bad = {t: error for t, error in by_tensor.items() if not error <= allowed.get(t, tiny) + rounding}  # or NaN
         if bad:
             raise InaccurateError(f"{name}: relative errors {bad}, allowed {allowed or tiny}")
-    return {name: max(found.values()) for name, found in errors.items()}
+    return {name: max(by_tensor.values()) for name, by_tensor in errors.items()}
 
 
 def peer(name: str, problem: Problem) -> Contestant | LeftOut:
@@ -83,32 +83,32 @@ def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Conte
     contestants, left_out = race(problem, [n for n in names if n not in PEERS]), [LeftOut(*r) for r in reasons.items()]
     for name in names:
         if name in PEERS and name not in reasons:
-            found = peer(name, problem)
-            if isinstance(found, LeftOut):
-                left_out.append(found)
+            entrant = peer(name, problem)
+            if isinstance(entrant, LeftOut):
+                left_out.append(entrant)
             else:
-                contestants[name] = found
+                contestants[name] = entrant
     return contestants, left_out
 
 
-def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, Measured]:
+def measure(problem: Problem, contestants: Mapping[str, Contestant], rounds: int) -> dict[str, MLPMeasurement]:
     """Checks, then times every contestant."""
     errors, device = check(problem, contestants), problem.x.device
 
-    def timed(part: str, **how: Any) -> dict[str, float]:
+    def timed(part: str, **options: Any) -> dict[str, float]:
         functions = {name: getattr(c, part) for name, c in contestants.items()}
-        return interleaved(functions, rounds, device, steady=problem.x.is_cuda, **how)
+        return interleaved(functions, rounds, device, steady=problem.x.is_cuda, **options)
 
     inference, forward, step = timed("infer"), timed("forward"), timed("step")
-    backward = timed("backward", given={name: c.forward for name, c in contestants.items()})
+    backward = timed("backward", prepare={name: c.forward for name, c in contestants.items()})
     peaks = {name: peak_bytes(c.step, device) for name, c in contestants.items()}
     return {
-        name: Measured(inference[name], forward[name], backward[name], step[name], peaks[name], errors.get(name))
+        name: MLPMeasurement(inference[name], forward[name], backward[name], step[name], peaks[name], errors.get(name))
         for name in contestants
     }
 
 
-def table(problem: Problem, measured: Mapping[str, Measured]) -> str:
+def table(problem: Problem, measured: Mapping[str, MLPMeasurement]) -> str:
     """The measurements as Markdown; speeds relative to the yardstick and to the loop, where they were measured."""
     heading = [f"{part}, ms" for part in PARTS.values()]
     heading += [f"{part} / dense" for part in PARTS.values()] if YARDSTICK in measured else []
@@ -145,8 +145,6 @@ def _problem(args: argparse.Namespace, distribution: str) -> Problem:
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
     """Measures the contestants and reports them; returns their operations a second, in trillions."""
     contestants, left_out = taking_part(problem, args.contestants)
-    if args.overlapping:
-        contestants["fused, overlapping"] = overlapping(problem)
     contestants |= {f"fused, {recipe}": under_recipe(problem, recipe) for recipe in args.recipe}
     print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)
     measured = measure(problem, contestants, args.rounds)
@@ -154,8 +152,8 @@ def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespa
         filter(None, [f"### {describe(problem)}, {distribution}\n", table(problem, measured), footer(left_out)])
     )
     about = {"problem": describe(problem), "distribution": distribution}
-    found = {"contestants": {n: m._asdict() for n, m in measured.items()}, "left_out": [o.about() for o in left_out]}
-    report.add(text, [{**about, **found}])
+    data = {"contestants": {n: m._asdict() for n, m in measured.items()}, "left_out": [o.about() for o in left_out]}
+    report.add(text, [{**about, **data}])
     return {name: 3 * problem.flops / m.step / 1e12 for name, m in measured.items()}
 
 
@@ -164,7 +162,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add_size_arguments(parser, tokens=1024)
     add_run_arguments(parser, [*CONTESTANTS, *PEERS], rounds=30)
     parser.add_argument("--recipe", choices=RECIPES, nargs="+", default=[], help="also the fused experts under these")
-    parser.add_argument("--overlapping", action="store_true", help="also the fused experts with launches that overlap")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
     if args.recipe and args.dtype == "fp32":

@@ -167,16 +167,16 @@ def error(block: Block, implementation: str) -> float:
         x = block.rows(FEW_ROWS_CHECKED)
         return _distance(block.forward(implementation, x)(), block.forward("fusible", x)().double())
     rows = FEW_ROWS_CHECKED if implementation in DECODE_ONLY else ROWS_CHECKED
-    truth, found = (_results(block, n, d, rows) for n, d in (("eager", torch.float32), (implementation, block.dtype)))
-    return max(_distance(a, b) for a, b in zip(found, truth, strict=True))
+    truth, results = (_results(block, n, d, rows) for n, d in (("eager", torch.float32), (implementation, block.dtype)))
+    return max(_distance(a, b) for a, b in zip(results, truth, strict=True))
 
 
 def _results(block: Block, implementation: str, dtype: torch.dtype, rows: int) -> tuple[Tensor, ...]:
     generator = torch.Generator(block.device).manual_seed(1)
-    how: dict[str, Any] = {"generator": generator, "device": block.device}
-    x = torch.randn(rows, block.hidden, **how).to(block.dtype).to(dtype).requires_grad_()
-    index = torch.rand(rows, block.experts.num_experts, **how).argsort(-1)[:, : block.top_k]
-    weights = torch.rand(rows, block.top_k, **how).softmax(-1).requires_grad_()
+    options: dict[str, Any] = {"generator": generator, "device": block.device}
+    x = torch.randn(rows, block.hidden, **options).to(block.dtype).to(dtype).requires_grad_()
+    index = torch.rand(rows, block.experts.num_experts, **options).argsort(-1)[:, : block.top_k]
+    weights = torch.rand(rows, block.top_k, **options).softmax(-1).requires_grad_()
     parameters = {n: p.detach().to(dtype).requires_grad_() for n, p in block.experts.named_parameters()}
     block.use(implementation)
     y = torch.func.functional_call(block.experts, parameters, (x, index, weights))
@@ -203,10 +203,10 @@ def peer_reason(name: str, block: Block) -> str | None:
     moe = import_module("transformers.integrations.moe")
     moe.ExpertsInterface.register(REGISTERED.format(name), PEERS[name].experts_forward)
     try:
-        found, allowed = error(block, name), _allowed([error(block, "eager")], block.dtype)
+        off, allowed = error(block, name), _allowed([error(block, "eager")], block.dtype)
     except Exception as problem:  # whatever a library raises, the others are timed
         return f"failed ({in_one_line(problem)})"
-    return None if found <= allowed else f"wrong (relative error {found:.2e}, allowed {allowed:.2e})"
+    return None if off <= allowed else f"wrong (relative error {off:.2e}, allowed {allowed:.2e})"
 
 
 def _allowed(others: Sequence[float], dtype: torch.dtype) -> float:
@@ -220,7 +220,7 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
         InaccurateError: one is not finite; or ours runs, more than twice as far from the truth as the best other.
     """
     errors = {name: error(block, name) for name in implementations}
-    broken = [f"{name}: relative error {found}" for name, found in errors.items() if not math.isfinite(found)]
+    broken = [f"{name}: relative error {value}" for name, value in errors.items() if not math.isfinite(value)]
     if broken:
         raise InaccurateError("; ".join(broken))
     if set(implementations) <= {*STOCK, *PEERS}:
@@ -233,7 +233,7 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     return errors
 
 
-class Measured(NamedTuple):
+class BlockMeasurement(NamedTuple):
     """What one implementation did; None: not run."""
 
     forward: float | None
@@ -245,7 +245,7 @@ class Measured(NamedTuple):
     error: float
 
 
-def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, Measured]:
+def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: int) -> dict[str, BlockMeasurement]:
     """Checks, then times."""
     errors, device = check(block, implementations), block.device
     large = [name for name in implementations if name not in DECODE_ONLY]
@@ -263,11 +263,11 @@ def measure(block: Block, implementations: Sequence[str], tokens: int, rounds: i
         times = interleaved({name: block.forward(name, few) for name in implementations}, 5 * rounds, device)
         for name, seconds in times.items():
             decode[name][count] = seconds
-    found = {n: (forward.get(n), step.get(n), peaks.get(n), added.get(n), kept.get(n)) for n in implementations}
-    return {n: Measured(*found[n], decode[n], errors[n]) for n in implementations}
+    measures = {n: (forward.get(n), step.get(n), peaks.get(n), added.get(n), kept.get(n)) for n in implementations}
+    return {n: BlockMeasurement(*measures[n], decode[n], errors[n]) for n in implementations}
 
 
-def table(measured: Mapping[str, Measured], tokens: int) -> str:
+def table(measured: Mapping[str, BlockMeasurement], tokens: int) -> str:
     """The measurements as Markdown."""
     decode = [f"decode {count}, ms" for count in DECODE]
     memories = ("peak, MB", "peak above gradients, MB", "kept, MB")
@@ -302,8 +302,8 @@ def _measure_model(name: str, args: argparse.Namespace, report: Report) -> None:
     measured = measure(block, timed, args.tokens, args.rounds)
     about = _describe(name, block)
     text = "\n".join(filter(None, (f"### {about}\n", table(measured, args.tokens), footer(left_out))))
-    found = {"implementations": {n: m._asdict() for n, m in measured.items()}}
-    report.add(text, [{"model": about, **found, "left_out": [one.about() for one in left_out]}])
+    data = {"implementations": {n: m._asdict() for n, m in measured.items()}}
+    report.add(text, [{"model": about, **data, "left_out": [one.about() for one in left_out]}])
 
 
 def _describe(name: str, block: Block) -> str:

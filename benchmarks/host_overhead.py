@@ -54,16 +54,16 @@ def call_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, tuple[f
     seconds = {}
     for name in ("infer", "forward", "step"):
         pair = {"ours": getattr(ours, name), "hand": getattr(hand, name)}
-        found = interleaved(pair, rounds, calls=calls)
-        seconds[name] = (found["ours"], found["hand"])
+        times = interleaved(pair, rounds, calls=calls)
+        seconds[name] = (times["ours"], times["hand"])
     return seconds
 
 
 def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype: torch.dtype) -> fusible.Sequential:
     """Experts of 64 features. ``main_grad`` is one buffer a layer, of which each parameter has its part."""
-    how: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype, "single_grouped_weight": stacked}
-    how["accumulate_into_main_grad"] = main_grad
-    fc1, fc2 = (fusible.GroupedLinear(groups, MANY_FEATURES, n * MANY_FEATURES, **how) for n in (2, 1))
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype, "single_grouped_weight": stacked}
+    options["accumulate_into_main_grad"] = main_grad
+    fc1, fc2 = (fusible.GroupedLinear(groups, MANY_FEATURES, n * MANY_FEATURES, **options) for n in (2, 1))
     for layer in (fc1, fc2) if main_grad else ():
         parameters = layer.expert_parameters("weight")
         buffer = torch.zeros((len(parameters), *parameters[0].shape), device=device)
@@ -86,7 +86,7 @@ class HostSeconds(NamedTuple):
     backward: float
 
 
-class Inputs(NamedTuple):
+class CallInputs(NamedTuple):
     """What a call is given, and the gradient of its output."""
 
     x: torch.Tensor
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
     dy: torch.Tensor
 
     @classmethod
-    def of(cls, groups: int, tail: int, device: str, dtype: torch.dtype) -> Inputs:
+    def of(cls, groups: int, tail: int, device: str, dtype: torch.dtype) -> CallInputs:
         rows = MANY_ROWS * groups + tail
         x = torch.randn(rows, MANY_FEATURES, device=device, dtype=dtype)
         sizes, scales = torch.full((groups,), MANY_ROWS, device=device), torch.rand(rows, device=device)
@@ -111,15 +111,15 @@ def host_seconds(
         step: how many rows a call has more than the call before.
     """
     groups: int = model[0].num_groups  # type: ignore[assignment]
-    inputs = [Inputs.of(groups, i * step, device, dtype) for i in range(run)]
+    inputs = [CallInputs.of(groups, i * step, device, dtype) for i in range(run)]
     times: list[tuple[float, ...]] = []
 
-    def call(given: Inputs) -> torch.Tensor:
-        y: torch.Tensor = model(given.x, split_sizes=given.sizes, scales=given.scales)
+    def call(one: CallInputs) -> torch.Tensor:
+        y: torch.Tensor = model(one.x, split_sizes=one.sizes, scales=one.scales)
         return y
 
-    def keep(outputs: list[torch.Tensor], given: Inputs) -> None:
-        outputs.append(call(given))
+    def keep(outputs: list[torch.Tensor], one: CallInputs) -> None:
+        outputs.append(call(one))
 
     for _ in range(rounds + 3):
         with torch.no_grad():
@@ -127,22 +127,22 @@ def host_seconds(
         outputs: list[torch.Tensor] = []
         forwards, backwards = _each(partial(keep, outputs), inputs, device), []
         _idle(device)
-        for y, given in zip(outputs, inputs, strict=True):
-            for tensor in (given.x, given.scales, *model.parameters()):
+        for y, one in zip(outputs, inputs, strict=True):
+            for tensor in (one.x, one.scales, *model.parameters()):
                 tensor.grad = None
             start = time.perf_counter()
-            torch.autograd.backward(y, given.dy)
+            torch.autograd.backward(y, one.dy)
             backwards.append(time.perf_counter() - start)
         runs = inferences, forwards, backwards
         times.append((*[t[0] for t in runs], *[median(t[1:]) for t in runs]))
     return HostSeconds(*map(median, zip(*times[3:], strict=True)))
 
 
-def _each(function: Callable[[Inputs], object], inputs: Sequence[Inputs], device: str) -> list[float]:
+def _each(function: Callable[[CallInputs], object], inputs: Sequence[CallInputs], device: str) -> list[float]:
     """Seconds of each of a run of calls, the device idle before the first."""
     marks = [_idle(device)]
-    for given in inputs:
-        function(given)
+    for one in inputs:
+        function(one)
         marks.append(time.perf_counter())
     return [after - before for before, after in pairwise(marks)]
 
@@ -164,8 +164,8 @@ def print_many_experts(device: str, dtype: torch.dtype, counts: Sequence[int], r
         seconds = host_seconds(model, device, dtype, rounds, step=step)
         weights = "stacked" if stacked else "one an expert"
         grads = "main_grad" if main_grad else "autograd"
-        how = f"E={groups}, {weights}, {grads}" + (", other rows in each call" if step else "")
-        rows.append((how, *[f"{s * 1e6:.0f}" for s in seconds]))
+        label = f"E={groups}, {weights}, {grads}" + (", other rows in each call" if step else "")
+        rows.append((label, *[f"{s * 1e6:.0f}" for s in seconds]))
     heading = f"host time on {device}, µs; K=F={MANY_FEATURES}, {MANY_ROWS} rows an expert"
     columns = "first without grad", "first forward", "first backward", "without grad", "forward", "backward"
     print("\n" + markdown((heading, *columns), rows))

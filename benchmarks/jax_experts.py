@@ -33,7 +33,7 @@ from .timing import interleaved, markdown
 Layer = Callable[..., Any]  # of x, scales, w1, w2 and split sizes
 
 
-class Measured(NamedTuple):
+class JaxMeasurement(NamedTuple):
     """What one contestant did: seconds of a call, seconds of compilation, bytes, the largest relative error."""
 
     forward: float
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledLayer:
     """A layer compiled for one problem: a forward, and a forward with a backward."""
 
     forward: Callable[[], Any]
@@ -106,7 +106,7 @@ PYTORCH = "fusible (PyTorch)"
 CONTESTANTS = (*LAYERS, PYTORCH)
 
 
-def compiled(layer: Layer, problem: Problem) -> Program:
+def compiled(layer: Layer, problem: Problem) -> CompiledLayer:
     """A layer for a problem, on jax's default device."""
     import jax
 
@@ -121,7 +121,7 @@ def compiled(layer: Layer, problem: Problem) -> Program:
     seconds = time.perf_counter() - start
     forward, memory = jax.jit(layer).lower(*arrays).compile(), both.memory_analysis()
     temporaries = None if memory is None else int(memory.temp_size_in_bytes)
-    return Program(lambda: forward(*arrays), lambda: both(dy, *arrays), seconds, temporaries)
+    return CompiledLayer(lambda: forward(*arrays), lambda: both(dy, *arrays), seconds, temporaries)
 
 
 def _arrays(problem: Problem) -> tuple[list[Any], Any]:
@@ -133,15 +133,17 @@ def _arrays(problem: Problem) -> tuple[list[Any], Any]:
     return arrays[:-1], arrays[-1]
 
 
-def by_pytorch(problem: Problem) -> Program:
+def by_pytorch(problem: Problem) -> CompiledLayer:
     """The same kernels without jax; calls are replayed as in training."""
     contestant = fused(problem)
-    return Program(contestant.infer, contestant.step, None, None)
+    return CompiledLayer(contestant.infer, contestant.step, None, None)
 
 
-def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Program], list[LeftOut], dict[str, float]]:
+def taking_part(
+    problem: Problem, names: Sequence[str]
+) -> tuple[dict[str, CompiledLayer], list[LeftOut], dict[str, float]]:
     """Those that can run here, why the others cannot, and how wrong the first are."""
-    programs: dict[str, Program] = {}
+    programs: dict[str, CompiledLayer] = {}
     left_out: list[LeftOut] = []
     errors: dict[str, float] = {}
     for name in names:
@@ -155,15 +157,15 @@ def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Progr
 
 
 def measure(
-    problem: Problem, programs: dict[str, Program], errors: dict[str, float], rounds: int, calls: int
-) -> dict[str, Measured]:
+    problem: Problem, programs: dict[str, CompiledLayer], errors: dict[str, float], rounds: int, calls: int
+) -> dict[str, JaxMeasurement]:
     """Times every contestant."""
     seconds = {}
     for part in ("forward", "step"):
         functions = {name: _finished(getattr(program, part), calls) for name, program in programs.items()}
         seconds[part] = {name: time / calls for name, time in interleaved(functions, rounds).items()}
     return {
-        name: Measured(seconds["forward"][name], seconds["step"][name], p.compile, p.temporaries, errors[name])
+        name: JaxMeasurement(seconds["forward"][name], seconds["step"][name], p.compile, p.temporaries, errors[name])
         for name, p in programs.items()
     }
 
@@ -185,7 +187,7 @@ def _finished(function: Callable[[], Any], calls: int) -> Callable[[], None]:
     return run
 
 
-def table(problem: Problem, measured: dict[str, Measured]) -> str:
+def table(problem: Problem, measured: dict[str, JaxMeasurement]) -> str:
     """The measurements as Markdown."""
     rows = []
     for name, m in measured.items():
@@ -210,10 +212,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             programs, left_out, errors = taking_part(one.problem, args.contestants)
             measured = measure(one.problem, programs, errors, args.rounds, args.calls)
             text = [f"### {one}: {describe(one.problem)}, jax {_version()}\n", table(one.problem, measured)]
-            found = {"contestants": {name: m._asdict() for name, m in measured.items()}}
+            data = {"contestants": {name: m._asdict() for name, m in measured.items()}}
             report.add(
                 "\n".join([*text, footer(left_out)]),
-                [{**one.about(), **found, "left_out": [o.about() for o in left_out]}],
+                [{**one.about(), **data, "left_out": [o.about() for o in left_out]}],
             )
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import fusible
 from fusible import GroupedLinear, GroupedLoRA
+from fusible.ops import low_rank
 
 from .arguments import positive
 from .problem import PRESETS, Preset
@@ -110,8 +111,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, default=8192)
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--passes", nargs="*", help="kinds of passes that one kernel makes, all by 'all'")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.passes is not None:
+        low_rank.PASSES = low_rank.ALL_PASSES if args.passes == ["all"] else frozenset(args.passes)
     steps = contestants(PRESETS[args.preset], args.tokens, args.rank, device)
     seconds = interleaved(steps, args.rounds, device, steady=device == "cuda")
     rows = [

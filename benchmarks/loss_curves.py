@@ -44,9 +44,9 @@ def losses(device: str, steps: int) -> dict[str, list[float]]:
         "unfused": {"disable_fusions": unfused},
         f"unfused, {fallback}": {"disable_fusions": unfused, "backend": fallback},
     }
-    found = {name: _losses(way, device, steps) for name, way in ways.items()}
+    by_name = {name: _losses(way, device, steps) for name, way in ways.items()}
     *_, (fallback, way) = ways.items()
-    return {f"{fallback}, nudged": _losses(way, device, steps, NUDGE), **found}
+    return {f"{fallback}, nudged": _losses(way, device, steps, NUDGE), **by_name}
 
 
 def recipe_losses(device: str, steps: int, names: Collection[str] = ()) -> dict[str, list[float]]:
@@ -78,10 +78,10 @@ def smoothed(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(1)
 
 
-def apart(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def apart(by_name: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """How far each smoothed curve is from the last one, at most."""
-    *_, last = found.values()
-    return {name: float((smoothed(v) - smoothed(last)).abs().max()) for name, v in found.items()}
+    *_, last = by_name.values()
+    return {name: float((smoothed(v) - smoothed(last)).abs().max()) for name, v in by_name.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,16 +101,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     by_recipes = args.recipes is not None
     began = time.perf_counter()
-    found = recipe_losses(args.device, args.steps, args.recipes) if by_recipes else losses(args.device, args.steps)
-    took = f"{len(found)} runs in {time.perf_counter() - began:.0f} s"
+    by_name = recipe_losses(args.device, args.steps, args.recipes) if by_recipes else losses(args.device, args.steps)
+    took = f"{len(by_name)} runs in {time.perf_counter() - began:.0f} s"
     far_from = "16 bits" if by_recipes else "the fallback"
     heading = ("loss, nats a byte", "first step", f"mean of the last {SMOOTHED}", f"apart from {far_from}, at most")
     rows = []
-    for (name, values), far in zip(found.items(), apart(found).values(), strict=True):
+    for (name, values), far in zip(by_name.items(), apart(by_name).values(), strict=True):
         rows.append((name, f"{values[0]:.4f}", f"{smoothed(values)[-1]:.4f}", f"{far:.4f}"))
-    Report(args.out).add(f"{markdown(heading, rows)}\n\n{took}", [{"losses": found}])
+    Report(args.out).add(f"{markdown(heading, rows)}\n\n{took}", [{"losses": by_name}])
     if args.plot:
-        curves(args.plot, found, f"the demo's model, {args.steps} steps, {args.device}", "step", "loss, nats a byte")
+        curves(args.plot, by_name, f"the demo's model, {args.steps} steps, {args.device}", "step", "loss, nats a byte")
 
 
 if __name__ == "__main__":

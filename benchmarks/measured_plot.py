@@ -34,17 +34,17 @@ def tables(page: str, section: str) -> Iterator[tuple[str, list[dict[str, str]]]
     for part in body.split("\n### ")[1:]:
         heading, *lines = part.splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-        names, _, *found = rows
-        yield heading, [dict(zip(names, row, strict=True)) for row in found]
+        names, _, *table_rows = rows
+        yield heading, [dict(zip(names, row, strict=True)) for row in table_rows]
 
 
 def speeds(page: str) -> dict[str, dict[str, float]]:
     """TFLOP/s by model and contestant, those of :data:`LABELS` that stand in the table."""
-    found = {}
+    by_model = {}
     for heading, rows in tables(page, SECTION):
         by_name = {row[""]: float(row["TFLOP/s"]) for row in rows}
-        found[_short(heading)] = {label: by_name[name] for name, label in LABELS.items() if name in by_name}
-    return found
+        by_model[_short(heading)] = {label: by_name[name] for name, label in LABELS.items() if name in by_name}
+    return by_model
 
 
 def _short(heading: str) -> str:

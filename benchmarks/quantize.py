@@ -39,7 +39,7 @@ from .report import Report
 from .timing import interleaved, markdown
 
 
-class Part(NamedTuple):
+class QuantizePart(NamedTuple):
     """Something to quantise, and other ways to do as much."""
 
     name: str
@@ -83,16 +83,16 @@ def _encode(amax: Tensor) -> Tensor:
     return (torch.where(amax == 0, 1.0, 448.0 / amax).view(torch.int32) & ~0x7FFFFF).view(torch.float32)
 
 
-def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[Part]:
+def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[QuantizePart]:
     """The rows of the first linear, both its weights' copies."""
     rows, (experts, k, f) = tokens * preset.top_k // preset.ranks, preset[:3]
     sizes = split_sizes("random", experts, rows).to(device)
     x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
     copies = empty_rows(rows, k, device), empty_columns(rows, experts, k, device)
-    yield Part("rows and columns", QuantizeRows(x, sizes, True, *copies), {})
+    yield QuantizePart("rows and columns", QuantizeRows(x, sizes, True, *copies), {})
     peers = {"torch.compile": partial(torch.compile(torch_rows), x)} if compiled and k % BLOCK == 0 else {}
-    yield Part("rows", QuantizeRows(x, sizes, True, copies[0], None), peers)
-    yield Part("columns", QuantizeRows(x, sizes, True, None, copies[1]), {})
+    yield QuantizePart("rows", QuantizeRows(x, sizes, True, copies[0], None), peers)
+    yield QuantizePart("columns", QuantizeRows(x, sizes, True, None, copies[1]), {})
     del x, copies
     yield from routed_parts(preset, tokens, device)
     yield from activation_parts(rows, f, sizes, device)
@@ -103,28 +103,30 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
         )
         whole = compiled and dtype == torch.bfloat16 and f % BLOCK == k % BLOCK == 0
         others = {"torch.compile": partial(torch.compile(torch_weight), weight)} if whole else {}
-        yield Part(f"weights, {str(dtype).removeprefix('torch.')}", QuantizeWeight(weight, 2, True, out), others)
+        yield QuantizePart(
+            f"weights, {str(dtype).removeprefix('torch.')}", QuantizeWeight(weight, 2, True, out), others
+        )
         del weight, out
 
 
-def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[Part]:
+def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
     """Tokens that are quantised before they go to their experts, and columns of rows that are read where they lie."""
     experts, k, _, top_k, ranks = preset
     tokens //= ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
-    x, found = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
-    if not found.is_native:
+    x, route = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
+    if not route.is_native:
         return
     few, many = empty_rows(tokens, k, device), empty_rows(tokens * top_k, k, device)
-    order = found.slot_of_row, found.row_of_slot, found.tokens_per_expert
-    wide = {"permute in bfloat16": partial(routing.permute, x, found)}
-    yield Part("permute quantised rows", PermuteQuantizedRows(few, *order, many), wide)
+    order = route.slot_of_row, route.row_of_slot, route.tokens_per_expert
+    wide = {"permute in bfloat16": partial(routing.permute, x, route)}
+    yield QuantizePart("permute quantised rows", PermuteQuantizedRows(few, *order, many), wide)
     columns = empty_columns(tokens * top_k, experts, k, device)
-    gather = QuantizeRows(x, found.split_sizes, True, None, columns, found.slot_of_row, top_k)
-    yield Part("columns of gathered rows", gather, {})
+    gather = QuantizeRows(x, route.split_sizes, True, None, columns, route.slot_of_row, top_k)
+    yield QuantizePart("columns of gathered rows", gather, {})
 
 
-def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[Part]:
+def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[QuantizePart]:
     """A gated silu with scales: what its forward quantises, and what its backward does where it can."""
     experts, spec = sizes.shape[0], gated("silu", None, 1.0, 0.0, "concat")
     preact, dpostact = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for n in (2 * f, f))
@@ -132,7 +134,9 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
     postact, columns = empty_rows(rows, f, device), empty_columns(rows, experts, f, device)
     both = QuantizeActivation(preact, sizes, spec, scales, True, postact, None)
     out = torch.empty_like(dpostact)
-    yield Part("activation, rows", both, {"activation alone": partial(kernels.forward, preact, spec, scales, out)})
+    yield QuantizePart(
+        "activation, rows", both, {"activation alone": partial(kernels.forward, preact, spec, scales, out)}
+    )
     copies = empty_rows(rows, 2 * f, device), empty_columns(rows, experts, 2 * f, device), columns
     backward = QuantizeActivationBackward(
         *(dpostact, preact, sizes, spec, scales, True, *copies, torch.empty_like(scales))
@@ -140,7 +144,7 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
     if quantize.refusal(backward) is None:
         grads = ActivationGrads(torch.empty_like(preact), scales, out)
         alone = partial(kernels.backward, dpostact, preact, spec, scales, grads)
-        yield Part("activation backward", backward, {"activation backward alone": alone})
+        yield QuantizePart("activation backward", backward, {"activation backward alone": alone})
 
 
 def moved_bytes(problem: Quantizing) -> int:
@@ -154,7 +158,7 @@ def moved_bytes(problem: Quantizing) -> int:
     return problem.bytes - sum(nbytes(*(t[used:] for t in copy)) for copy in columns if copy is not None)
 
 
-def measure(part: Part, rounds: int, device: str) -> dict[str, float]:
+def measure(part: QuantizePart, rounds: int, device: str) -> dict[str, float]:
     """Seconds of the kernel, of a copy and of the peers.
 
     Raises:
@@ -168,7 +172,7 @@ def measure(part: Part, rounds: int, device: str) -> dict[str, float]:
     return interleaved(ways, rounds, device)
 
 
-def row_of(part: Part, seconds: Mapping[str, float]) -> tuple[str, ...]:
+def row_of(part: QuantizePart, seconds: Mapping[str, float]) -> tuple[str, ...]:
     """A line of the table."""
     ours, copy = seconds["fusible"], seconds["copy"]
     others = ", ".join(f"{name} {time * 1e6:.1f}" for name, time in seconds.items() if name not in ("fusible", "copy"))
@@ -183,12 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            rows, found = [], {}
+            rows, seconds = [], {}
             for part in parts(PRESETS[name], tokens, args.device, args.compiled):
-                found[part.name] = measure(part, args.rounds, args.device)
-                rows.append(row_of(part, found[part.name]))
+                seconds[part.name] = measure(part, args.rounds, args.device)
+                rows.append(row_of(part, seconds[part.name]))
             about = f"{name}, {tokens} tokens, {torch.cuda.get_device_name()}, torch {torch.__version__}"
-            report.add(f"### {about}\n\n{markdown(head, rows)}", [{"problem": about, "seconds": found}])
+            report.add(f"### {about}\n\n{markdown(head, rows)}", [{"problem": about, "seconds": seconds}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -32,7 +32,7 @@ RECIPES: dict[str, Recipe | None] = {
 KINDS = ("normal", "outliers", "heavy tails")
 
 
-class Linear(NamedTuple):
+class LinearOperands(NamedTuple):
     """The operands of a grouped linear, bfloat16: x [T, K], dy [T, N], weight [E, N, K]; split sizes [E]."""
 
     x: Tensor
@@ -41,7 +41,7 @@ class Linear(NamedTuple):
     sizes: Tensor
 
     @classmethod
-    def of(cls, kind: str, tokens: int, features: int, columns: int, groups: int) -> Linear:
+    def of(cls, kind: str, tokens: int, features: int, columns: int, groups: int) -> LinearOperands:
         """Rows and gradients of a kind, weights normal; the last group is longer than the others."""
         sizes = torch.full((groups,), tokens // groups - 3)
         sizes[-1] += tokens - int(sizes.sum())
@@ -67,7 +67,7 @@ def sample(kind: str, rows: int, features: int) -> Tensor:
     return x.bfloat16()
 
 
-def exact(linear: Linear) -> Products:
+def exact(linear: LinearOperands) -> Products:
     """Of what was not quantised."""
     y = row_products(linear.x, linear.weight.mT, linear.sizes)
     return Products(
@@ -75,7 +75,7 @@ def exact(linear: Linear) -> Products:
     )
 
 
-def quantised(linear: Linear, recipe: Recipe) -> Products:
+def quantised(linear: LinearOperands, recipe: Recipe) -> Products:
     """Of the values of the copies that each product reads."""
     sizes = linear.sizes
     x, dy, weight = (
@@ -110,7 +110,7 @@ def weight_grads(dy: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
     return torch.stack([left.t() @ right for left, right in parts])
 
 
-def errors(linear: Linear, recipe: Recipe | None) -> Iterator[float]:
+def errors(linear: LinearOperands, recipe: Recipe | None) -> Iterator[float]:
     """Of y, dx and dW; without a recipe those of results that are rounded to bfloat16."""
     products = exact(linear)
     approximate = [p.bfloat16() for p in products] if recipe is None else quantised(linear, recipe)
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     sizes = parser.parse_args(arguments)
     torch.manual_seed(0)
-    linears = [Linear.of(kind, sizes.tokens, sizes.features, sizes.columns, sizes.groups) for kind in KINDS]
+    linears = [LinearOperands.of(kind, sizes.tokens, sizes.features, sizes.columns, sizes.groups) for kind in KINDS]
     rows = [
         [name, *(" / ".join(f"{error:.4f}" for error in errors(linear, recipe)) for linear in linears)]
         for name, recipe in RECIPES.items()

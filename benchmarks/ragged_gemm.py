@@ -69,11 +69,11 @@ def contestants(layout: Layout, shapes: Shapes, dtype: torch.dtype, device: str)
     sizes = torch.full((groups,), k if layout is Layout.TN else m, device=device)
     rows, columns = a.data.view(-1, m if layout is Layout.TN else k), n if layout is not Layout.NT else k
     other = b.data.view(-1, n) if layout is Layout.TN else b.data.view(groups, -1, columns)
-    room = torch.empty((groups, m, n) if layout is Layout.TN else (groups * m, n), device=device, dtype=dtype)
+    out = torch.empty((groups, m, n) if layout is Layout.TN else (groups * m, n), device=device, dtype=dtype)
 
     def grouped() -> Tensor:
-        grouped_gemm(rows, other, sizes, layout=layout.value, out=room)
-        return room.view(-1)
+        grouped_gemm(rows, other, sizes, layout=layout.value, out=out)
+        return out.view(-1)
 
     return {"one launch": one_launch, "loop": loop, "grouped GEMM": grouped}
 
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for sizes in arguments.sizes:
         groups, size = map(int, sizes.split("x"))
         for kind in KINDS:
-            how = arguments.rounds, getattr(torch, arguments.dtype), arguments.device
-            rows += measure(kind, groups, size, *how)
+            options = arguments.rounds, getattr(torch, arguments.dtype), arguments.device
+            rows += measure(kind, groups, size, *options)
     heading = [
         "shapes",
         *(f"{name}, TFLOP/s" for name in NAMES),

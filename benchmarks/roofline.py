@@ -53,22 +53,22 @@ def ceilings(device: str, dtype: torch.dtype, rounds: int) -> Ceilings:
 
 def findings(case: Asked, roof: Ceilings, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every product of the experts: how many operations a byte, how fast, how fast at most."""
-    found = []
+    results = []
     for name, p in products(case.problem, args.main_grad):
         functions = {who: CONTESTANTS[who](p) for who in args.contestants if refusal(who, p) is None}
         print(f"{case}: {name} …", file=sys.stderr, flush=True)
         measured, moved = measure(p, functions, args.rounds), bytes_moved(p)
         speeds = {who: p.flops / m.seconds for who, m in measured.items()}
         bound = roof.bound(p.flops, moved)
-        found.append({"product": name, "intensity": p.flops / moved, "bound": bound, "flops_per_second": speeds})
-    return found
+        results.append({"product": name, "intensity": p.flops / moved, "bound": bound, "flops_per_second": speeds})
+    return results
 
 
-def table(found: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str:
+def table(results: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str:
     """The findings as Markdown: speeds in TFLOP/s, and as shares of the bound."""
     heading = ("", "FLOP a byte", "bound, TFLOP/s", *contestants, *(f"{who} / bound" for who in contestants))
     rows = []
-    for f in found:
+    for f in results:
         speeds = [f["flops_per_second"].get(who) for who in contestants]
         shown = [f"{s / 1e12:.4g}" if s else "" for s in speeds] + [
             f"{s / f['bound']:.2f}" if s else "" for s in speeds
@@ -85,10 +85,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Report(args.out, args.json) as report:
         report.say(f"Ceilings: {roof.flops / 1e12:.4g} TFLOP/s, {roof.bandwidth / 1e12:.3g} TB/s.\n")
         for case in asked(args):
-            found = findings(case, roof, args)
-            section = f"### {case}: {describe(case.problem)}\n\n{table(found, args.contestants)}"
-            report.add(section, [{**case.about(), "ceilings": roof._asdict(), "products": found}])
-            for f in found:
+            results = findings(case, roof, args)
+            section = f"### {case}: {describe(case.problem)}\n\n{table(results, args.contestants)}"
+            report.add(section, [{**case.about(), "ceilings": roof._asdict(), "products": results}])
+            for f in results:
                 for who, speed in f["flops_per_second"].items():
                     points[who].append(Point(f["product"], f["intensity"], speed))
     if args.plot:

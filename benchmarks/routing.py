@@ -28,7 +28,7 @@ from .timing import interleaved, markdown
 H200_BYTES = 4.3e12  # a second: a copy, measured on one
 
 
-class Part(NamedTuple):
+class RoutingPart(NamedTuple):
     """One part of routing: the ways to do it, ours first, and the bytes that it must move."""
 
     name: str
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     bytes: int
 
 
-class Inputs(NamedTuple):
+class RoutingInputs(NamedTuple):
     """A choice of experts for every token, rows of the experts, and rows of the tokens."""
 
     top_k_index: Tensor  # [T, k]
@@ -45,36 +45,38 @@ class Inputs(NamedTuple):
     experts: int
 
 
-def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> Inputs:
+def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> RoutingInputs:
     """Experts without repetition, rows of unit variance."""
     generator = torch.Generator(device).manual_seed(0)
     index = torch.rand(tokens, preset.experts, generator=generator, device=device).argsort(-1)[:, : preset.top_k]
     sizes = ((tokens * preset.top_k, preset.features), (tokens, preset.features))
     rows, x = (torch.randn(s, generator=generator, device=device, dtype=torch.float32).to(dtype) for s in sizes)
-    return Inputs(index.contiguous(), rows, x, preset.experts)
+    return RoutingInputs(index.contiguous(), rows, x, preset.experts)
 
 
-def parts(given: Inputs) -> Iterator[Part]:
+def parts(inputs: RoutingInputs) -> Iterator[RoutingPart]:
     """All of routing to an order of rows; and rows to experts, and back; then what PyTorch's way is made of."""
-    index, rows, x, experts = given
-    found, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
+    index, rows, x, experts = inputs
+    route, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
     few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
     token, row_of_slot = torchs.slot_of_row // slots, torchs.row_of_slot
-    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).row_of_slot.long()} if found.is_native else {}
-    yield Part("route", {**routes, "torch": lambda: routing.by_torch(index, experts).row_of_slot}, 2 * 8 * ids.numel())
-    spreads = {"fusible": lambda: routing.permute(x, found)} if found.is_native else {}
+    routes = {"fusible": lambda: routing.route(index, experts, x.dtype).row_of_slot.long()} if route.is_native else {}
+    yield RoutingPart(
+        "route", {**routes, "torch": lambda: routing.by_torch(index, experts).row_of_slot}, 2 * 8 * ids.numel()
+    )
+    spreads = {"fusible": lambda: routing.permute(x, route)} if route.is_native else {}
     gathers = {"index_select": lambda: x.index_select(0, token), "x[token]": lambda: x[token]}
-    yield Part("dispatch", {**spreads, **gathers}, few + many)
+    yield RoutingPart("dispatch", {**spreads, **gathers}, few + many)
     sums: dict[str, Callable[[], Tensor]] = {
         "index_select, sum": lambda: rows.index_select(0, row_of_slot.view(-1)).view(tokens, slots, columns).sum(1),
         "embedding_bag": lambda: F.embedding_bag(row_of_slot, rows, mode="sum"),
     }
-    own = {"fusible": lambda: routing.unpermute(rows, found)} if found.is_native else {}
-    yield Part("combine", {**own, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
+    ours = {"fusible": lambda: routing.unpermute(rows, route)} if route.is_native else {}
+    yield RoutingPart("combine", {**ours, **(sums if x.is_cuda else dict(reversed(sums.items())))}, few + many)
     keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
-    yield Part("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
-    yield Part("torch's count", _counts(ids, experts), 8 * ids.numel())
+    yield RoutingPart("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
+    yield RoutingPart("torch's count", _counts(ids, experts), 8 * ids.numel())
 
 
 def _sorted(keys: Tensor) -> Callable[[], Tensor]:
@@ -100,7 +102,7 @@ def _counts(ids: Tensor, experts: int) -> dict[str, Callable[[], Tensor]]:
     return {"searchsorted": searched, "scatter_add": added, "histc": histogram}
 
 
-def check(part: Part) -> None:
+def check(part: RoutingPart) -> None:
     """All ways of a part give what the first gives.
 
     Raises:
@@ -113,19 +115,19 @@ def check(part: Part) -> None:
             raise InaccurateError(f"{part.name}: {name} gives something else than {next(iter(results))}")
 
 
-def measure(given: Inputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
+def measure(inputs: RoutingInputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """Seconds by part and way."""
-    found: dict[str, dict[str, float]] = {}
-    for part in parts(given):
+    seconds: dict[str, dict[str, float]] = {}
+    for part in parts(inputs):
         check(part)
-        found[part.name] = interleaved(part.ways, rounds, given.x.device, calls)
-    return found
+        seconds[part.name] = interleaved(part.ways, rounds, inputs.x.device, calls)
+    return seconds
 
 
-def table(given: Inputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
+def table(inputs: RoutingInputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
     """The measurements as Markdown."""
     rows = []
-    for part in parts(given):
+    for part in parts(inputs):
         for i, (name, time) in enumerate(seconds[part.name].items()):
             label = f"{part.name}: {name}{'' if i else ' (ours)'}"
             rows.append((label, f"{time * 1e6:.1f}", f"{part.bytes / H200_BYTES * 1e6:.1f}"))
@@ -137,12 +139,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
-            given = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
+            inputs = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            seconds = measure(given, args.rounds, args.calls)
+            seconds = measure(inputs, args.rounds, args.calls)
             where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
             about = f"{name}, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
-            report.add(f"### {about}\n\n{table(given, seconds)}", [{"problem": about, "seconds": seconds}])
+            report.add(f"### {about}\n\n{table(inputs, seconds)}", [{"problem": about, "seconds": seconds}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

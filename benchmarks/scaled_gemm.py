@@ -58,7 +58,7 @@ SHAPES = {
 FEW_ROWS = {"Mixtral 64": Shape("mixtral", 64), "Qwen3 64": Shape("qwen3", 64)}
 
 
-class Operands(NamedTuple):
+class GemmOperands(NamedTuple):
     """Of one model, in bfloat16: rows, weights, gradients of the result."""
 
     x: Tensor  # [T, K]
@@ -67,7 +67,7 @@ class Operands(NamedTuple):
     sizes: Tensor  # [E]
 
 
-def operands(shape: Shape) -> Operands:
+def operands(shape: Shape) -> GemmOperands:
     """Random normals."""
     model = PRESETS[shape.preset]
     rows, columns = shape.tokens * model.top_k // model.ranks, 2 * model.hidden
@@ -78,7 +78,7 @@ def operands(shape: Shape) -> Operands:
 
     sizes = split_sizes("random", model.experts, rows).cuda()
     weight = draw(model.experts, columns, model.features, scale=model.features**-0.5)
-    return Operands(draw(rows, model.features), weight, draw(rows, columns), sizes)
+    return GemmOperands(draw(rows, model.features), weight, draw(rows, columns), sizes)
 
 
 def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ def _quantized_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return data[:n, :k].contiguous(), scales
 
 
-def whole_rows(o: Operands, out: Tensor) -> ScaledGemm:
+def whole_rows(o: GemmOperands, out: Tensor) -> ScaledGemm:
     """The product of operands that have one scale for each row."""
     weights, scales = zip(*map(quantized, o.weight), strict=True)
     return ScaledGemm(QuantizedRows(*quantized(o.x)), torch.stack(weights), torch.stack(scales), 1, o.sizes, out)
@@ -134,7 +134,7 @@ def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
     return BlockedColumns(data, scales)
 
 
-def forward(o: Operands, tiles: Sequence[int], row_tiles: Sequence[int] = ()) -> dict[str, Function]:
+def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
     """The contestants of the product of rows and weights."""
     rows, columns = len(o.x), o.weight.shape[1]
     bytes_, grid = quantized_weight(o.weight)
@@ -145,10 +145,7 @@ def forward(o: Operands, tiles: Sequence[int], row_tiles: Sequence[int] = ()) ->
         functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
     rowwise = whole_rows(o, out)
     fast = replace(rowwise, fast_accumulation=True)
-    for tile in row_tiles or [-1]:
-        number = f" tile {tile}" if row_tiles else ""
-        functions[f"rows{number}"] = lambda tile=tile: _ran(rowwise, tile)  # type: ignore[misc]
-        functions[f"rows fast{number}"] = lambda tile=tile: _ran(fast, tile)  # type: ignore[misc]
+    functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
@@ -214,7 +211,7 @@ def _runs(name: str, function: Function) -> bool:
     return True
 
 
-def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Function]:
+def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Function]:
     """The contestants of the gradient of the weights."""
     (experts, columns, features), rows = o.weight.shape, len(o.x)
     out = torch.empty(experts, columns, features, device="cuda", dtype=dtype)
@@ -236,7 +233,7 @@ def wgrad(o: Operands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str, Fu
     return functions | {"bf16": bf16}
 
 
-def activation(o: Operands) -> dict[str, Function]:
+def activation(o: GemmOperands) -> dict[str, Function]:
     """The contestants of the product, SwiGLU and the quantiser of hidden rows, for which bf16 has no quantiser."""
     bytes_, grid = quantized_weight(o.weight)
     tokens, columns, swiglu = len(o.x), o.weight.shape[1], ActivationSpec("silu", gated=True)
@@ -304,7 +301,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--products", nargs="+", choices=["forward", "wgrad", "activation"], default=["forward", "wgrad"]
     )
     parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of the forward, by their numbers")
-    parser.add_argument("--row-tiles", nargs="*", type=int, default=[], help="tiles of operands with scales of rows")
     parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
     arguments = parser.parse_args(argv)
     for name in arguments.shapes:
@@ -314,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if product == "activation":
                 functions = activation(o)
             elif product == "forward":
-                functions = forward(o, arguments.tiles, arguments.row_tiles)
+                functions = forward(o, arguments.tiles)
             else:
                 functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
             rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)

@@ -87,8 +87,8 @@ def box_of(name: str, subpackages: set[str]) -> str:
 
 def cycles(graph: nx.DiGraph[str]) -> list[set[str]]:
     """The sets of nodes that reach one another, the largest first."""
-    found = [part for part in nx.strongly_connected_components(graph) if len(part) > 1]
-    return sorted(found, key=len, reverse=True)
+    components = [part for part in nx.strongly_connected_components(graph) if len(part) > 1]
+    return sorted(components, key=len, reverse=True)
 
 
 def layers(graph: nx.DiGraph[str]) -> list[list[str]]:
@@ -167,8 +167,8 @@ def list_of_layers(tree: Path) -> str:
 
 
 def table_of_lines(tree: Path) -> str:
-    found = lines_by_package(tree)
-    return markdown(("lines", "files", "lines"), [(name, *map(str, lines)) for name, lines in found.items()])
+    counts = lines_by_package(tree)
+    return markdown(("lines", "files", "lines"), [(name, *map(str, lines)) for name, lines in counts.items()])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

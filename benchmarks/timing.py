@@ -22,7 +22,7 @@ def interleaved(
     device: torch.device | str = "cpu",
     calls: int = 1,
     steady: bool = False,
-    given: Mapping[str, Function] | None = None,
+    prepare: Mapping[str, Function] | None = None,
 ) -> dict[str, float]:
     """Median seconds of one call of each function.
 
@@ -36,12 +36,12 @@ def interleaved(
         calls: how many calls make one measurement; more than one for what takes microseconds.
         steady: on CUDA the second-level cache is flushed before each measurement; with ``steady``, an untimed call of
             the same function goes before it instead, as in a run of many.
-        given: what makes the one argument of each function; anew for every call, and not timed.
+        prepare: what makes the one argument of each function; anew for every call, and not timed.
     """
     clock = _clock(device, flush=not steady)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for name in _turns(functions, rounds + 1):
-        make = given[name] if given else None
+        make = prepare[name] if prepare else None
         if steady:
             _prepared(functions[name], make)()
         seconds[name].append(clock([_prepared(functions[name], make) for _ in range(calls)]))
@@ -57,13 +57,13 @@ def sustained(
     :func:`interleaved`.
     """
     clock = _clock(device, flush=False)
-    found: dict[str, list[float]] = {name: [] for name in functions}
+    elapsed: dict[str, list[float]] = {name: [] for name in functions}
     for name in _turns(functions, rounds):
         functions[name]()
-        half = [functions[name]] * max(1, round(seconds / 2 / clock([functions[name]])))
-        clock(half)
-        found[name].append(clock(half))
-    return {name: median(times) for name, times in found.items()}
+        calls = [functions[name]] * max(1, round(seconds / 2 / clock([functions[name]])))
+        clock(calls)
+        elapsed[name].append(clock(calls))
+    return {name: median(times) for name, times in elapsed.items()}
 
 
 def _turns(names: Iterable[str], rounds: int) -> Iterator[str]:

@@ -16,7 +16,7 @@
 #include "fusible/grouped_gemm.h"
 #include "fusible/launch_calls.h"
 #include "fusible/launches.h"
-#include "fusible/overlapping_launch.h"
+#include "fusible/peer_calls.h"
 #include "fusible/quantize_calls.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -129,9 +129,6 @@ PYBIND11_MODULE(_C, module) {
   module.def("device_properties", &device_properties, "device"_a);
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
-  module.def(
-      "overlap_launches", [](bool on) { fusible::launches_overlap = on; }, "on"_a,
-      "Whether kernels of this process begin while those before them end. They do not unless they are asked to.");
   def_capture(module);
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
@@ -174,12 +171,27 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::ColumnSumsWorkspace>(module, "Bytes that column_sums needs.");
   def<fusible::ColumnSumsLaunch>(module, "Sums over the rows of each group, each row times its scale (0: one).");
   def<fusible::RowDotsLaunch>(module, "Every row times the vector of its group, in fp32.");
+  def<fusible::LowRankWorkspace>(module, "Bytes that low_rank_pass needs.");
+  def<fusible::LowRankPassLaunch>(
+      module,
+      "Rows gathered, times a factor of low rank, and a factor's gradient, in one pass; 0 for what is not wanted.");
   def<fusible::RouteWorkspace>(module, "Bytes that route needs.");
   def<fusible::RouteLaunch>(
       module, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");
   def<fusible::PermuteLaunch>(module, "Copies each token's row to its rows of the experts.");
   def<fusible::UnpermuteLaunch>(module, "Each token's row is the sum of its rows of the experts.");
   def<fusible::GatherSlotsLaunch>(module, "The value of the row of each slot, 0 for the slots of no expert.");
+  def<fusible::PublishLaunch>(
+      module, "Tells all ranks of a lane that what was written before is there, and waits until all have told so.");
+  def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
+  def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
+  def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
+  def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
+  def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
+  def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
+  module.attr("MAX_RANKS") = fusible::kMaxRanks;
+  module.attr("SIGNAL_BYTES") = fusible::kSignalBytes;
+  module.attr("LANE_STATE_BYTES") = sizeof(fusible::LaneState);
   def<fusible::RoutedMlpWorkspace>(module, "Bytes of workspace that routed_mlp needs.");
   def<fusible::RoutedMlpLaunch>(
       module, "The routed experts of a layer without gradients: routing, both linears, the weighted sum.");

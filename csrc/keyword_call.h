@@ -43,16 +43,16 @@ class Signature {
 
   // The value of each field; null for one that is left out.
   std::array<PyObject*, kMost> sorted(const char* function, PyObject* const* values, PyObject* keywords) const {
-    std::array<PyObject*, kMost> found{};
+    std::array<PyObject*, kMost> ordered{};
     const size_t count = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     for (size_t i = 0, next = 0; i < count; ++i, ++next) {
       PyObject* keyword = PyTuple_GET_ITEM(keywords, i);
       if (next >= names_.size() || names_[next] != keyword) next = position(function, keyword);
-      found[next] = values[i];
+      ordered[next] = values[i];
     }
     for (size_t i = 0; i < required_; ++i)
-      if (!found[i]) throw py::type_error(std::string(function) + ": needs " + PyUnicode_AsUTF8(names_[i]));
-    return found;
+      if (!ordered[i]) throw py::type_error(std::string(function) + ": needs " + PyUnicode_AsUTF8(names_[i]));
+    return ordered;
   }
 
   const char* name(size_t i) const { return PyUnicode_AsUTF8(names_[i]); }

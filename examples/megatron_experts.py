@@ -27,9 +27,9 @@ class GroupedMLP(nn.Module):
         for parameter in self.parameters():  # as Megatron's distributed optimizer prepares them
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        how: dict[str, Any] = {"bias": False, "accumulate_into_main_grad": True, "delay_wgrad_compute": True}
-        fc1 = fusible.GroupedLinear(experts, hidden, 2 * ffn_hidden, device="meta", **how)
-        fc2 = fusible.GroupedLinear(experts, ffn_hidden, hidden, device="meta", **how)
+        options: dict[str, Any] = {"bias": False, "accumulate_into_main_grad": True, "delay_wgrad_compute": True}
+        fc1 = fusible.GroupedLinear(experts, hidden, 2 * ffn_hidden, device="meta", **options)
+        fc2 = fusible.GroupedLinear(experts, ffn_hidden, hidden, device="meta", **options)
         fc1.register_parameter("weight", self.weight1)
         fc2.register_parameter("weight", self.weight2)
         self._ops = (fusible.Sequential(fc1, fusible.ScaledSwiGLU(), fc2),)  # in a tuple: no child, no second name

@@ -313,26 +313,28 @@ def compared(problem: Problem, rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
-def comparison(found: Mapping[str, Mapping[str, float]]) -> str:
+def comparison(results: Mapping[str, Mapping[str, float]]) -> str:
     """What :func:`compared` has found, as Markdown."""
     heading = ("experts of layer 0", "forward + backward, ms", "peak memory, MB", "kept for backward, MB", "difference")
     rows = []
-    for name, f in found.items():
+    for name, f in results.items():
         memory = f"{f['peak_bytes'] / 1e6:.1f}", f"{f['kept_bytes'] / 1e6:.1f}"
         rows.append((name, f"{f['seconds'] * 1e3:.2f}", *memory, f"{f['difference']:.1e}"))
     return markdown(heading, rows)
 
 
-def verdict(found: Mapping[str, Mapping[str, float]], device: str) -> str:
+def verdict(results: Mapping[str, Mapping[str, float]], device: str) -> str:
     """What to look at in :func:`comparison`."""
-    fused, unfused = found["fused"], found["unfused"]
+    fused, unfused = results["fused"], results["unfused"]
     if device == "cpu":
         return (
             "Look at the memory: fused experts keep "
             f"{fused['kept_bytes'] / 1e6:.1f} MB for the backward, unfused ones {unfused['kept_bytes'] / 1e6:.1f} MB; "
             "the times say little, because the fast kernels need a Hopper GPU."
         )
-    speeds = [f"{f['seconds'] / fused['seconds']:.2f} x that of {name}" for name, f in found.items() if f is not fused]
+    speeds = [
+        f"{f['seconds'] / fused['seconds']:.2f} x that of {name}" for name, f in results.items() if f is not fused
+    ]
     kept = fused["kept_bytes"] / unfused["kept_bytes"]
     return (
         f"The speed of the fused experts is {', '.join(speeds)}; "
@@ -360,9 +362,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         return start(args)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():
-        found = run(args)
+        results = run(args)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
 
 
 def run(args: Namespace) -> dict[str, Any]:
@@ -373,11 +375,11 @@ def run(args: Namespace) -> dict[str, Any]:
         problem = experts_problem(model, text[-HELD_OUT_BYTES:], setting.size.batch, setting.dtype)
     explanation = first_layer(model).experts.explain()
     print(explanation, "\n")
-    found, where = compared(problem, args.rounds), describe(problem)
-    print(f"Experts of layer 0: {where}\n\n{comparison(found)}")
-    print(f"\n{verdict(found, problem.x.device.type)}")
+    results, where = compared(problem, args.rounds), describe(problem)
+    print(f"Experts of layer 0: {where}\n\n{comparison(results)}")
+    print(f"\n{verdict(results, problem.x.device.type)}")
     print("Times and memory are of this run; the difference is to the loop, in parts of the largest element.")
-    return {**data, "problem": where, "explanation": explanation.to_dict(), "comparison": found}
+    return {**data, "problem": where, "explanation": explanation.to_dict(), "comparison": results}
 
 
 def trained(setting: Setting, text: Tensor, held_out: Tensor, args: Namespace) -> tuple[LanguageModel, dict[str, Any]]:

@@ -95,7 +95,7 @@ class StandaloneRunner(Protocol):
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
         """``op(x, **keywords)``."""
 
-    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
+    def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
@@ -115,8 +115,8 @@ class Op(nn.Module, ABC):
         extra_outputs: names of the outputs besides ``y``.
         output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
         passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
-            autograd sees nothing of the op, and whoever works in place finds what he would find without it. A subclass
-            with a half of its own must say so again.
+            autograd sees nothing of the op, and code that works in place behaves as without it. A subclass that
+            defines ``fwd`` or ``bwd`` must declare it again.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
@@ -281,8 +281,8 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        return self._standalone.program(self, call, arguments, names, flags)
+    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        return self._standalone.traced_plan(self, call, arguments, names, flags)
 
     def forward(self, x: Tensor, **keywords: Any) -> Any:
         """Runs the op alone, as a container of one.

@@ -17,19 +17,19 @@ def is_hooked(module: nn.Module) -> bool:
     return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether calling an op does something else than running its halves."""
+def overrides_forward(module: nn.Module) -> bool:
+    """Whether calling an op does something else than running its ``fwd`` and ``bwd``."""
     return "forward" in module.__dict__ or type(module).forward is not Op.forward
 
 
 def input_may_change(module: nn.Module) -> bool:
-    """Whether its halves may be given other arguments than a call of the module."""
-    return bool(module._forward_pre_hooks) or has_own_forward(module)
+    """Whether its ``fwd`` and ``bwd`` may get other arguments than a call of the module."""
+    return bool(module._forward_pre_hooks) or overrides_forward(module)
 
 
 def is_called_whole(op: Op) -> bool:
     """Whether an op must be called as itself: hooks, and a ``forward`` of its own, run nowhere else."""
-    return is_hooked(op) or has_own_forward(op)
+    return is_hooked(op) or overrides_forward(op)
 
 
 def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:

@@ -105,9 +105,7 @@ class Sequential(Container):
             from .dynamo.frontend import run_container
 
             return run_container(self, x, extra_inputs, op_kwargs, shared)
-        compiled, runtime = self._current(), Runtime.of(x)
-        call = bind(compiled.layout, x, extra_inputs, op_kwargs, shared)
-        return compiled.run(call, runtime)
+        return self._current().call(x, extra_inputs, op_kwargs, shared)
 
     container_forward = forward
 
@@ -135,10 +133,10 @@ class Sequential(Container):
         return None if self._compiled is None else self._compiled.last
 
     @constant
-    def _program(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        from .dynamo.steps import program_or_reason
+    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+        from .dynamo.steps import traced_plan_or_reason
 
-        return program_or_reason(self._current, flags, call, arguments, names)
+        return traced_plan_or_reason(self._current, flags, call, arguments, names)
 
     def _current(self) -> CallCache:
         """What is kept for the structure and the fusions of now."""

@@ -60,15 +60,16 @@ class Standalone:
             container = op._container_of_one
         except AttributeError:  # its first call
             container = _container_of(op)
-        compiled, runtime = container.current(op), Runtime.of(x)
+        compiled = container.current(op)
         if caller.x_is_inner:
-            runtime = runtime._replace(x_is_inner=True)
-        return compiled.run(bind(compiled.layout, x, (), None, keywords), runtime)
+            runtime = Runtime.of(x)._replace(x_is_inner=True)
+            return compiled.run(bind(compiled.layout, x, (), None, keywords), runtime)
+        return compiled.call(x, (), None, keywords)
 
-    def program(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any) -> Any:
-        from .dynamo.steps import program_or_reason
+    def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any) -> Any:
+        from .dynamo.steps import traced_plan_or_reason
 
-        return program_or_reason(partial(_container_of(op).current, op), flags, call, arguments, names)
+        return traced_plan_or_reason(partial(_container_of(op).current, op), flags, call, arguments, names)
 
     def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Explanation:
         if not arguments and not keywords:

@@ -44,7 +44,7 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
     op, x, keywords = deepcopy(op).double(), _leaf(x, torch.float64), _leaves(keywords, torch.float64)
     written = [keyword for keyword, declared in op.keywords.items() if declared.buffer]
     keywords |= {name: keywords[name].detach() for name in written if name in keywords}
-    _check_halves(op, x, keywords)
+    _check_fwd_and_bwd(op, x, keywords)
     leaves = _named(x, keywords) | dict(op.named_parameters())
     name, model = type(op).__name__, Sequential(op)
 
@@ -104,7 +104,7 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
         _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
 
 
-def _check_halves(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
+def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
     """What ``fwd`` and ``bwd`` return, called as the runtime calls them."""
     name, inputs = type(op).__name__, differentiable(op, x, keywords)
     promised, wanted = check(op, TensorSpec.of(x), keywords, Runtime(True, None)), frozenset(inputs)

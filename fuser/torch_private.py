@@ -224,6 +224,29 @@ current_cuda_device: Callable[[], int] = private("_C._cuda_getDevice") or torch.
 """The index of the current CUDA device. Else: by the public function, which takes longer."""
 
 
+# ---- memory that the GPUs of a host share: alpha in torch 2.11 and 2.13
+
+
+_SYMMETRIC_MEMORY = "torch.distributed._symmetric_memory"
+
+
+def symmetric_memory_refusal() -> str | None:
+    """Why no memory can be shared; None: torch has functions for it. Imports them."""
+    missing = [name for name in ("empty", "rendezvous") if private_of_module(_SYMMETRIC_MEMORY, name) is None]
+    return f"torch {torch.__version__} does not have {_SYMMETRIC_MEMORY}.{missing[0]}" if missing else None
+
+
+def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], Any]:
+    """Memory of this rank, uint8 [nbytes]; the addresses of that of all ranks; and what keeps those mapped.
+
+    Collective over the process group of that name. Else: :func:`symmetric_memory_refusal` says why it cannot be called.
+    """
+    module = import_module(_SYMMETRIC_MEMORY)
+    memory: Tensor = module.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = module.rendezvous(memory, group_name)
+    return memory, [int(address) for address in handle.buffer_ptrs], handle
+
+
 # ---- torch.compile, which takes seconds to import: nothing is looked up before it is asked for
 
 

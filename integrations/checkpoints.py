@@ -21,15 +21,15 @@ from ..ops.parameters.stored import SUFFIX, note, noted
 from . import layouts
 from .layouts import Layer
 
-State = Mapping[str, Any]
-Names = tuple[str, str]
+StateDict = Mapping[str, Any]
+LinearNames = tuple[str, str]
 
 _HUGGING_FACE = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|up|down)_proj(_bias)?)$"
 _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 
 
 def from_hugging_face(
-    state: State, names: Names, *, transposed: bool = False, interleaved: bool = False
+    state: StateDict, names: LinearNames, *, transposed: bool = False, interleaved: bool = False
 ) -> dict[str, Any]:
     """From the names of transformers' experts modules: ``gate_up_proj`` (or ``up_proj``), ``down_proj``, biases.
 
@@ -41,18 +41,18 @@ def from_hugging_face(
 
 
 def to_hugging_face(
-    state: State, names: Names, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
+    state: StateDict, names: LinearNames, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
 ) -> dict[str, Any]:
     """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called."""
     return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
 
 
-def from_torchtitan(state: State, names: Names) -> dict[str, Any]:
+def from_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
     """From ``w1``, ``w2``, ``w3`` or ``w13``, ``w2`` of torchtitan's experts, with or without shape suffixes."""
     return _convert(state, _TORCHTITAN, names, layouts.from_torchtitan)
 
 
-def to_torchtitan(state: State, names: Names) -> dict[str, Any]:
+def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
     """To ``w1``, ``w2``, ``w3``.
 
     Raises:
@@ -62,7 +62,7 @@ def to_torchtitan(state: State, names: Names) -> dict[str, Any]:
 
 
 def from_transformer_engine(
-    state: State, names: Names, *, te_names: Names = ("0", "2"), glu_interleave_size: int | None = None
+    state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
 ) -> dict[str, Any]:
     """From a ``transformer_engine.pytorch.ops.Sequential`` of grouped linears.
 
@@ -83,7 +83,7 @@ def from_transformer_engine(
 
 
 def to_transformer_engine(
-    state: State, names: Names, *, te_names: Names = ("0", "2"), glu_interleave_size: int | None = None
+    state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
 ) -> dict[str, Any]:
     """The inverse of :func:`from_transformer_engine`."""
 
@@ -95,7 +95,7 @@ def to_transformer_engine(
     return _convert_back(state, names, convert)
 
 
-def with_layout(state: State, name: str, layout: str | Interleaved) -> dict[str, Any]:
+def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[str, Any]:
     """The same state dict, which now says in which order a linear before a GLU has rows of gate and up.
 
     A container reorders what it loads by this. Its own ``state_dict()`` says it already, as do the conversions here.
@@ -113,7 +113,7 @@ def with_layout(state: State, name: str, layout: str | Interleaved) -> dict[str,
 
 
 def _convert(
-    state: State, pattern: str, names: Names, convert: Callable[[Mapping[str, Tensor]], Layer]
+    state: StateDict, pattern: str, names: LinearNames, convert: Callable[[Mapping[str, Tensor]], Layer]
 ) -> dict[str, Any]:
     rest, layers = dict(state), dict[str, dict[str, Tensor]]()
     for key in state:
@@ -132,7 +132,9 @@ def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], Layer])
         raise ValueError(f"{prefix}{error}") from None
 
 
-def _convert_back(state: State, names: Names, convert: Callable[[Layer], dict[str, Tensor]]) -> dict[str, Any]:
+def _convert_back(
+    state: StateDict, names: LinearNames, convert: Callable[[Layer], dict[str, Tensor]]
+) -> dict[str, Any]:
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
         block = noted(rest.pop(f"{prefix}{names[0]}.{SUFFIX}", None))
@@ -145,7 +147,7 @@ def _convert_back(state: State, names: Names, convert: Callable[[Layer], dict[st
 
 
 def _pairs(
-    state: State, names: Names, numbered: bool
+    state: StateDict, names: LinearNames, numbered: bool
 ) -> Iterator[tuple[str, tuple[dict[str, Tensor], dict[str, Tensor]]]]:
     """For every prefix under which both linears stand: their parameters by name."""
     number = r"\d+" if numbered else ""
@@ -163,7 +165,7 @@ def _pairs(
             yield prefix, (layers[0], layers[1])
 
 
-def _ours(layer: Layer, prefix: str, names: Names) -> dict[str, Tensor]:
+def _ours(layer: Layer, prefix: str, names: LinearNames) -> dict[str, Tensor]:
     first, second = (f"{prefix}{name}" for name in names)
     named = {
         f"{first}.weight": layer.up,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from ..fuser import Sequential
 from ..fuser.config import constant
 from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
-from ..fuser.dynamo.steps import Program, program_or_reason
+from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
 from ..fuser.overrides import is_hooked
 from ..ops import Float8Block, GroupedLinear
 from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized.recipe import ScaleKind
 from ..ops.quantized_modules import holding
-from .experts import Parameters, layer_of
+from .experts import ModuleParameters, layer_of
 from .gates import activation_with, constants_read, values_of
 
 
@@ -53,7 +53,7 @@ class LayerForm(NamedTuple):
 
 
 def experts_forward(
-    experts: Any, parameters: Parameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: Any, parameters: ModuleParameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
     up, down, up_bias, down_bias = parameters
@@ -97,14 +97,14 @@ def _run(
     for name, tensors in zip(("fc1", "fc2"), held, strict=True):
         states[name] = ModuleState(tuple(tensors), list(tensors.values()), ())
     call = {"top_k_index": top_k_index, "top_k_weights": top_k_weights}
-    y: Tensor = run_form(_program, (*form, spec, has_norm, scales), modules, states, tokens, call)
+    y: Tensor = run_form(_traced_plan, (*form, spec, has_norm, scales), modules, states, tokens, call)
     return y
 
 
 @constant
-def _program(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> Program:
-    """The program of the container of that form; a new one where fusions have been registered since."""
-    return program_or_reason(_container(LayerForm(*form))._current, flags, call, arguments, names)
+def _traced_plan(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> TracedPlan:
+    """The traced plan of the container of that form; a new one where fusions have been registered since."""
+    return traced_plan_or_reason(_container(LayerForm(*form))._current, flags, call, arguments, names)
 
 
 @cache

@@ -16,7 +16,7 @@ from ..fuser.config import constant
 from ..fuser.explain.explanation import StandIn
 from ..fuser.overrides import is_hooked
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
-from ..ops.checks import is_plain
+from ..ops.checks import stores_values
 from ..ops.routing import routed_by
 from .gates import activation_of, names_read
 
@@ -39,7 +39,7 @@ class Names(NamedTuple):
         return cls(up, down, f"{up}_bias", f"{down}_bias") if experts.has_bias else cls(up, down, None, None)
 
 
-class Parameters(NamedTuple):
+class ModuleParameters(NamedTuple):
     """The parameters themselves, as they are at a call; one that a parametrization computes is computed by asking."""
 
     up: Tensor
@@ -48,7 +48,7 @@ class Parameters(NamedTuple):
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, experts: Any) -> Parameters:
+    def of(cls, experts: Any) -> ModuleParameters:
         """One that is missing is None; :func:`refusal` tells."""
         return cls._make([None if name is None else _parameter(experts, name) for name in Names.of(experts)])
 
@@ -61,7 +61,7 @@ def _parameter(experts: Any, name: str) -> Tensor | None:
     return tensor
 
 
-class OwnStep(StandIn):
+class ModelStep(StandIn):
     """Runs a method or a child of the model's module where we have no op for it. Holds the module weakly."""
 
     def __init__(self, experts: nn.Module, name: str, reason: str = "") -> None:
@@ -76,7 +76,7 @@ class OwnStep(StandIn):
         return ": ".join(filter(None, (self._name, self.reason)))
 
 
-class Built:
+class ExpertsContainer:
     """A container, and what it was built for. Deep copies and pickles leave it out, others see that it is not theirs.
 
     Attributes:
@@ -86,10 +86,10 @@ class Built:
         last: dtype and device of the ids of the last call, and their shape; None before it.
     """
 
-    def __init__(self, experts: Any, parameters: Parameters, key: tuple[Any, ...]) -> None:
+    def __init__(self, experts: Any, parameters: ModuleParameters, key: tuple[Any, ...]) -> None:
         self.container, self.key = _build(experts, parameters), key
         self._experts, self.dtype = weakref.ref(experts), parameters.up.dtype
-        self.parameters: Parameters | None = None
+        self.parameters: ModuleParameters | None = None
         self.trained: tuple[bool, ...] = ()
         self.last: tuple[torch.dtype, torch.device, torch.Size] | None = None
         self._lent: list[tuple[str, Any, torch.dtype, torch.Size]] = []
@@ -115,7 +115,7 @@ class Built:
         """Whether it can run the experts, once it has their parameters."""
         return self._experts() is experts and self.key == key
 
-    def lend(self, experts: Any, parameters: Parameters) -> None:
+    def lend(self, experts: Any, parameters: ModuleParameters) -> None:
         """Puts the parameters into the linears, and remembers that all this holds for the experts with them."""
         named = zip(Names.of(experts), parameters, strict=True)
         self.parameters = parameters
@@ -129,7 +129,7 @@ class Built:
         if _is_offloaded(experts) or any(parameters.get(name) is not tensor for name, tensor, *_ in self._lent):
             self.trained = tuple([t is not None and t.requires_grad for t in self.parameters or ()])
             shapes = (t if t is None else torch.empty_like(t, device="meta") for t in self.parameters or ())
-            _put(self.container, Parameters._make(shapes))
+            _put(self.container, ModuleParameters._make(shapes))
             self.parameters, self._lent = None, []
 
     def holds_for(self, experts: Any) -> bool:
@@ -149,7 +149,7 @@ class Built:
 _ATTRIBUTE = "_fusible_built"  # of the module, where neither its children nor its state_dict show it
 
 
-def refusal(experts: Any, parameters: Parameters) -> str | None:
+def refusal(experts: Any, parameters: ModuleParameters) -> str | None:
     """Why the parameters cannot be read as they are; None: they can."""
     for name, tensor in zip(Names.of(experts), parameters, strict=True):
         if name is not None:
@@ -164,35 +164,35 @@ def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
     """Why no parameter of a class and dtype can be read; None: it can. Compiled code guards on these two."""
     if not issubclass(kind, Tensor):
         return "missing" if kind is type(None) else f"a {kind.__name__}"
-    if not is_plain(kind):
+    if not stores_values(kind):
         return f"a {kind.__name__}, a tensor subclass with operations of its own"
     return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
-def built_of(experts: Any, parameters: Parameters) -> Built:
+def built_of(experts: Any, parameters: ModuleParameters) -> ExpertsContainer:
     """The container of the experts, its linears on the parameters of now, and what else was built for them.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
     key = _key(experts, parameters)
-    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    built: ExpertsContainer | None = experts.__dict__.get(_ATTRIBUTE)
     if built is None or not built.was_built_for(experts, key):
-        built = experts.__dict__[_ATTRIBUTE] = Built(experts, parameters, key)
+        built = experts.__dict__[_ATTRIBUTE] = ExpertsContainer(experts, parameters, key)
     built.lend(experts, parameters)
     return built
 
 
-def existing(experts: nn.Module) -> Built | None:
+def existing(experts: nn.Module) -> ExpertsContainer | None:
     """What has run the experts, ready to explain the last call; None if there was no call yet."""
-    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    built: ExpertsContainer | None = experts.__dict__.get(_ATTRIBUTE)
     if built is not None and built.parameters is None:  # until the next call
-        now = zip(Parameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
+        now = zip(ModuleParameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
         computed = [t if t is None else t.detach().requires_grad_(trained) for t, trained in now]
-        built.lend(experts, Parameters._make(computed))
+        built.lend(experts, ModuleParameters._make(computed))
     return built
 
 
-def _key(experts: Any, parameters: Parameters) -> tuple[Any, ...]:
+def _key(experts: Any, parameters: ModuleParameters) -> tuple[Any, ...]:
     """What the container depends on; everything else is looked up at every call."""
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
     return (*shapes, *_facts(experts))
@@ -220,7 +220,7 @@ def _facts_within(act: Any) -> tuple[Any, ...]:
     return values
 
 
-def built_before(experts: Any) -> Built | None:
+def built_before(experts: Any) -> ExpertsContainer | None:
     """What was built for the experts, if it still holds."""
     built = experts.__dict__.get(_ATTRIBUTE)
     return built if built is not None and built.holds_for(experts) else None
@@ -237,7 +237,7 @@ def _is_offloaded(experts: Any) -> bool:
     return any([getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))])
 
 
-def _build(experts: Any, parameters: Parameters) -> Sequential:
+def _build(experts: Any, parameters: ModuleParameters) -> Sequential:
     fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
     return layer_around(experts, fc1, fc2)
 
@@ -245,9 +245,9 @@ def _build(experts: Any, parameters: Parameters) -> Sequential:
 def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
     """The container of an experts module with these linears: its activation or gate, and its norm, are read off it."""
     op, reason = activation_of(experts)
-    gate = op or OwnStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
+    gate = op or ModelStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
     has_norm = getattr(experts, "has_post_expert_norm", False)
-    norm = {"norm": OwnStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
+    norm = {"norm": ModelStep(experts, "post_expert_norm", "a norm of the model's own")} if has_norm else {}
     return layer_of(fc1, gate, fc2, **norm)
 
 
@@ -264,7 +264,7 @@ def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **options)
 
 
-def _put(container: Sequential, parameters: Parameters) -> None:
+def _put(container: Sequential, parameters: ModuleParameters) -> None:
     """Puts tensors in the place of parameters: also such as are none, from a parametrization."""
     for name, weight, bias in zip(("fc1", "fc2"), parameters[:2], parameters[2:], strict=True):
         linear: Any = container._modules[name]
@@ -273,5 +273,5 @@ def _put(container: Sequential, parameters: Parameters) -> None:
             linear._parameters["bias"] = bias
 
 
-Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """An experts implementation: the module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]."""

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
         return cls(*[getattr(experts, name) for name in (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")])
 
 
-class Built(NamedTuple):
+class Float8Container(NamedTuple):
     """A container, and the tensors whose memory it reads: by identity and address, since loading replaces either."""
 
     container: Sequential
@@ -89,14 +89,14 @@ def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     return y.to(x.dtype)
 
 
-def built_of(experts: Any) -> Built:
+def built_of(experts: Any) -> Float8Container:
     """The container of the experts as they are now."""
     weights = Weights.of(experts)
-    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
     if built is None or not built.holds_for(experts, weights):
         fc1, fc2 = _linear(*weights[:2]), _linear(*weights[2:])
         container = layer_around(experts, fc1, fc2)
-        built = experts.__dict__[_ATTRIBUTE] = Built(container, weights, _addresses(weights), _gate(experts))
+        built = experts.__dict__[_ATTRIBUTE] = Float8Container(container, weights, _addresses(weights), _gate(experts))
     return built
 
 
@@ -105,9 +105,9 @@ def is_float8(experts: Any) -> bool:
     return hasattr(experts, "activation_scheme") and hasattr(experts, "down_proj_scale_inv")
 
 
-def existing(experts: Any) -> Built | None:
+def existing(experts: Any) -> Float8Container | None:
     """What has run the experts; None if there was no call yet."""
-    built: Built | None = experts.__dict__.get(_ATTRIBUTE)
+    built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
     return built
 
 

@@ -23,7 +23,7 @@ from ..ops.programs.program import parse
 from ..ops.programs.tracing import trace
 from ..ops.recognition import recognized
 
-Values = tuple[Any, ...]
+GateValues = tuple[Any, ...]
 """Those of an :class:`ActivationSpec`, as code that is compiled can hold them."""
 _UNCHANGING = type(None), int, float, str, FunctionType, BuiltinFunctionType, partial
 
@@ -69,7 +69,7 @@ def values_of(
     constants: tuple[tuple[str, Any], ...],
     act: Any,
     act_constants: tuple[tuple[str, Any], ...],
-) -> Values | None:
+) -> GateValues | None:
     """The spec that :func:`activation_of` finds for experts with these values; None: it finds none.
 
     Args:
@@ -95,7 +95,7 @@ def values_of(
     return *values, program and program.text
 
 
-def activation_with(values: Values) -> ModelActivation:
+def activation_with(values: GateValues) -> ModelActivation:
     """The inverse of :func:`values_of`."""
     *others, text = values
     return ModelActivation(ActivationSpec(*[*others, text and parse(text)]))

@@ -26,7 +26,7 @@ _TITAN = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("w13", "w2"))
 _HUGGING_FACE = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
 
 
-class _Experts(NamedTuple):
+class _ExpertOps(NamedTuple):
     """The two linears of a container, their names in it, and the activation in between."""
 
     names: tuple[str, str]
@@ -52,7 +52,7 @@ def _has_extra_state(module: nn.Module) -> bool:
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
-def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str | None:
+def _read_foreign(experts: _ExpertOps, state: dict[str, Any], prefix: str) -> str | None:
     if any(key.startswith(tuple(f"{prefix}{name}.weight" for name in experts.names)) for key in state):
         return None
     for form in (*_TITAN, *_HUGGING_FACE):
@@ -73,7 +73,7 @@ def _read_foreign(experts: _Experts, state: dict[str, Any], prefix: str) -> str 
     return None
 
 
-def _from_hugging_face(experts: _Experts, part: dict[str, Tensor]) -> Layer:
+def _from_hugging_face(experts: _ExpertOps, part: dict[str, Tensor]) -> Layer:
     """The layer.
 
     Raises:
@@ -99,7 +99,7 @@ def _logical(linear: GroupedLinear) -> tuple[int, int, int]:
     return linear.num_groups, linear.out_features, linear.in_features
 
 
-def _put(experts: _Experts, layer: Layer, state: dict[str, Any], prefix: str) -> None:
+def _put(experts: _ExpertOps, layer: Layer, state: dict[str, Any], prefix: str) -> None:
     pairs = ((layer.up, layer.up_bias), (layer.down, layer.down_bias))
     for name, linear, (weight, bias) in zip(experts.names, experts.linears, pairs, strict=True):
         state[f"{prefix}{name}.weight"] = weight.mT.contiguous() if linear.transposed_weight else weight
@@ -107,14 +107,14 @@ def _put(experts: _Experts, layer: Layer, state: dict[str, Any], prefix: str) ->
             state[f"{prefix}{name}.bias"] = bias
 
 
-def _experts(container: Sequential) -> _Experts | None:
+def _experts(container: Sequential) -> _ExpertOps | None:
     """The container as experts: a grouped linear, an activation, whatever has no parameters, a grouped linear."""
     linears = {name: m for name, m in container.named_children() if isinstance(m, GroupedLinear)}
     first = next((_first(m) for _, m in _followers(container) if isinstance(_first(m), Activated)), None)
     if len(linears) != 2 or not isinstance(first, Activated):
         return None
     (name1, fc1), (name2, fc2) = linears.items()
-    return _Experts((name1, name2), (fc1, fc2), first)
+    return _ExpertOps((name1, name2), (fc1, fc2), first)
 
 
 def _followers(container: Sequential) -> Iterator[tuple[str, nn.Module]]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.explain.model import FoundContainer
+from ..fuser.explain.model import LayerContainer
 from ..ops import GroupedLoRA
 from ..ops.routing import routed_by
-from .experts import Names, Parameters, _key, autocasts, layer_around, refusal
+from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
 
 ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it
 _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
@@ -61,7 +61,7 @@ class AdaptedExperts:
 
     def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """[T, H] in the dtype of the weights; afterwards the container holds no tensor of the call."""
-        parameters, names = Parameters.of(experts), Names.of(experts)
+        parameters, names = ModuleParameters.of(experts), Names.of(experts)
         adapters = [self.adapters.get(name) for name in (names.up, names.down)]
         ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])
         key: Any = _key(experts, parameters), ranks
@@ -76,16 +76,16 @@ class AdaptedExperts:
         finally:
             self._let_go(x.device)
 
-    def explained(self, experts: Any) -> FoundContainer | None:
+    def explained(self, experts: Any) -> LayerContainer | None:
         """For ``fusible.explain``: the container, on tensors like those of the last call; None: there was none."""
         if self._last is None:
             return None
         device, like = self._last
         factors = [_like(factor, device) for factor in like]
-        self._put(Parameters.of(experts), [factors[:2], factors[2:]])
-        return FoundContainer(self._container, self.routing)
+        self._put(ModuleParameters.of(experts), [factors[:2], factors[2:]])
+        return LayerContainer(self._container, self.routing)
 
-    def _put(self, parameters: Parameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
+    def _put(self, parameters: ModuleParameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
         """Puts tensors in the place of parameters: also such as are none."""
         for linear, weight, bias, (lora_a, lora_b) in zip(
             self._linears(), parameters[:2], parameters[2:], factors, strict=True
@@ -135,7 +135,7 @@ def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
 
 def takes(experts: Any, name: str) -> bool:
     """Whether the parameter of an experts module can be adapted here, as it is."""
-    return name in Names.of(experts)[:2] and refusal(experts, Parameters.of(experts)) is None
+    return name in Names.of(experts)[:2] and refusal(experts, ModuleParameters.of(experts)) is None
 
 
 def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
@@ -151,13 +151,13 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
     return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
 
 
-def explained(experts: Any) -> FoundContainer | None:
+def explained(experts: Any) -> LayerContainer | None:
     """For ``fusible.explain``, if the last call had adapters."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     return None if layer is None else layer.explained(experts)
 
 
-def _build(experts: Any, parameters: Parameters, up_rank: int, down_rank: int) -> Sequential:
+def _build(experts: Any, parameters: ModuleParameters, up_rank: int, down_rank: int) -> Sequential:
     fc1 = _linear(experts, parameters.up, parameters.up_bias, up_rank)
     fc2 = _linear(experts, parameters.down, parameters.down_bias, down_rank)
     return layer_around(experts, fc1, fc2)

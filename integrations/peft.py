@@ -25,7 +25,7 @@ from .lora import Adapter
 NAME = "fusible"
 _METHOD = "_activate_lora"  # private; what it takes and what it does have been the same since PEFT 0.17
 
-Activate = Callable[[Any, list[str]], AbstractContextManager[None]]
+ActivateAdapters = Callable[[Any, list[str]], AbstractContextManager[None]]
 
 
 def register() -> None:
@@ -34,14 +34,14 @@ def register() -> None:
     Where this PEFT activates adapters in another way, nothing changes, and a warning says so.
     """
     wrapper: Any = getattr(peft_layer, "ParamWrapper", None)
-    original: Activate | None = getattr(wrapper, _METHOD, None)
+    original: ActivateAdapters | None = getattr(wrapper, _METHOD, None)
     if original is None:
         warnings.warn("fusible: this version of PEFT merges the adapters of experts in every forward", stacklevel=3)
     elif not hasattr(original, "_fusible"):
         setattr(wrapper, _METHOD, _activate(original))
 
 
-def _activate(original: Activate) -> Activate:
+def _activate(original: ActivateAdapters) -> ActivateAdapters:
     @wraps(original)
     @contextmanager
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:

@@ -23,7 +23,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.overrides import fused_swiglu
 
 from ..fuser import Sequential
-from ..fuser.explain.model import FoundContainer, add_finder
+from ..fuser.explain.model import LayerContainer, add_finder
 from ..ops import GroupedLinear, SwiGLU, grouped_gemm, interleaved
 
 DTYPE = torch.bfloat16  # in which torchtitan multiplies, whatever the parameters are
@@ -52,7 +52,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         run = _traced if torch.compiler.is_compiling() else self._run
         return run(x_RD.to(DTYPE), num_tokens_per_expert_E, w13, w2).type_as(x_RD)
 
-    def explained(self) -> FoundContainer | str:
+    def explained(self) -> LayerContainer | str:
         """For ``fusible.explain``: the container, on the weights of now."""
         if not self._container:
             theirs = "torchtitan's own products run: they are quantised, or their types are checked"
@@ -60,7 +60,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         trained = self.w13.requires_grad, self.w2_EDF.requires_grad
         weights = [w.detach().requires_grad_(of) for w, of in zip(self._weights(), trained, strict=True)]
         _lend(self._container[0], *weights)
-        return FoundContainer(self._container[0])
+        return LayerContainer(self._container[0])
 
     def _runs_torchtitan_products(self) -> bool:
         """Whether a converter has replaced the products, or torchtitan's checker of types follows them."""
@@ -124,7 +124,7 @@ def _traced(rows: Tensor, sizes: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return y  # type: ignore[no-any-return]
 
 
-def _explained(module: Any) -> FoundContainer | str | None:
+def _explained(module: Any) -> LayerContainer | str | None:
     return module.explained() if isinstance(module, FusibleGroupedExperts) else None
 
 

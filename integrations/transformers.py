@@ -18,9 +18,9 @@ import transformers
 from torch import Tensor
 from transformers.integrations import moe
 
-from ..fuser.explain.model import FoundContainer, add_finder
+from ..fuser.explain.model import LayerContainer, add_finder
 from . import compiled, float8_experts, lora
-from .experts import Forward, Parameters, built_before, built_of, existing, refusal
+from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -50,7 +50,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         return built.run(*tensors)
     if not traced and "parametrizations" in self._modules:
         _look_for_peft()
-    parameters = Parameters.of(self)
+    parameters = ModuleParameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
         return _delegate(self, why, moe.grouped_mm_experts_forward)(self, *tensors)
@@ -104,7 +104,7 @@ def _register_fp8() -> None:
     fp8.FP8ExpertsInterface.register(NAME, forward)
 
 
-def _delegate(experts: Any, why: str, stock: Forward) -> Forward:
+def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
     """The stock implementation, after one warning for each class and reason."""
     case = type(experts).__name__, why
     if case not in _warned:
@@ -123,14 +123,14 @@ def _explained(module: Any) -> Any:
         return f"experts_implementation is {implementation!r}; model.set_experts_implementation({NAME!r}) runs it here"
     if float8_experts.is_float8(module):
         float8 = float8_experts.existing(module)
-        return "no call yet" if float8 is None else FoundContainer(float8.container, "")
+        return "no call yet" if float8 is None else LayerContainer(float8.container, "")
     adapted = lora.explained(module)
     if adapted is not None:
         return adapted
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
-        return FoundContainer(built.container, built.routing)
-    why = refusal(module, Parameters.of(module))
+        return LayerContainer(built.container, built.routing)
+    why = refusal(module, ModuleParameters.of(module))
     return "no call yet" if why is None else f"transformers' own grouped_mm runs it: {why}"
 
 

@@ -10,6 +10,9 @@ PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 PAIR_ACTIVATION_PARAMS_BYTES: int  # with a second pair of operands
 XLA_FFI_API: tuple[int, int]  # the version of XLA's foreign function interface that the handlers were compiled for
+MAX_RANKS: int  # that read one another's memory
+SIGNAL_BYTES: int  # from one of their signals to the next
+LANE_STATE_BYTES: int
 TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
 Activation = tuple[int, bool, float, float, float, int, int, int]
@@ -43,7 +46,6 @@ def cuda_version() -> int: ...
 def xla_handlers() -> dict[str, object]: ...
 def device_properties(device: int) -> DeviceProperties: ...
 def raise_wrong_sizes(device: int) -> None: ...
-def overlap_launches(on: bool) -> None: ...
 def grouped_gemm(
     *,
     layout: int,
@@ -418,6 +420,7 @@ def linear_activation_backward(
     dvectors: list[int] = ...,
     dvector_types: list[int] = ...,
     dvectors_of_both: list[int] = ...,
+    dvectors_of_all_rows: list[int] = ...,
     workspace: int = ...,
     variant: int = ...,
     second_k: int = ...,
@@ -500,6 +503,38 @@ def row_dots(
     vectors_type: int,
     out: int,
 ) -> None: ...
+def low_rank_workspace(
+    *,
+    tokens: int,
+    columns: int,
+    rank: int,
+    gradient: bool,
+    device: int,
+) -> int: ...
+def low_rank_pass(
+    *,
+    device: int,
+    stream: int,
+    rows: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    pitch: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
+    rank: int,
+    by_columns: bool,
+    slot_of_row: int,
+    top_k: int,
+    gathered: int,
+    factor: int,
+    product: int,
+    low: int,
+    gradient: int,
+    gradient_type: int,
+    workspace: int,
+) -> None: ...
 def route_workspace_bytes(
     *,
     slots: int,
@@ -562,6 +597,139 @@ def gather_slots(
     slots: int,
     out: int,
     type: int,
+) -> None: ...
+def publish(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    signals_at: int,
+    kind: int,
+    timeout: int,
+    ids: int = ...,
+    int64_ids: bool = ...,
+    slots: int = ...,
+    most_slots: int = ...,
+    experts: int = ...,
+    ids_at: int = ...,
+    numbers: int = ...,
+    number_bytes: int = ...,
+    numbers_at: int = ...,
+) -> None: ...
+def divide_rows(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    tokens_per_expert: int,
+    experts: int,
+    capacity: int,
+    fails: bool,
+    firsts: int,
+    split_sizes: int,
+) -> None: ...
+def stage_rows(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    top_k: int,
+    row_of_slot: int,
+    firsts: int,
+    capacity: int,
+    at: int,
+    out: int,
+    source: int,
+    pitch: int,
+) -> None: ...
+def pull(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    top_k: int,
+    row_of_slot: int,
+    firsts: int,
+    capacity: int,
+    at: int,
+    out: int,
+    fill: bool,
+) -> None: ...
+def pull_sum(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    type: int,
+    tokens: int,
+    columns: int,
+    top_k: int,
+    row_of_slot: int,
+    firsts: int,
+    capacity: int,
+    at: int,
+    out: int,
+    blocks: int,
+) -> None: ...
+def numbers_to_rows(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    number_bytes: int,
+    slots: int,
+    row_of_slot: int,
+    firsts: int,
+    capacity: int,
+    at: int,
+    out: int,
+) -> None: ...
+def pull_numbers(
+    *,
+    device: int,
+    stream: int,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    report: int,
+    exchange: int,
+    number_bytes: int,
+    slots: int,
+    row_of_slot: int,
+    firsts: int,
+    capacity: int,
+    at: int,
+    out: int,
 ) -> None: ...
 def routed_mlp(
     *,

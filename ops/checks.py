@@ -169,7 +169,7 @@ def check_matrix_input(
     if len(x.shape) < dims == 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
-    if not is_plain(type(weight)):
+    if not stores_values(type(weight)):
         raise ArgumentError(_subclass(weight))
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
@@ -200,7 +200,7 @@ def check_quantized_input(
     return dtype
 
 
-def is_plain(kind: type[Tensor]) -> bool:
+def stores_values(kind: type[Tensor]) -> bool:
     """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
     if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True

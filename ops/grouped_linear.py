@@ -49,10 +49,10 @@ class GroupedLinear(WeightGrads):
             the host, is copied there.
         output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
         grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. The
-            gradient is that memory, with whatever stands in its tail. A contiguous leaf ``x`` without a ``.grad``
-            keeps it as that (of one with other strides, torch copies it): to accumulate over backwards, give each
-            another buffer. Behind another op or module of the container the gradient is a copy whose tail is zero, so
-            that the buffer's tail reaches no weight gradient in front.
+            gradient is that memory, with whatever stands in its tail. If ``x`` is a contiguous leaf without a
+            ``.grad``, the buffer becomes its ``.grad`` (with other strides, torch copies it): to accumulate over
+            backwards, give each another buffer. Behind another op or module of the container the gradient is a copy
+            whose tail is zero, so that the buffer's tail reaches no weight gradient in front.
         bias_scale: with ``scale_bias``, the factor of the bias in each row: [...], any floating-point dtype.
 
     Args:

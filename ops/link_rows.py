@@ -16,7 +16,7 @@ from .programs.matrices import equal_gradient
 from .programs.program import part_of
 
 
-class Operands(NamedTuple):
+class LinkOperands(NamedTuple):
     """What a link reads beside x: operands by name, and the split sizes of columns of groups.
 
     Some may be missing, which nothing then reads.
@@ -52,13 +52,13 @@ class Saved(NamedTuple):
     split_sizes: Tensor | None
 
 
-def refusal(operands: Operands, x: Tensor) -> str | None:
+def refusal(operands: LinkOperands, x: Tensor) -> str | None:
     """Why our own kernels do not compute the link; None: they do."""
     read = operands.numbers(), operands.vectors(), operands.matrices()
     return kernels.pointwise_refusal(x, operands.link.program, *read)
 
 
-def forward(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
+def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
     """The value of the program, rounded once."""
     link = operands.link
     read = operands.numbers(), operands.vectors(), operands.split_sizes
@@ -70,7 +70,7 @@ def backward(
     link: Link, saved: Saved, dy: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
 ) -> Grads:
     """The wanted gradients; ``parameters`` are read for their forms."""
-    operands = Operands(link, saved.by_keyword, saved.columns, saved.split_sizes)
+    operands = LinkOperands(link, saved.by_keyword, saved.columns, saved.split_sizes)
     number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
     vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
     equal = _equal_gradients(link, needs_grad)
@@ -151,7 +151,7 @@ def column_grads(
     return grads
 
 
-def _saved(operands: Operands, x: Tensor, needs_grad: frozenset[str]) -> Saved:
+def _saved(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> Saved:
     link, by_keyword, columns, split_sizes = operands
     outputs, dtypes = _outputs(link, needs_grad), {name: operand.dtype for name, operand in by_keyword.items()}
     if not outputs:

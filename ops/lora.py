@@ -14,7 +14,9 @@ from . import kernels
 from .checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
 from .kernels import Layout, Matrices, OperandPair
+from .low_rank import LowRank, low_rank_pass
 from .parameters.grouped import ExpertParameters
+from .routing import Routing
 
 
 class GroupedLoRA(ExpertParameters):
@@ -121,7 +123,7 @@ class GroupedLoRA(ExpertParameters):
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        low = self.project(rows, sizes)
+        low = self.project(rows, sizes).product
         y = self.product(rows, low, sizes)
         return with_rows_of(x, y), self.saved(rows.dtype, rows, low, sizes, needs_grad, tuple(x.shape))
 
@@ -188,18 +190,22 @@ class GroupedLoRA(ExpertParameters):
         """``lora_a`` or ``lora_b`` in the dtype of the products; None without an adapter."""
         return _tensor(self.matrices(name, dtype)) if self.rank else None
 
-    def project(self, rows: Tensor, sizes: Tensor) -> Tensor | None:
-        """[T, R]: the rows through ``lora_a``, its tail unspecified; None without an adapter."""
-        lora_a = self.factor("lora_a", rows.dtype)
-        return None if lora_a is None else _through(Layout.NT, rows, lora_a, sizes)
+    def project(self, x: Tensor, sizes: Tensor, routing: Routing | None = None) -> LowRank:
+        """The rows if they are gathered, and [T, R]: the rows through ``lora_a``, None without an adapter.
+
+        Args:
+            routing: whose rows are gathered from ``x``.
+        """
+        factor = self.factor("lora_a", x.dtype)
+        return low_rank_pass(x, Layout.NT, sizes, routing=routing, factor=factor, want_rows=routing is not None)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows, sizes = as_rows(dy), saved.split_sizes
-        dlow = back(rows, saved.lora_b, sizes)
-        grads: dict[str, Gradient] = {}
+        through = self.through_lora_b(rows, saved)
+        dlow, grads = through.product, lora_b_grad(through)
         if "x" in needs_grad:
             grads["x"] = lambda: input_grad(rows, dlow, saved).view(saved.x_shape)
-        grads |= self.parameter_grads(rows, dlow, saved.x, saved.low, sizes, needs_grad)
+        grads |= self.parameter_grads(rows, dlow, saved.x, sizes, needs_grad)
         if "bias" in needs_grad:
             grads["bias"] = lambda: kernels.column_sums(rows, sizes, self.one_parameter("bias").dtype)
         return grads
@@ -209,34 +215,67 @@ class GroupedLoRA(ExpertParameters):
         dy: Tensor,
         dlow: Tensor | None,
         x: Tensor | None,
-        low: Tensor | None,
         sizes: Tensor,
         needs_grad: frozenset[str],
     ) -> dict[str, Gradient]:
-        """Of the matrices, by name: those that are wanted.
+        """Of the matrices that are multiplied with the input [T, K], by name: those that are wanted.
 
         Args:
             dy, dlow: the gradients of the output [T, N] and of what :meth:`project` gave [T, R].
-            x, low: what they are multiplied with: the input [T, K], and what :meth:`project` gave.
         """
-        weight = (x, dy) if self.transposed_weight else (dy, x)
-        pairs = {"weight": weight, "lora_a": (dlow, x), "lora_b": (dy, low)}
-        return {name: self._matrix_grad(name, *pairs[name], sizes) for name in pairs if name in needs_grad}
+        grads: dict[str, Gradient] = {}
+        if "weight" in needs_grad:
+            left, right = (x, dy) if self.transposed_weight else (dy, x)
+            grads["weight"] = self._weight_grad(left, right, sizes)
+        if "lora_a" in needs_grad:
+            grads["lora_a"] = self.lora_a_grad(dlow, x, sizes)
+        return grads
 
-    def _matrix_grad(self, name: str, left: Tensor | None, right: Tensor | None, sizes: Tensor) -> Gradient:
+    def _weight_grad(self, left: Tensor | None, right: Tensor | None, sizes: Tensor) -> Gradient:
         assert left is not None
         assert right is not None
-        dtype = self.one_parameter(name).dtype
+        dtype = self.one_parameter("weight").dtype
         return lambda: _tensor(kernels.grouped_gemm(Layout.TN, left, right, sizes, out_dtype=dtype))
+
+    def lora_a_grad(
+        self, dlow: Tensor | None, x: Tensor | None, sizes: Tensor, routing: Routing | None = None
+    ) -> Gradient:
+        """From the input, or from the tokens of which its rows are gathered."""
+        assert dlow is not None
+        assert x is not None
+        dtype = self.one_parameter("lora_a").dtype
+
+        def gradient() -> Tensor:
+            through = low_rank_pass(x, Layout.NT, sizes, routing=routing, low=dlow, gradient_dtype=dtype)
+            return _tensor(through.gradient)
+
+        return gradient
+
+    def through_lora_b(self, dy: Tensor, saved: Saved, routing: Routing | None = None) -> LowRank:
+        """Of the gradient of the output: its rows if they are gathered, ``dlow``, and the gradient of ``lora_b``.
+
+        Args:
+            routing: whose rows are gathered from ``dy``.
+        """
+        return low_rank_pass(
+            dy,
+            Layout.NN,
+            saved.split_sizes,
+            routing=routing,
+            factor=saved.lora_b,
+            low=saved.low,
+            gradient_dtype=None if saved.low is None else self.one_parameter("lora_b").dtype,
+            want_rows=routing is not None,
+        )
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}"
         return f"{sizes}, rank={self.rank}, bias={self.has_bias}"
 
 
-def back(dy: Tensor, lora_b: Tensor | None, sizes: Tensor) -> Tensor | None:
-    """[T, R]: the gradient of what :meth:`GroupedLoRA.project` gave, its tail unspecified; None if nothing needs it."""
-    return None if lora_b is None else _through(Layout.NN, dy, lora_b, sizes)
+def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
+    """By name, if it is wanted."""
+    return {} if through.gradient is None else {"lora_b": through.gradient}
 
 
 def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
@@ -263,11 +302,6 @@ def _pair(a: Tensor, b: Tensor | None) -> OperandPair | None:
     return None if b is None else OperandPair(a, b)
 
 
-def _through(layout: Layout, rows: Tensor, factor: Tensor, sizes: Tensor) -> Tensor:
-    """Rows through a factor, for readers that know of the tail."""
-    return _tensor(kernels.grouped_gemm(layout, rows, factor, sizes, tail_unspecified=True))
-
-
-def _tensor(matrices: Matrices) -> Tensor:
+def _tensor(matrices: Matrices | None) -> Tensor:
     assert isinstance(matrices, Tensor)
     return matrices

@@ -18,9 +18,9 @@ from .link import Link
 from .link_rows import flat
 from .programs.columns import of_rows, sums
 from .programs.halves import join, split
-from .programs.parameters import Function, InOrder, Parameters
+from .programs.parameters import InOrder, Parameters
 from .programs.program import Program
-from .programs.tracing import UnknownFunctionError, check_pointwise, name_of, trace
+from .programs.tracing import Function, UnknownFunctionError, check_pointwise, name_of, trace
 
 _RESERVED = RESERVED | {"x", "y", "split_sizes"}
 
@@ -43,8 +43,8 @@ class Pointwise(Op):
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
-            for each further parameter that is of no column, no constant and has no default. Returns a tensor of the
-            shape of the first.
+            for each further parameter that is neither a column nor a constant and has no default. Returns a tensor
+            of the shape of the first.
         halves: None if all columns of x are one argument; ``"concat"`` if gate is their first half and up the second;
             :func:`interleaved` if gate and up alternate in blocks.
         columns: parameters of the op, by the name of a parameter of the function: one number for each column of y, [C],
@@ -192,7 +192,7 @@ class Pointwise(Op):
         link, columns = self.link, dict(self.inputs())
         sizes = None if split_sizes is None else kernels.as_split_sizes(split_sizes, x.device)
         if link is not None:
-            return link_rows.forward(link_rows.Operands(link, rows, columns, sizes), x, needs_grad)
+            return link_rows.forward(link_rows.LinkOperands(link, rows, columns, sizes), x, needs_grad)
         dtypes = {name: numbers.dtype for name, numbers in rows.items()}
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)

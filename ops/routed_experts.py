@@ -73,14 +73,14 @@ def routed_experts(
     if torch.compiler.is_dynamo_compiling():
         return _traced(spec, transposed, x, top_k_index, top_k_weights, *experts)
     _check(x, experts, spec, transposed)
-    form = _Form.of(experts, spec, transposed)
-    container = _pool.take(form)
+    key = _PoolKey.of(experts, spec, transposed)
+    container = _pool.take(key)
     try:
         return container.run(experts, x, top_k_index, top_k_weights)
     except ArgumentError as error:
         raise error.located("routed_experts") from None
     finally:
-        _pool.give_back(form, container)
+        _pool.give_back(key, container)
 
 
 class _Experts(NamedTuple):
@@ -92,7 +92,7 @@ class _Experts(NamedTuple):
     down_bias: Tensor | None
 
 
-class _Form(NamedTuple):
+class _PoolKey(NamedTuple):
     """What a container is built for."""
 
     up: torch.Size
@@ -103,7 +103,7 @@ class _Form(NamedTuple):
     transposed: bool
 
     @classmethod
-    def of(cls, experts: _Experts, spec: ActivationSpec, transposed: bool) -> _Form:
+    def of(cls, experts: _Experts, spec: ActivationSpec, transposed: bool) -> _PoolKey:
         up, down, up_bias, down_bias = experts
         return cls(up.shape, down.shape, up.dtype, (up_bias is not None, down_bias is not None), spec, transposed)
 
@@ -132,14 +132,14 @@ class LentLinear(GroupedLinear):
 class _Container:
     """The ops of a routed layer, for weights of one form."""
 
-    def __init__(self, form: _Form) -> None:
-        self.up = _linear(form.up, form.has_bias[0], form)
-        self.down = _linear(form.down, form.has_bias[1], form)
+    def __init__(self, key: _PoolKey) -> None:
+        self.up = _linear(key.up, key.has_bias[0], key)
+        self.down = _linear(key.down, key.has_bias[1], key)
         self.ops = Sequential(
             OrderedDict(
                 dispatch=Dispatch(self.up.num_groups),
                 up=self.up,
-                activation=activation_op(form.spec),
+                activation=activation_op(key.spec),
                 down=self.down,
                 scale=Scale(),
                 combine=Combine(),
@@ -158,31 +158,31 @@ class _Container:
             self.down.let_go()
 
 
-def _linear(shape: torch.Size, bias: bool, form: _Form) -> LentLinear:
+def _linear(shape: torch.Size, bias: bool, key: _PoolKey) -> LentLinear:
     groups, *matrix = shape
-    sizes = matrix if form.transposed else matrix[::-1]
-    return LentLinear(groups, *sizes, bias=bias, device="meta", dtype=form.dtype, transposed_weight=form.transposed)
+    sizes = matrix if key.transposed else matrix[::-1]
+    return LentLinear(groups, *sizes, bias=bias, device="meta", dtype=key.dtype, transposed_weight=key.transposed)
 
 
 class _Pool:
-    """Containers that no call uses, by form."""
+    """Containers that no call uses, by what they are built for."""
 
     def __init__(self, size: int) -> None:
-        self._idle: dict[_Form, list[_Container]] = {}
+        self._idle: dict[_PoolKey, list[_Container]] = {}
         self._size = size
 
-    def take(self, form: _Form) -> _Container:
+    def take(self, key: _PoolKey) -> _Container:
         """One that nobody else has until it is given back."""
         try:
-            return self._idle[form].pop()
+            return self._idle[key].pop()
         except LookupError:
-            return _Container(form)
+            return _Container(key)
 
-    def give_back(self, form: _Form, container: _Container) -> None:
+    def give_back(self, key: _PoolKey, container: _Container) -> None:
         """Keeps it for the next call. Once there are too many forms, all that wait are dropped."""
-        if len(self._idle) >= self._size and form not in self._idle:
+        if len(self._idle) >= self._size and key not in self._idle:
             self._idle.clear()
-        self._idle.setdefault(form, []).append(container)
+        self._idle.setdefault(key, []).append(container)
 
 
 _pool = _Pool(64)
@@ -195,8 +195,8 @@ def _check(x: Tensor, experts: _Experts, spec: ActivationSpec, transposed: bool)
             raise ArgumentError(f"routed_experts: {name} must be a tensor, got a {type(tensor).__name__}")
     up, down, up_bias, down_bias = experts
     if up.dim() != 3:
-        form = "[E, H, N]" if transposed else "[E, N, H]"
-        raise ArgumentError(f"routed_experts: w_up must be {form}, got shape {list(up.shape)}")
+        wanted = "[E, H, N]" if transposed else "[E, N, H]"
+        raise ArgumentError(f"routed_experts: w_up must be {wanted}, got shape {list(up.shape)}")
     groups, rows, columns = up.mT.shape if transposed else up.shape
     if spec.gated and rows % (2 * (spec.block or 1)):
         raise ArgumentError(f"routed_experts: w_up must have gate and up for {spec.name}, got shape {list(up.shape)}")
@@ -230,7 +230,8 @@ def _in_graph(spec: tuple[Any, ...], transposed: bool, flags: tuple[tuple[str, A
     experts, activation = _Experts(*weights), ActivationSpec(*spec)
     values = {name: frozenset(value) if isinstance(value, tuple) else value for name, value in flags}
     _check(x, experts, activation, transposed)
-    container = _Container(_Form.of(experts, activation, transposed))  # its own: what is traced must not stay in a pool
+    # one of its own, as what is traced must not stay in a pool
+    container = _Container(_PoolKey.of(experts, activation, transposed))
     with use_config(config_of(**values)):
         return container.run(experts, x, top_k_index, top_k_weights)
 

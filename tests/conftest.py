@@ -30,15 +30,22 @@ SLOW = {
     "test_demo": "trains",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
+    "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
     "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
+    "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
     "test_transformers_compile": "compiles with torch.compile",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many cases are drawn where each one costs seconds."""
+    parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -68,6 +75,14 @@ def _seeded() -> None:
 def _restored_registry() -> Iterator[None]:
     with registry.restored():
         yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing that torch has compiled outlives a test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")

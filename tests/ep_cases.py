@@ -631,7 +631,9 @@ class Model(nn.Module):
 @case
 def by_hand_as_by_ops(world: World) -> None:
     preset = PRESETS["small"]
-    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", 1, False)
+    setting = expert_parallel.Setting(
+        "small", world.size, 16, "fp32", "cpu", "skewed", "exact", "collective", 0, 1, False
+    )
     batch = expert_parallel.draw(setting, world.rank)
     group = world.group(
         num_experts=preset.experts, max_tokens=16, top_k=preset.top_k, hidden=preset.features, capacity="exact"
@@ -658,9 +660,13 @@ def settings_that_are_wrong(world: World) -> None:
         ({"capacity": -1.0}, "capacity must be a factor .*, got -1.0"),
         ({"overflow": "ignore"}, "overflow must be one of 'raise', 'drop', got 'ignore'"),
         ({"combine": "fast"}, "combine must be one of 'exact', 'reduced', got 'fast'"),
-        ({"transport": "symmetric"}, "transport must be one of 'auto', 'collective', got 'symmetric'"),
+        ({"transport": "copper"}, "transport must be one of 'auto', 'collective', 'symmetric', got 'copper'"),
+        ({"transport": "symmetric", "capacity": "exact"}, "capacity 'exact' needs transport 'collective'"),
+        ({"transport": "symmetric", "combine": "reduced"}, "combine 'reduced' needs transport 'collective'"),
+        ({"transport": "symmetric"}, "transport 'symmetric' cannot serve rank 0: it needs CUDA devices"),
         ({"lanes": 0}, "lanes must be a positive int"),
         ({"timeout": -1}, "timeout must be a number of seconds"),
+        ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)

@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +37,15 @@ class World(NamedTuple):
 
     rank: int
     size: int
+    transport: str = "collective"
 
     def group(self, **settings: Any) -> ep.Group:
         """Of all ranks, with settings that most cases share."""
         common = {"num_experts": 4 * self.size, "max_tokens": 13, "top_k": 3, "hidden": H, "dtype": torch.float32}
-        return ep.Group(**{**common, "timeout": TIMEOUT, "capacity": "worst", **settings})
+        common |= {"timeout": TIMEOUT, "capacity": "worst", "transport": self.transport}
+        if self.transport == "symmetric" and settings.get("capacity") == "exact":
+            settings = {**settings, "capacity": "worst"}  # as exact, but for the tail
+        return ep.Group(**{**common, **settings})
 
 
 class Batch(NamedTuple):
@@ -57,9 +63,11 @@ class Batch(NamedTuple):
     ) -> Batch:
         """Ids are of any expert, a few of none."""
         draw, tokens = torch.Generator().manual_seed(seed), sum(counts)
-        x, dy = (torch.randn(tokens, H, generator=draw).to(dtype) for _ in range(2))
-        ids = torch.randint(experts + 1, (tokens, top_k), generator=draw)
-        return cls(tuple(counts), x, ids, torch.rand(tokens, top_k, generator=draw), dy)
+        with torch.device("cpu"):  # the same numbers wherever they go
+            x, dy = (torch.randn(tokens, H, generator=draw).to(dtype) for _ in range(2))
+            ids = torch.randint(experts + 1, (tokens, top_k), generator=draw)
+            weights = torch.rand(tokens, top_k, generator=draw)
+        return cls(tuple(counts), *(each.to(torch.get_default_device()) for each in (x, ids, weights, dy)))
 
     def of(self, rank: int) -> Batch:
         """Those of one rank."""
@@ -132,21 +140,29 @@ def check_step(group: ep.Group, batch: Batch, layer: Any = None) -> None:
 # --------------------------------------------------------------------------------------------------- processes
 
 
-def start(module: str, ranks: int, folder: Path, wait: float = 300) -> dict[str, list[str]]:
+def start(
+    module: str, ranks: int, folder: Path, wait: float = 300, transport: str = "collective", device: str = "cpu"
+) -> dict[str, list[str]]:
     """What every rank says of every case of a module: "" where nothing went wrong. An empty list: it never said."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, str(Path(__file__)), module, str(ranks), str(folder)]
+    environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, str(Path(__file__)), transport, device, module, str(ranks), str(folder)]
     running = [
         subprocess.Popen(
-            [*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(ranks)
     ]
-    said = []
+    said, end = [], time.monotonic() + wait
     for process in running:
         try:
-            said.append(process.communicate(timeout=wait)[0])
+            said.append(process.communicate(timeout=max(1.0, end - time.monotonic()))[0])
         except subprocess.TimeoutExpired:
             process.kill()
             said.append(process.communicate()[0] + "\nkilled: it did not end")
@@ -173,14 +189,29 @@ def run_cases(module: str, world: World, report: Path) -> None:
         report.write_text(json.dumps(results))
 
 
-def main(module: str, ranks: str, folder: str, rank: str) -> None:
+@contextmanager
+def memory_for(transport: str, device: str) -> Iterator[None]:
+    """What the transport needs on a CPU: for the symmetric one, our kernels, and memory that processes share."""
+    with ExitStack() as stack:
+        if transport == "symmetric" and device == "cpu":
+            from ep_shared_memory import on_this_machine
+
+            stack.enter_context(on_this_machine())
+        yield
+
+
+def main(transport: str, device: str, module: str, ranks: str, folder: str, rank: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), int(ranks))
+    if device == "cuda":
+        torch.cuda.set_device(int(rank))
+        torch.set_default_device(torch.device("cuda", int(rank)))
+    backend, store = "nccl" if device == "cuda" else "gloo", dist.FileStore(str(Path(folder, "store")), int(ranks))
     dist.init_process_group(
-        "gloo", store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=2 * TIMEOUT)
+        backend, store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=2 * TIMEOUT)
     )
-    run_cases(module, World(int(rank), int(ranks)), Path(folder, f"{rank}.json"))
+    with memory_for(transport, device):
+        run_cases(module, World(int(rank), int(ranks), transport), Path(folder, f"{rank}.json"))
     sys.stdout.flush()
     os._exit(0)  # threads of gloo that wait for a peer that has gone would keep the process
 

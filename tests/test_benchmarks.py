@@ -21,7 +21,6 @@ from torch import Tensor
 from fusible.benchmarks import (
     arguments,
     compare,
-    contestants,
     float32,
     functions,
     gemm_contestants,
@@ -403,7 +402,7 @@ def test_peak_memory_counts_what_lives_at_once() -> None:
 def test_what_a_function_is_given_is_made_anew_for_every_call() -> None:
     made, used = iter(range(100)), []
 
-    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, given={"f": lambda: next(made)})
+    timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, prepare={"f": lambda: next(made)})
 
     assert used == list(range(9))  # three rounds, an untimed call before the two of each
 
@@ -561,22 +560,6 @@ def test_bench_grouped_gemm_under_recipes(capsys):
     assert len(rows) == 8
 
 
-def test_overlapping_launches_last_as_long_as_they_are_timed(monkeypatch):
-    asked, counted = list[bool](), list[int]()
-    extension = SimpleNamespace(overlap_launches=asked.append)
-    monkeypatch.setattr(contestants, "compiled", lambda: extension)
-    case = problem(torch.float32)
-    contestant = contestants.overlapping(case)
-    y = contestant.forward()
-    counted.append(len(asked))
-    grads = contestant.backward(y)
-
-    assert counted == [2]
-    assert asked == [True, False, True, False]
-    expected = CONTESTANTS["fused"](case).step()
-    assert all(torch.equal(a, b) for a, b in zip((y, *grads), expected, strict=True))
-
-
 def test_a_wrong_result_under_a_recipe_is_refused():
     case = problem(torch.bfloat16)
     right = CONTESTANTS["fused"](case)
@@ -628,7 +611,7 @@ def test_pointwise_contestants_agree() -> None:
 
 
 def test_wrong_way_of_routing_is_not_timed() -> None:
-    part = routing.Part("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
+    part = routing.RoutingPart("combine", {"right": lambda: torch.ones(3), "wrong": lambda: torch.zeros(3)}, 1)
 
     with pytest.raises(InaccurateError, match="combine: wrong gives something else than right"):
         routing.check(part)

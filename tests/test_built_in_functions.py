@@ -126,7 +126,7 @@ void evaluate_all(const fusible::Activation& a, int n, float* const* at) {
     }
   };
   if (a.gated) fusible::with_function<kFast>(a, body);
-  else fusible::with_plain_function<kFast>(a, body);
+  else fusible::with_unlimited_function<kFast>(a, body);
 }
 extern "C" __attribute__((visibility("default"))) void evaluate(bool fast, int curve, bool gated, float alpha,
                                                                 float limit, float offset, int n, float* const* at) {

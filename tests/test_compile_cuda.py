@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,16 +15,13 @@ from torch.library import opcheck
 from fusible import ClampedSwiGLU, GroupedLinear, Sequential, SwiGLU
 
 _QUIET = ("DeprecationWarning", "FutureWarning", "UserWarning")  # of the compiler itself
-pytestmark = [pytest.mark.cuda, *[pytest.mark.filterwarnings(f"ignore::{kind}") for kind in _QUIET]]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.usefixtures("fresh_compiler"),
+    *[pytest.mark.filterwarnings(f"ignore::{kind}") for kind in _QUIET],
+]
 E, K, F = 4, 64, 96
 SPLITS = ([40, 0, 25, 31], [0, 0, 96, 0], [7, 50, 3, 36])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def experts(**options: Any) -> Sequential:

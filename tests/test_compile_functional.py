@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,16 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from fusible import GroupedTensor, grouped_gemm
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    *[pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")],
+]
 SIZES = torch.tensor([3, 0, 4])  # and a tail
 SHAPES = {"NT": ((9, 4), (3, 6, 4)), "NN": ((9, 4), (3, 4, 6)), "TN": ((9, 4), (9, 6))}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def results(function: Any, *operands: Tensor, **how: Any) -> tuple[Tensor, ...]:

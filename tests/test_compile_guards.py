@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,15 +24,11 @@ from fusible import (
     Sequential,
 )
 
-pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    *[pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")],
+]
 SIZES = [torch.tensor(sizes) for sizes in ([3, 4, 2], [0, 0, 16], [5, 5, 5], [1, 1, 1])]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import models
@@ -152,13 +152,6 @@ def eager(model: nn.Module) -> Any:
     return model
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(model: nn.Module) -> Any:
     return torch.compile(model, backend="aot_eager")
 
@@ -199,7 +192,7 @@ def test_a_scope_of_torchs_cache_computes_once() -> None:
     assert counter.calls == 1
 
 
-@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("run", [eager, compiled], ids=["eager", "compiled"])

@@ -113,6 +113,12 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name: str, halves: An
     fused.check_backward("cpu", replace(case, sizes=(0, 0)), bias_dtype=None)
 
 
+def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time() -> None:
+    build_act, function = ACTS_OF_COLUMNS["biases"]
+    case = fused.case_of(build_act("concat"), function, sizes=(*[1, 0, 2] * 12, 330), features=40, columns=136)
+    fused.check_backward("cpu", case)
+
+
 def test_two_vectors_at_a_time_with_numbers_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where registers suffice for them: the first source, not the last."""
     load = epilogue.load

@@ -13,6 +13,7 @@ from test_pointwise import FUNCTIONS
 
 import fusible
 from fusible import Pointwise, interleaved
+from fusible.ops.kernels.jit import epilogue
 from fusible.ops.kernels.jit.cache import kernel_cache
 
 pytestmark = pytest.mark.cuda
@@ -59,6 +60,25 @@ def test_random_functions(seed):
     fused.check_backward("cuda", case)
 
 
+@pytest.fixture
+def one_tile(monkeypatch):
+    """Of each direction the kernel of the first tile alone is compiled, which is most of what a test takes."""
+    variants = epilogue._variants
+    monkeypatch.setattr(epilogue, "_variants", lambda form: variants(form)[:1])
+    epilogue.handles.cache_clear()
+    yield
+    epilogue.handles.cache_clear()
+
+
+@pytest.mark.usefixtures("one_tile")
+@pytest.mark.parametrize("seed", range(60, 200))
+def test_more_random_functions(seed):
+    function, count = random_function(seed)
+    case = fused.case_of(op_of_function(function, count), function, columns=(192, 320, 72)[seed % 3])
+    fused.check_forward("cuda", replace(case, variant=_C.ACTIVATION_VARIANTS[0]))
+    fused.check_backward("cuda", case)
+
+
 @pytest.mark.parametrize("dtype", fused.STEP, ids=str)
 @pytest.mark.parametrize("block", [None, 1, 2, 4, 8, 32, 64])
 def test_every_layout_of_gate_and_up(block, dtype):
@@ -88,6 +108,12 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
     for variant in (-1, *_C.ACTIVATION_VARIANTS):
         fused.check_forward("cuda", replace(case, variant=variant))
     fused.check_backward("cuda", case)
+
+
+@pytest.mark.parametrize("sizes", [(5000, 0, 3), tuple(range(200))], ids=["long", "many"])
+def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time(sizes):
+    build, function = ACTS_OF_COLUMNS["biases"]
+    fused.check_backward("cuda", fused.case_of(build("concat"), function, sizes=sizes))
 
 
 @pytest.mark.parametrize("vectors", [torch.float32, torch.bfloat16], ids=str)

@@ -110,7 +110,7 @@ def test_experts_have_the_bits_of_pytorch(biases: Any) -> None:
 def device_activity(run: Callable[[], Any]) -> Counter[str]:
     """How often each kernel, copy and graph launch of a call is seen by the profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         jax.block_until_ready(run())
         torch.cuda.synchronize()
     return Counter(event.name for event in profile.events())

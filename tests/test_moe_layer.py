@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from fusible import ArgumentError, MoE, Router, interleaved
 from fusible.ops.layers.balance import balance_loss, balancing_step, tokens_per_expert
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HIDDEN, FFN, E, K = 6, 4, 8, 3
 SHAPE = (2, 5, HIDDEN)
 D = torch.float64
@@ -36,13 +36,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "shared, gated, biases": {"shared_ffn": 10, "shared_gate": True, "bias": True},
     "DeepSeek-V3": {**DEEPSEEK, "shared_ffn": 4, "balance_loss": 0.5},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def layer(dtype: torch.dtype = D, **how: Any) -> MoE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.recipes import assert_equal, far, tensor
 
 import fusible
 
@@ -11,10 +12,6 @@ E, H, F = 3, 160, 144
 SIZES = (70, 0, 200)
 RECIPE = fusible.Float8Block()
 UNFUSED = {"GroupedMLP", "GroupedLinearGLU", "RoutedMLP"}
-
-
-def tensor(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def experts(recipe=RECIPE, act=None, second=None, fc2_recipe=None, dtype=torch.bfloat16, bias=False, **options):
@@ -38,16 +35,6 @@ def run(model, *, x=None, dy=None, config=None, **keywords):
     y.backward(tensor(*y.shape, seed=2) if dy is None else dy)
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"y": y.detach(), "x": x.grad, **{name: leaf.grad for name, leaf in leaves.items()}, **grads}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
-def far(a, b):
-    return float((a.float() - b.float()).norm() / b.float().norm())
 
 
 def steps(model, config=None, **keywords):

@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+from checks import recipes
+from checks.recipes import assert_equal, far, tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusible
@@ -20,31 +22,15 @@ from fusible.ops.quantized.recipe import Recipe
 E, K, N = 3, 160, 272
 SIZES = (70, 0, 200)
 T = 300
-DELAYED = fusible.Float8Tensor(delayed=fusible.Delayed(history=4))
-RECIPES: dict[str, Recipe] = {
-    "block": fusible.Float8Block(),
-    "block e5m2": fusible.Float8Block(gradient="e5m2"),
-    "row": fusible.Float8Row(),
-    "row float32": fusible.Float8Row(scales="float32"),
-    "row e5m2": fusible.Float8Row(gradient="e5m2"),
-    "row bfloat16 wgrad": fusible.Float8Row(wgrad="bfloat16"),
-    "tensor": fusible.Float8Tensor(),
+RECIPES: dict[str, Recipe] = {name: recipe for name, recipe in recipes.ALL.items() if name != "delayed"} | {
     "tensor power of two": fusible.Float8Tensor(scales="power_of_two"),
-    "tensor e5m2": fusible.Float8Tensor(gradient="e5m2"),
-    "tensor bfloat16 wgrad": fusible.Float8Tensor(wgrad="bfloat16"),
-    "MXFP8": fusible.MXFP8(),
-    "MXFP8 fast": fusible.MXFP8(compute="fast"),
-    "NVFP4": fusible.NVFP4(stochastic_rounding=False),
     "NVFP4 without a transform": fusible.NVFP4(stochastic_rounding=False, hadamard=False),
 }
+DELAYED = recipes.ALL["delayed"]
 ALL = RECIPES | {"delayed": DELAYED, "NVFP4 stochastic": fusible.NVFP4()}
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 every_recipe = pytest.mark.parametrize("recipe", ALL.values(), ids=ALL.keys())
 UNFUSED = {"GroupedMLP", "GroupedLinearGLU", "RoutedMLP"}
-
-
-def tensor(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def linear(recipe, **options):
@@ -59,16 +45,6 @@ def run(op, sizes=SIZES, x=None, dy=None, **keywords):
     y = op(x, split_sizes=torch.tensor(sizes), **keywords)
     y.backward(tensor(T, y.shape[1], seed=2).to(y.dtype) if dy is None else dy)
     return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in op.named_parameters() if p.grad is not None}}
-
-
-def assert_equal(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]), name
-
-
-def far(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def exact_products(recipe, x, dy, weight):

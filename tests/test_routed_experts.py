@@ -6,7 +6,6 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,16 +17,10 @@ from fusible import ArgumentError, ClampedSwiGLU, SwiGLU, config, interleaved
 from fusible.functional import routed_experts
 from fusible.ops import routed_experts as implementation
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 T, H, F, E, K = 9, 6, 4, 5, 2
 D = torch.float64
 NAMES = ("x", "top_k_weights", "w_up", "w_down", "up_bias", "down_bias")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def problem(tokens: int = T, rows: int = 2 * F, bias: bool = True, dtype: torch.dtype = D) -> dict[str, Tensor]:
@@ -218,7 +211,7 @@ def test_the_pool_is_bounded() -> None:
 
 def _form(rows: int) -> Any:
     experts = implementation._Experts(torch.empty(E, rows, H), torch.empty(E, H, rows // 2), None, None)
-    return implementation._Form.of(experts, SwiGLU().spec, False)
+    return implementation._PoolKey.of(experts, SwiGLU().spec, False)
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

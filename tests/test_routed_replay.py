@@ -13,6 +13,7 @@ from test_replay import Runs, runs, same
 from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
+from fusible.ops import low_rank
 from fusible.ops.fused import routed_forward
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -94,8 +95,12 @@ class LayerWithAdapters(Layer):
         self.model = Sequential(Dispatch(E), up, SwiGLU(), down, Scale(), Combine())
 
 
+@pytest.mark.parametrize("passes", [frozenset(), low_rank.ALL_PASSES], ids=["products", "passes"])
 @pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 72)])
-def test_a_layer_with_adapters_is_replayed_bit_by_bit(runs: Runs, ranks: tuple[int, int]) -> None:
+def test_a_layer_with_adapters_is_replayed_bit_by_bit(
+    runs: Runs, ranks: tuple[int, int], passes: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_rank, "PASSES", passes)
     layer = LayerWithAdapters(*ranks)
     layer.warm()
     assert [step.name for step in layer.model.explain().steps] == ["RoutedLoRA"]

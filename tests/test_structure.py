@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,17 @@ import pytest
 
 from fusible.benchmarks import call_counts, structure
 from fusible.benchmarks.call_counts import Counts
+
+SHARED_NAMES = {
+    "Saved": "what a `fwd` leaves for its `bwd`: part of the contract of an op, and private to each",
+    "Layout": "fusible.jax numbers the layouts as the extension does, and imports no torch",
+    "ArgumentError": "fusible.jax has the errors of fusible, and imports no torch",
+    "RefusedError": "as ArgumentError",
+    "Config": "torchtitan asks for the class of this name inside of its experts",
+    "GroupedLinear": "Megatron-Core asks for the op by the name that TransformerEngine has given it",
+    "ScaledSwiGLU": "as GroupedLinear",
+}
+"""Types of the package that share their name with another one, and why."""
 
 
 @pytest.fixture
@@ -109,3 +122,34 @@ def test_it_counts_the_calls_of_another_tree(tmp_path: Path) -> None:
         (tmp_path / package).symlink_to(structure.ROOT / package)
 
     assert set(structure.count_calls(tmp_path)) == {"CPU, cold forward", "CPU, hot forward", "CPU, hot backward"}
+
+
+def type_names(node: ast.AST) -> list[str]:
+    """What a node defines: a class, or at the top of a file an alias such as ``Row = tuple[str, ...]``."""
+    match node:
+        case ast.ClassDef(name=name):
+            return [name]
+        case ast.Module(body=body):
+            targets = [target for each in body if isinstance(each, ast.Assign) for target in each.targets]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            return [name for name in names if re.match(r"_?[A-Z][a-z]", name)]
+    return []
+
+
+def types(root: Path) -> dict[str, list[str]]:
+    """Where each type of the package is defined, private ones included. Of benchmarks these are classes alone."""
+    found = defaultdict(list)
+    for package in (*structure.PACKAGES, "src/fusible", "benchmarks"):
+        for path in sorted((root / package).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            nodes = [node for node in ast.walk(tree) if node is not tree or package != "benchmarks"]
+            for name in [name for node in nodes for name in type_names(node)]:
+                found[name].append(str(path.relative_to(root)))
+    return found
+
+
+def test_no_two_types_have_one_name() -> None:
+    shared = {name: where for name, where in types(structure.ROOT).items() if len(where) > 1}
+
+    assert {name: where for name, where in shared.items() if name not in SHARED_NAMES} == {}
+    assert set(SHARED_NAMES) == set(shared)

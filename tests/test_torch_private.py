@@ -193,6 +193,14 @@ def test_kernels_know_fewer_functions_without_decompositions(without):
     assert without("torch._decomp.core_aten_decompositions").core_decompositions() == {}
 
 
+def test_memory_is_not_shared_where_torch_has_no_functions_for_it(without):
+    pytest.importorskip("torch.distributed._symmetric_memory")
+
+    assert torch_private.symmetric_memory_refusal() is None
+    reason = without("torch.distributed._symmetric_memory.rendezvous").symmetric_memory_refusal()
+    assert "does not have torch.distributed._symmetric_memory.rendezvous" in reason
+
+
 @pytest.mark.parametrize("shape", [(), (3,), (0, 4), (2, 0, 3), (4, 1, 5)])
 def test_strides_are_those_of_a_contiguous_tensor(shape):
     assert contiguous_strides(shape) == torch.empty(shape).stride()

@@ -243,7 +243,7 @@ def test_model_shows_nothing_of_us() -> None:
 
 def test_container_reads_the_parameters_as_they_lie() -> None:
     experts = module("gpt-oss")
-    container = adapter.built_of(experts, adapter.Parameters.of(experts)).container
+    container = adapter.built_of(experts, adapter.ModuleParameters.of(experts)).container
 
     assert container.fc1.weight is experts.gate_up_proj
     assert container.fc2.bias is experts.down_proj_bias
@@ -336,7 +336,7 @@ def test_hooks_of_an_activation_run() -> None:
     experts(*arguments)
     handle = experts.act_fn.register_forward_hook(lambda module, args, y: 2 * y)
     assert_same(experts, arguments)
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
     handle.remove()
     assert_same(experts, arguments)
@@ -354,7 +354,7 @@ def test_gate_that_was_replaced_on_one_module_is_seen(name: str) -> None:
     experts.config._experts_implementation = "fusible"
 
     assert relative(experts(*arguments), expected) < 1e-12
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_changed_constant_of_a_gate_is_seen() -> None:
@@ -565,7 +565,7 @@ def test_activation_with_children_fuses() -> None:
     assert steps_of(experts) == ["RoutedMLP"]
     experts.act_fn.up_softcap.register_forward_hook(lambda module, args, y: 2 * y)
     assert_same(experts, inputs(experts, 9), 1e-6)
-    assert "OwnStep" in steps_of(experts)
+    assert "ModelStep" in steps_of(experts)
 
 
 def of_the_whole_row(self: Any, gate_up: Tensor) -> Tensor:
@@ -597,7 +597,7 @@ def test_gate_that_cannot_be_read_runs_as_it_is(gate: Any, reason: str, monkeypa
     monkeypatch.setattr(type(experts), "_apply_gate", gate)
 
     assert_same(experts, inputs(experts, 9))
-    assert "OwnStep" in steps_of(experts)
+    assert "ModelStep" in steps_of(experts)
     assert reason in str(container_of(experts))
 
 
@@ -613,7 +613,7 @@ def test_unknown_gate_and_activation_run_as_they_are() -> None:
     experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
@@ -621,7 +621,7 @@ def test_unknown_activation_without_a_gate_runs_as_it_is() -> None:
     experts.act_fn = Bessel()
 
     assert_same(experts, inputs(experts, 9))
-    assert steps_of(experts)[2] == "OwnStep"
+    assert steps_of(experts)[2] == "ModelStep"
 
 
 def test_norm_after_the_experts() -> None:
@@ -668,7 +668,7 @@ def test_integer_weights_are_refused_with_the_reason() -> None:
     del experts.gate_up_proj
     experts.gate_up_proj = torch.zeros(4, 48, 16, dtype=torch.uint8)
 
-    assert adapter.refusal(experts, adapter.Parameters.of(experts)) == "gate_up_proj is uint8"
+    assert adapter.refusal(experts, adapter.ModuleParameters.of(experts)) == "gate_up_proj is uint8"
 
 
 def test_explain_says_what_runs_the_experts() -> None:

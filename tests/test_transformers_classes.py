@@ -38,7 +38,7 @@ IN_STEPS = {
     "MuseSparkExperts": [
         "Dispatch",
         "GroupedMLP",
-        "OwnStep",
+        "ModelStep",
         "Scale",
         "Combine",
     ],  # a norm before weights

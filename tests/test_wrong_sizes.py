@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from checks import wrong_sizes
@@ -91,6 +93,21 @@ def test_pytorch_reports_as_kernels_do(index: torch.dtype, sizes: list[int], gro
     with raised(group, size, why):
         pytorch_reports.look_at(torch.tensor(fits(sizes)), ROWS)
     pytorch_reports.raise_reported(torch.device("cpu"))
+
+
+def text_of(wrong: Callable[[], None]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        wrong()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [CASES[0][0], CASES[1][0]])
+def test_pytorch_says_it_in_the_words_of_the_extension(sizes: list[int]) -> None:
+    Product("cpu", Layout.NT, len(sizes))(sizes)
+    pytorch_reports.look_at(torch.tensor(sizes), ROWS)
+
+    by_kernels = text_of(lambda: fusible.check_device_errors(0))
+    assert text_of(lambda: pytorch_reports.raise_reported(torch.device("cpu"))) == by_kernels
 
 
 def test_pytorch_keeps_the_first_report() -> None:

@@ -49,8 +49,8 @@ class Peer:
             return "needs a CUDA device"
         if dtype not in self.dtypes:
             return f"does not take {str(dtype).removeprefix('torch.')}"
-        found = torch.cuda.get_device_capability(device)
-        return None if found >= self.capability else f"needs compute capability {_dotted(self.capability)}"
+        actual = torch.cuda.get_device_capability(device)
+        return None if actual >= self.capability else f"needs compute capability {_dotted(self.capability)}"
 
     def import_error(self) -> str | None:
         """Why the import fails, in one line: a library without its driver or compiler raises whatever it likes."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contestant import Contestant, Interleaved, interleaved, leaf
+from ..contestant import Contestant, InterleavedContestant, interleaved, leaf
 from ..problem import Problem
 from ..timing import interleaved as timed_by_turns
 from .peer import HOPPER, Peer
@@ -67,7 +67,7 @@ def _fastest(launch: Launch, candidates: Sequence[Any], device: torch.device) ->
 _tuner = Tuner()
 
 
-class Layout(NamedTuple):
+class QuackLayout(NamedTuple):
     """Where the groups begin, and how W1 is stored."""
 
     starts: Tensor  # int32 [E + 1]
@@ -86,11 +86,11 @@ def _product(name: str, a: Tensor, b: Tensor, out: Tensor, **form: Any) -> Tenso
     return out
 
 
-class _Experts(torch.autograd.Function):
+class _QuackExperts(torch.autograd.Function):
     """The forward of a row's scale stands alone: no epilogue of the library multiplies rows in a forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scales: Tensor, w1: Tensor, w2: Tensor, layout: Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scales: Tensor, w1: Tensor, w2: Tensor, layout: QuackLayout) -> Tensor:
         pre, hidden = x.new_empty(x.shape[0], w1.shape[1]), x.new_empty(x.shape[0], w2.shape[2])
         gated = partial(
             import_module("quack.gemm_interface").gemm_gated,
@@ -147,21 +147,21 @@ def starts_of(split_sizes: Tensor) -> Tensor:
 
 def experts(rows: SortedRows, w1: Tensor, w2: Tensor) -> Tensor:
     """Rows sorted by expert; the rows of the gate stand first in W1."""
-    layout = Layout(starts_of(rows.split_sizes), concatenated=True)
-    y: Tensor = _Experts.apply(rows.x, rows.scales, w1, w2, layout)  # type: ignore[no-untyped-call]
+    layout = QuackLayout(starts_of(rows.split_sizes), concatenated=True)
+    y: Tensor = _QuackExperts.apply(rows.x, rows.scales, w1, w2, layout)  # type: ignore[no-untyped-call]
     return y
 
 
 def contestant(problem: Problem) -> Contestant:
     """With W1 stored as the library prefers it."""
-    layout = Layout(starts_of(problem.split_sizes), concatenated=False)
+    layout = QuackLayout(starts_of(problem.split_sizes), concatenated=False)
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, interleaved(problem.w1), problem.w2))
 
     def forward() -> Tensor:
-        y: Tensor = _Experts.apply(x, scales, w1, w2, layout)  # type: ignore[no-untyped-call]
+        y: Tensor = _QuackExperts.apply(x, scales, w1, w2, layout)  # type: ignore[no-untyped-call]
         return y
 
-    return Interleaved(forward, (x, scales, w1, w2), problem.dy)
+    return InterleavedContestant(forward, (x, scales, w1, w2), problem.dy)
 
 
 PEER = Peer(

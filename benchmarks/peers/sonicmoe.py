@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contestant import Contestant, Interleaved, interleaved, leaf
+from ..contestant import Contestant, InterleavedContestant, interleaved, leaf
 from ..problem import Problem
 from .peer import Peer
 from .routed import require_swiglu
@@ -44,8 +44,8 @@ def layer(
         is_inference_mode_enabled=not torch.is_grad_enabled(),
         concat_layout=concatenated,
     )
-    found: Tensor = output
-    return found
+    y: Tensor = output
+    return y
 
 
 def contestant(problem: Problem) -> Contestant:
@@ -59,7 +59,7 @@ def contestant(problem: Problem) -> Contestant:
     def forward() -> Tensor:
         return layer(x, scales, tokens, experts, w1, w2, concatenated=False)
 
-    return Interleaved(forward, (x, scales, w1, w2), problem.dy)
+    return InterleavedContestant(forward, (x, scales, w1, w2), problem.dy)
 
 
 def experts_forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -483,7 +483,7 @@ struct SigmoidLimited {
 
 // body(function) of the activation's curve.
 template <bool kFast, class Body>
-DEVICE void with_plain_function(const Activation& a, Body body) {
+DEVICE void with_unlimited_function(const Activation& a, Body body) {
   switch (a.curve) {
     case Curve::kSilu: return body(Silu<kFast>{a});
     case Curve::kGelu: return body(Gelu<kFast>{a});

@@ -49,7 +49,7 @@ struct GroupRows {
 DEVICE uint64_t word_of(const WrongSize& wrong) {
   constexpr int64_t kMost = WrongSize::kMost;
   const int64_t saturated = wrong.size > kMost ? kMost : wrong.size < -kMost ? -kMost : wrong.size;
-  return uint64_t{1} << 63 | static_cast<uint64_t>(wrong.what) << 62 |
+  return uint64_t{1} << 63 | static_cast<uint64_t>(wrong.sizes) << 62 |
          static_cast<uint64_t>(wrong.group) << WrongSize::kSizeBits |
          (static_cast<uint64_t>(saturated) & ((uint64_t{1} << WrongSize::kSizeBits) - 1));
 }

@@ -67,6 +67,12 @@ DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 
 DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
+// The same where `wanted`, else zeros.
+DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+}
 // The first `bytes` of 4, and zeros for the others.
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes)
@@ -145,6 +151,19 @@ DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
 DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
                "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+// The loads that these are the stores of.
+DEVICE void load_matrix_x4(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+DEVICE void load_matrix_x4_transposed(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
                : "memory");
 }
 DEVICE void store_shared(uint32_t address, float x, float y) {

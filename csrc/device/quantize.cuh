@@ -108,13 +108,13 @@ struct TilePosition {
 struct TransposedTile {
   uint2 units[kScaleBlock][16];  // [feature][8 rows]
 
-  DEVICE static int place(int unit, int c) { return unit ^ c; }
+  DEVICE static int swizzled(int unit, int c) { return unit ^ c; }
 };
 
 // The bytes of the thread's columns into shared memory; encode[f] of each of its features.
 template <class T>
 DEVICE void stage_columns(const Tile<T>& tile, const float (&encode)[8], TransposedTile& to, const TilePosition& at) {
-  const int unit = TransposedTile::place(2 * at.warp + at.half, at.c);
+  const int unit = TransposedTile::swizzled(2 * at.warp + at.half, at.c);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     uint32_t bytes[2][2];  // [feature of the pair][four rows]

@@ -77,10 +77,10 @@ class TileScheduler {
   // False when all tasks are done. The other roles of the block read the same tiles (WorkTileReader).
   DEVICE bool next(WorkTile& tile) {
     if (group_ >= 0) tasks_.advance();
-    const bool found = find(tile);
-    if (!found) tile.group = -1;
+    const bool has_task = find(tile);
+    if (!has_task) tile.group = -1;
     tasks_.publish(tile);
-    return found;
+    return has_task;
   }
 
  private:

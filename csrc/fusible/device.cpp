@@ -39,8 +39,8 @@ const DeviceProperties& device_properties(int device) {
   static std::mutex mutex;
   static std::map<int, DeviceProperties> cache;  // a map: references stay valid as it grows
   const std::lock_guard lock(mutex);
-  const auto found = cache.find(device);
-  return found != cache.end() ? found->second : cache.emplace(device, query(device)).first->second;
+  const auto cached = cache.find(device);
+  return cached != cache.end() ? cached->second : cache.emplace(device, query(device)).first->second;
 }
 
 int current_device() {

@@ -45,7 +45,6 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
-    {256, 192, 1, 2, 3, 4},  // for weight gradients alone
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},
@@ -53,8 +52,7 @@ inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8},
                                                   {128, 256, 2, 1, 3, 8, true, true},
                                                   {256, 128, 1, 2, 3, 8, false, true},
                                                   {128, 256, 2, 1, 3, 8, false, true}};
-// Of those whose rows have one scale each.
-inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr TileVariant kRowScaledVariant = {128, 256, 2, 1, 3, 8};  // of those whose rows have one scale each
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
 inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
 inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
@@ -66,7 +64,6 @@ constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large() &
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
-  if (tile.tile_m == 256 && tile.tile_n == 192 && tile.cluster_n == 2) return layout == Layout::kTN;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
@@ -115,7 +112,7 @@ struct GemmConfig {
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 // Of e4m3 operands.
 GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
-GemmConfig choose_row_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

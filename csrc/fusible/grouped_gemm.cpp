@@ -269,7 +269,7 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
   launch.dynamicSmemBytes = kernel.shared_bytes;
   launch.stream = stream;
   launch.attrs = attributes;
-  launch.numAttrs = launches_overlap ? 2 : 1;
+  launch.numAttrs = 2;
   void* arguments[] = {const_cast<GemmParams*>(&params)};
   FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
                      kernel.shared_bytes, " bytes of shared memory");

@@ -8,6 +8,7 @@
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
 #include "fusible/launches.h"
+#include "fusible/low_rank.h"
 #include "fusible/pointwise.h"
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
@@ -213,9 +214,7 @@ struct RowScaledGemmLaunch : ScaledLaunch {
     ScaledLaunch::complete(Layout::kNT);
     gemm.problem.scale_bias = true;
   }
-  void run() const {
-    row_scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, fast}, device, stream);
-  }
+  void run() const { row_scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, fast}, device, stream); }
 };
 
 struct ScaledWgradLaunch : ScaledLaunch {
@@ -266,7 +265,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
   Addresses vectors, dvectors;
-  Numbers dvector_types, dvectors_of_both;  // one for each of the dvectors
+  Numbers dvector_types, dvectors_of_both, dvectors_of_all_rows;  // one for each of the dvectors
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -277,7 +276,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
     v.field("vectors", vectors), v.field("dvectors", dvectors), v.field("dvector_types", dvector_types);
-    v.field("dvectors_of_both", dvectors_of_both);
+    v.field("dvectors_of_both", dvectors_of_both), v.field("dvectors_of_all_rows", dvectors_of_all_rows);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -286,12 +285,12 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    FUSIBLE_CHECK(dvector_types.size() == dvectors.size() && dvectors_of_both.size() == dvectors.size(),
-                  "each of the dvectors has a type and a layout");
+    for (const Numbers* each : {&dvector_types, &dvectors_of_both, &dvectors_of_all_rows})
+      FUSIBLE_CHECK(each->size() == dvectors.size(), "each of the dvectors has a type, a layout and its rows");
     std::vector<DVector> to;
     for (size_t i = 0; i < dvectors.size(); ++i)
-      to.push_back(
-          {reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]), dvectors_of_both[i] != 0});
+      to.push_back({reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]),
+                    dvectors_of_both[i] != 0, dvectors_of_all_rows[i] != 0});
     linear_activation_backward(
         {gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, column_vectors(vectors), to},
         device, stream);
@@ -476,6 +475,36 @@ struct RowDotsLaunch : OnStream {
   }
   void complete() {}
   void run() const { row_dots(call, device, stream); }
+};
+
+struct LowRankPassLaunch : OnStream {
+  static constexpr const char* kName = "low_rank_pass";
+  LowRankPass call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("rank", call.rank);
+    v.field("by_columns", call.by_columns), v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
+    v.field("gathered", call.gathered), v.field("factor", call.factor), v.field("product", call.product);
+    v.field("low", call.low), v.field("gradient", call.gradient), v.field("gradient_type", call.gradient_type);
+    v.field("workspace", call.workspace);
+  }
+  void complete() {}
+  void run() const { low_rank_pass(call, device, stream); }
+};
+
+struct LowRankWorkspace {
+  static constexpr const char* kName = "low_rank_workspace";
+  int64_t tokens = 0, columns = 0, rank = 0;
+  bool gradient = false;
+  int device = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("columns", columns), v.field("rank", rank), v.field("gradient", gradient);
+    v.field("device", device);
+  }
+  int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
 };
 
 struct RouteLaunch : OnStream {

@@ -132,18 +132,18 @@ class Capture {
 
   // Every address must be in the latest allocation that had it, or in one tensor that is given.
   Source find(Address address) {
-    Source found;
-    if (!address) return found;
+    Source source;
+    if (!address) return source;
     for (int64_t i = std::ssize(allocations_) - 1; i >= 0; --i)
       if (address - allocations_[i].first < static_cast<Address>(allocations_[i].bytes))
         return {std::ssize(spans_) + i, static_cast<int64_t>(address - allocations_[i].first)};
     for (int64_t i = 0; i < std::ssize(spans_); ++i) {
       if (address - spans_[i][0] >= spans_[i][1]) continue;
-      if (found != Source{}) refuse("inputs overlap, so that an address does not say whose it is");
-      found = {i, static_cast<int64_t>(address - spans_[i][0])};
+      if (source != Source{}) refuse("inputs overlap, so that an address does not say whose it is");
+      source = {i, static_cast<int64_t>(address - spans_[i][0])};
     }
-    if (found == Source{}) refuse("a launch reads or writes memory that was neither given nor allocated");
-    return found;
+    if (source == Source{}) refuse("a launch reads or writes memory that was neither given nor allocated");
+    return source;
   }
 
  private:
@@ -334,9 +334,9 @@ class Launches {
     for (int64_t i = 0; i < std::ssize(first.allocations_); ++i) {
       const CapturedAllocation &a = first.allocations_[i], &b = second.allocations_[i];
       if (a.per_row != b.per_row || !a.workspace != !b.workspace) return false;
-      const auto found = std::ranges::find(apart, i);
-      if (found != apart.end()) {
-        memory_.push_back({.address = std::ssize(first.spans_) + (found - apart.begin())});
+      const auto position = std::ranges::find(apart, i);
+      if (position != apart.end()) {
+        memory_.push_back({.address = std::ssize(first.spans_) + (position - apart.begin())});
       } else {
         memory_.push_back({.piece = std::ssize(pieces_)});
         if (!add_piece(a, b, first, second)) return false;

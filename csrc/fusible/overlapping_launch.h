@@ -4,12 +4,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include <atomic>
-
 namespace fusible {
-
-// Whether launches of this process do. Off until it is measured (docs/experiments.md).
-inline std::atomic<bool> launches_overlap = false;
 
 inline cudaLaunchAttribute overlapping() {
   cudaLaunchAttribute attribute{};

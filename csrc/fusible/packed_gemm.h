@@ -9,8 +9,8 @@ namespace fusible {
 
 enum class PackedFormat : int { kMXFP8 = 0, kNVFP4 = 1 };
 
-// out[t, :] = row_scale[t] * (alphas[g] * (a[t] b[g]^T) + bias_scale[t] * bias[g, :]), for the rows t of each group g; a
-// null pointer stands for ones or zeros. Any number of rows is right, and few of each group are fast.
+// out[t, :] = row_scale[t] * (alphas[g] * (a[t] b[g]^T) + bias_scale[t] * bias[g, :]), for the rows t of each group g;
+// a null pointer stands for ones or zeros. Any number of rows is right, and few of each group are fast.
 struct PackedGemm {
   PackedFormat format;
   int64_t tokens, n, k;

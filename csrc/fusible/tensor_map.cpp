@@ -14,11 +14,11 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 
 Encode look_up_encoder() {
   void* entry = nullptr;
-  cudaDriverEntryPointQueryResult found{};
+  cudaDriverEntryPointQueryResult status{};
   FUSIBLE_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found),
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status),
       "looking for cuTensorMapEncodeTiled");
-  FUSIBLE_CHECK(found == cudaDriverEntryPointSuccess,
+  FUSIBLE_CHECK(status == cudaDriverEntryPointSuccess,
                 "this driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
   return reinterpret_cast<Encode>(entry);
 }

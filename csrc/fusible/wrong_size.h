@@ -9,7 +9,7 @@ enum class SizesOf : unsigned { kRows, kMatrices };  // of a token buffer; of ma
 
 // One word, so that it is never half written. The size is saturated.
 struct WrongSize {
-  SizesOf what;
+  SizesOf sizes;
   int group;
   int64_t size;
 

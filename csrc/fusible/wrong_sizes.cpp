@@ -44,9 +44,10 @@ uint64_t* allocate() {
   return zeroed;
 }
 
+// ops/kernels/pytorch/wrong_sizes.py says the same, for GPUs without these kernels.
 std::string text(const WrongSize& wrong) {
   std::ostringstream text;
-  const bool rows = wrong.what == SizesOf::kRows, negative = wrong.size < 0;
+  const bool rows = wrong.sizes == SizesOf::kRows, negative = wrong.size < 0;
   text << (rows ? "split_sizes" : "first_dims or last_dims") << " on the device of an earlier call were wrong: ";
   if (rows || negative) text << (rows ? "the size" : "a dim") << " of group " << wrong.group << " is " << wrong.size;
   else text << "the matrix of group " << wrong.group << " ends at element " << wrong.size;

@@ -23,7 +23,7 @@ template <class T, class Body>
 DEVICE void with_form(const Activation& a, Body body) {
   constexpr bool kFast = sizeof(T) == 2;
   if (a.gated) with_function<kFast>(a, [&](auto function) INLINE { body(function, std::true_type()); });
-  else with_plain_function<kFast>(a, [&](auto function) INLINE { body(function, std::false_type()); });
+  else with_unlimited_function<kFast>(a, [&](auto function) INLINE { body(function, std::false_type()); });
 }
 
 template <class T, int kVector>

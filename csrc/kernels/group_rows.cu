@@ -40,8 +40,8 @@ __device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit vis
                                                 : GroupRows<int64_t>{group ? tokens : 0, group ? 0 : tokens, false};
     const int64_t rows = group == sizes.groups ? tokens - start : size, of_group = (rows + kChunkRows - 1) / kChunkRows,
                   after = chunks + scan(of_group, lane);
-    const unsigned found = __ballot_sync(~0u, visit(group, start, rows, after - of_group, of_group));
-    if (found) return __ffs(found) - 1;
+    const unsigned lanes = __ballot_sync(~0u, visit(group, start, rows, after - of_group, of_group));
+    if (lanes) return __ffs(lanes) - 1;
     chunks = __shfl_sync(~0u, after, 31);
   }
   return -1;

@@ -54,7 +54,7 @@ enum class Halves { kNone, kWide, kNarrow };
 template <Halves kHalves, class Body>
 DEVICE void with_form(const Activation& a, Body body) {
   if constexpr (kHalves != Halves::kNone) with_function<true>(a, body);
-  else with_plain_function<true>(a, body);
+  else with_unlimited_function<true>(a, body);
 }
 
 // A row's gates and ups of eight neighbouring features.

@@ -71,7 +71,7 @@ __device__ void scan_totals(const int* totals, int* starts, int last, int lane) 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) place_slots(const __grid_constant__ Route c, int64_t stretch) {
+__global__ void __launch_bounds__(kThreads) assign_rows(const __grid_constant__ Route c, int64_t stretch) {
   __shared__ int next[kWarps][kMostBuckets];  // counts at first, then the row of the next slot
   __shared__ int totals[kMostBuckets], starts[kMostBuckets], earlier[kMostBuckets];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, buckets = c.groups + 1, block = blockIdx.x;
@@ -136,7 +136,7 @@ void route(const Route& c, int device, cudaStream_t stream) {
   const DeviceGuard guard(device);
   const Stretches stretches = stretches_of(c.slots);
   if (stretches.blocks > 1) count_slots<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
-  place_slots<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
+  assign_rows<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "routing of ", c.slots, " slots to ", c.groups, " experts");
 }
 

@@ -75,7 +75,7 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     launch.blockDim = dim3(kThreads);
     launch.stream = stream;
     launch.attrs = &attribute;
-    launch.numAttrs = launches_overlap ? 1 : 0;
+    launch.numAttrs = 1;
     void* arguments[] = {&piece};
     FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, reinterpret_cast<const void*>(&zero_kernel), arguments), "zeroing ",
                        piece.counter_count, " counters and ", piece.tail_count, " tails");

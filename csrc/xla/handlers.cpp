@@ -22,9 +22,6 @@ ffi::Error launched(const Body& body) {
   }
 }
 
-#define FUSIBLE_HANDLER(name, binding) \
-  XLA_FFI_DEFINE_HANDLER(name##_handler, name, binding, {ffi::Traits::kCmdBufferCompatible})
-
 // XLA has put what is accumulated into where the result goes.
 void check_alias(const Buffer& into, const Buffer& out) {
   FUSIBLE_CHECK(address(into) == address(out), "what is added to must be where the result is");
@@ -43,20 +40,6 @@ ffi::Error grouped_gemm_call(const Call& call, Buffer a, Buffer b, Buffer sizes,
     grouped_gemm(gemm, call.device, call.stream);
   });
 }
-
-FUSIBLE_HANDLER(grouped_gemm_call, ffi::Ffi::Bind()
-                                       .Ctx<Call>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Attr<int64_t>("layout")
-                                       .Attr<bool>("accumulate")
-                                       .Attr<bool>("zero_tail"));
 
 // The rows of a group are its tokens, the columns those of the buffer; or the buffer holds one matrix for each group.
 PackedMatrices packed(const Buffer& buffer, const SplitSizes& sizes) {
@@ -81,19 +64,6 @@ ffi::Error ragged_gemm_call(const Call& call, Buffer a, Buffer b, Buffer sizes, 
   });
 }
 
-FUSIBLE_HANDLER(ragged_gemm_call, ffi::Ffi::Bind()
-                                      .Ctx<Call>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Arg<Buffer>()
-                                      .Ret<Buffer>()
-                                      .Ret<Buffer>()
-                                      .Attr<int64_t>("layout")
-                                      .Attr<bool>("accumulate")
-                                      .Attr<bool>("zero_tail"));
-
 Activation activation_of(int64_t curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
   return {static_cast<Curve>(curve), gated, alpha, limit, linear_offset, block, {}};
 }
@@ -109,24 +79,6 @@ ffi::Error linear_activation_call(const Call& call, Buffer a, Buffer b, Buffer s
     linear_activation({gemm, activation, row_scale(scales), address(*postact), {}}, call.device, call.stream);
   });
 }
-
-FUSIBLE_HANDLER(linear_activation_call, ffi::Ffi::Bind()
-                                            .Ctx<Call>()
-                                            .Arg<Buffer>()
-                                            .Arg<Buffer>()
-                                            .Arg<Buffer>()
-                                            .Arg<Buffer>()
-                                            .Arg<Buffer>()
-                                            .Ret<Buffer>()
-                                            .Ret<Buffer>()
-                                            .Ret<Buffer>()
-                                            .Attr<int64_t>("layout")
-                                            .Attr<int64_t>("curve")
-                                            .Attr<bool>("gated")
-                                            .Attr<float>("alpha")
-                                            .Attr<float>("limit")
-                                            .Attr<float>("linear_offset")
-                                            .Attr<int64_t>("block"));
 
 ffi::Error linear_activation_backward_call(const Call& call, Buffer a, Buffer b, Buffer sizes, Buffer preact,
                                            Buffer scales, Result dpreact, Result dscales, Result postact, Result dbias,
@@ -150,26 +102,6 @@ ffi::Error linear_activation_backward_call(const Call& call, Buffer a, Buffer b,
   });
 }
 
-FUSIBLE_HANDLER(linear_activation_backward_call, ffi::Ffi::Bind()
-                                                     .Ctx<Call>()
-                                                     .Arg<Buffer>()
-                                                     .Arg<Buffer>()
-                                                     .Arg<Buffer>()
-                                                     .Arg<Buffer>()
-                                                     .Arg<Buffer>()
-                                                     .Ret<Buffer>()
-                                                     .Ret<Buffer>()
-                                                     .Ret<Buffer>()
-                                                     .Ret<Buffer>()
-                                                     .Ret<Buffer>()
-                                                     .Attr<int64_t>("layout")
-                                                     .Attr<int64_t>("curve")
-                                                     .Attr<bool>("gated")
-                                                     .Attr<float>("alpha")
-                                                     .Attr<float>("limit")
-                                                     .Attr<float>("linear_offset")
-                                                     .Attr<int64_t>("block"));
-
 DenseRows dense_rows(const Buffer& rows) {
   const int64_t columns = size_of(rows, 2, 1);
   return {address(rows), type_of(rows), size_of(rows, 2, 0), columns, columns};
@@ -183,9 +115,6 @@ ffi::Error column_sums_call(const Call& call, Buffer rows, Buffer sizes, Buffer 
   });
 }
 
-FUSIBLE_HANDLER(column_sums_call,
-                ffi::Ffi::Bind().Ctx<Call>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
-
 ffi::Error row_dots_call(const Call& call, Buffer rows, Buffer vectors, Buffer sizes, Result out) {
   return launched([&] {
     FUSIBLE_CHECK(type_of(*out) == DType::kFloat32, "products of rows are float32");
@@ -195,18 +124,61 @@ ffi::Error row_dots_call(const Call& call, Buffer rows, Buffer vectors, Buffer s
   });
 }
 
-FUSIBLE_HANDLER(row_dots_call, ffi::Ffi::Bind().Ctx<Call>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>());
+// How XLA calls a handler: with buffers, so many operands and so many results, and then with attributes.
+template <int kOperands, int kResults, class Binding>
+auto add_buffers(Binding&& binding) {
+  if constexpr (kOperands > 0) return add_buffers<kOperands - 1, kResults>(std::move(binding).template Arg<Buffer>());
+  else if constexpr (kResults > 1) return add_buffers<0, kResults - 1>(std::move(binding).template Ret<Buffer>());
+  else return std::move(binding).template Ret<Buffer>();
+}
+
+template <int kOperands, int kResults>
+auto buffers() {
+  return add_buffers<kOperands, kResults>(ffi::Ffi::Bind().Ctx<Call>());
+}
+
+template <int kOperands, int kResults>
+auto product_buffers() {
+  return buffers<kOperands, kResults>()
+      .template Attr<int64_t>("layout")
+      .template Attr<bool>("accumulate")
+      .template Attr<bool>("zero_tail");
+}
+
+template <int kOperands, int kResults>
+auto activation_buffers() {
+  return buffers<kOperands, kResults>()
+      .template Attr<int64_t>("layout")
+      .template Attr<int64_t>("curve")
+      .template Attr<bool>("gated")
+      .template Attr<float>("alpha")
+      .template Attr<float>("limit")
+      .template Attr<float>("linear_offset")
+      .template Attr<int64_t>("block");
+}
+
+template <auto kFunction, auto kBinding>
+XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame) {
+  static auto* const handler = kBinding().To(kFunction, {ffi::Traits::kCmdBufferCompatible}).release();
+  return handler->Call(frame);
+}
+
+// `kBinding` is a function that says how XLA calls `kFunction`.
+template <auto kFunction, auto kBinding>
+Handler handler(const char* name) {
+  return {name, reinterpret_cast<void*>(&handle<kFunction, kBinding>)};
+}
 
 }  // namespace
 
 const std::vector<Handler>& handlers() {
   static const std::vector<Handler> all = {
-      {"grouped_gemm", reinterpret_cast<void*>(grouped_gemm_call_handler)},
-      {"ragged_gemm", reinterpret_cast<void*>(ragged_gemm_call_handler)},
-      {"linear_activation", reinterpret_cast<void*>(linear_activation_call_handler)},
-      {"linear_activation_backward", reinterpret_cast<void*>(linear_activation_backward_call_handler)},
-      {"column_sums", reinterpret_cast<void*>(column_sums_call_handler)},
-      {"row_dots", reinterpret_cast<void*>(row_dots_call_handler)},
+      handler<grouped_gemm_call, product_buffers<6, 2>>("grouped_gemm"),
+      handler<ragged_gemm_call, product_buffers<5, 2>>("ragged_gemm"),
+      handler<linear_activation_call, activation_buffers<5, 3>>("linear_activation"),
+      handler<linear_activation_backward_call, activation_buffers<5, 5>>("linear_activation_backward"),
+      handler<column_sums_call, buffers<3, 2>>("column_sums"),
+      handler<row_dots_call, buffers<3, 1>>("row_dots"),
   };
   return all;
 }

@@ -60,7 +60,7 @@ def _form(
     x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
 ) -> tuple[tuple[Any, ...] | None, list[Any]]:
     """How the arguments are given and which of them are one tensor; None if not all are tensors. And all of them."""
-    form: list[Any] = [len(extra), *shared]
+    form: list[Any] = [len(extra) if extra else 0, *shared]
     arguments = [x, *extra, *shared.values()]
     if op_kwargs is not None:
         if not isinstance(op_kwargs, dict):

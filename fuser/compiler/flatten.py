@@ -12,7 +12,7 @@ from torch import nn
 from ..composite import Chain, Composite
 from ..errors import ArgumentError, did_you_mean, shown
 from ..op import Op
-from ..overrides import has_own_forward, hooks_of, is_hooked, patched_half
+from ..overrides import hooks_of, is_hooked, overrides_forward, patched_half
 from ..parametrized import foreseen
 
 
@@ -277,11 +277,11 @@ def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) 
 def opens(module: nn.Module) -> bool:
     """Whether to take a module apart. Hooks, and code of its own, only run where it is called whole."""
     if isinstance(module, Composite):
-        return not _has_own_code(module)
+        return not _overrides_code(module)
     return isinstance(module, Container) and type(module).forward is type(module).container_forward
 
 
-def _has_own_code(composite: Composite) -> bool:
+def _overrides_code(composite: Composite) -> bool:
     kind = type(composite)
     overrides = kind.fwd is not Chain.fwd or kind.bwd is not Chain.bwd or kind.check is not Chain.check
-    return overrides or has_own_forward(composite) or patched_half(composite) is not None
+    return overrides or overrides_forward(composite) or patched_half(composite) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 
 from ..composite import FusedOp
-from ..overrides import has_own_forward, is_hooked
+from ..overrides import is_hooked, overrides_forward
 from .graph import OpGraph
 from .pattern import Match
 
@@ -36,7 +36,7 @@ def _outside(graph: OpGraph, nodes: set[str]) -> set[tuple[str, str]]:
 def _hooks(match: Match) -> str | None:
     for name, node in match.nodes.items():
         op = match.part(name)
-        user_code = "a forward of its own" if has_own_forward(op) else "hooks" if is_hooked(op) else None
+        user_code = "a forward of its own" if overrides_forward(op) else "hooks" if is_hooked(op) else None
         if user_code:
             runs = "runs" if user_code[0] == "a" else "run"
             return f"op {node} has {user_code}, which only {runs} where it is called itself"

@@ -44,9 +44,13 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
-        """Checks everything that can be checked beforehand, then runs."""
-        checked = self.check(values, runtime) if self.passed is None else self._checked(self.passed, values, runtime)
+    def __call__(
+        self, values: list[Any], runtime: Runtime, session: StepCapture | None = None, checked: int | None = None
+    ) -> Any:
+        """Checks everything that can be checked beforehand, then runs; ``checked``: what :meth:`check` has said."""
+        if checked is None:
+            passed = self.passed
+            checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -170,8 +174,8 @@ def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
     if op.values_checked_on_host is None:
         return True
     sources = graph.sources(node)
-    given_by_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
-    return not op.values_checked_on_host <= given_by_ops
+    ports_of_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
+    return not op.values_checked_on_host <= ports_of_ops
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
@@ -242,11 +246,11 @@ class _Builder:
         source = sources.pop("x")
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
-        by_halves = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
-        if not inner and by_halves is not None and by_halves.passes_x_on:
+        direct = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
+        if not inner and direct is not None and direct.passes_x_on:
             self.outer.add((node, "y"))
         outputs = self._allocate_slots([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
-        names = None if by_halves is None else foreseen(by_halves).input_names()
+        names = None if direct is None else foreseen(direct).input_names()
         late, parametrized = self._reads_step_outputs(reads), op is not None and computes_parameters(op)
         return Step(module, (entry,), (op,), ("",), (reads,), reads, x, outputs, names, late, parametrized, inner)
 

@@ -117,8 +117,6 @@ class Step:
                 return step.run(values, runtime)
             inner = self.x_is_inner or runtime.x_is_inner
             values += run(module, x, keywords, runtime, self.input_names, session, inner)  # type: ignore[arg-type]
-            if session is not None:
-                session.add_outputs(values[-len(self.outputs) :])
         elif isinstance(module, Op):
             values.extend(self._called(module, x, keywords))
         else:

@@ -25,7 +25,7 @@ from ..op import Op
 from ..overrides import is_hooked, outputs_of
 from ..spec import TensorSpec
 from ..torch_private import graph_break_of_torch, mark_constants_again
-from .steps import Program, TracedStep, run_step
+from .steps import TracedPlan, TracedStep, run_step
 
 graph_break = graph_break_of_torch()
 mark_constants_again()
@@ -70,15 +70,15 @@ def run_container(
     positional = tuple([values.slot(value) for value in extra])
     addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
     states = {label: _module_state(module, module, "") for label, module in modules if isinstance(module, Op)}
-    program = _find(container, states, values, (positional, addressed, values.slots(shared)))
-    if program.refusal is not None:
-        graph_break(msg=program.refusal)
+    plan = _find(container, states, values, (positional, addressed, values.slots(shared)))
+    if plan.refusal is not None:
+        graph_break(msg=plan.refusal)
         return run_eagerly(container, x, *extra, op_kwargs=op_kwargs, **shared)
-    return _run(program, modules, states, values.all)
+    return _run(plan, modules, states, values.all)
 
 
 def run_form(
-    find: Callable[..., Program],
+    find: Callable[..., TracedPlan],
     form: tuple[Any, ...],
     modules: Modules,
     states: Mapping[str, ModuleState],
@@ -88,7 +88,7 @@ def run_form(
     """A container of which Dynamo sees the form, the modules that are no ops, and the tensors, but no object.
 
     Args:
-        find: gives the program for the form, the call, the forms of its values and the names of the tensors.
+        find: gives the plan for the form, the call, the forms of its values and the names of the tensors.
         form: plain values.
         modules, states: by label.
     """
@@ -97,20 +97,20 @@ def run_form(
     arguments = tuple([_spec_or_value(value) for value in values.all])
     names = tuple([(label, state.names) for label, state in states.items()])
     version = constant_value(fusion.registry.version)
-    program: Program = find(constant_value(form), call, arguments, names, active_flags(), version)
-    if program.error is not None:
-        raise ArgumentError(program.error)
-    return _run(program, modules, states, values.all)
+    plan: TracedPlan = find(constant_value(form), call, arguments, names, active_flags(), version)
+    if plan.error is not None:
+        raise ArgumentError(plan.error)
+    return _run(plan, modules, states, values.all)
 
 
 def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
     """:meth:`Op.forward` under Dynamo."""
     values, states = Values(x), {"0": _module_state(op, op, "")}
-    program = _find(op, states, values, ((), None, values.slots(keywords)))
-    if program.refusal is not None:
-        graph_break(msg=program.refusal)
+    plan = _find(op, states, values, ((), None, values.slots(keywords)))
+    if plan.refusal is not None:
+        graph_break(msg=plan.refusal)
         return run_eagerly(op, x, **keywords)
-    return _run(program, [("0", op)], states, values.all)
+    return _run(plan, [("0", op)], states, values.all)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -119,14 +119,14 @@ def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
 
 
-def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> Program:
+def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> TracedPlan:
     arguments = tuple([_spec_or_value(value) for value in values.all])
     names = tuple([(label, state.names) for label, state in states.items()])
     constants = (constant_value(fusion.registry.version), *[state.constants for state in states.values()])
-    program: Program = root._program(call, arguments, names, active_flags(), constants)
-    if program.error is not None:
-        raise ArgumentError(program.error)
-    return program
+    plan: TracedPlan = root._traced_plan(call, arguments, names, active_flags(), constants)
+    if plan.error is not None:
+        raise ArgumentError(plan.error)
+    return plan
 
 
 def active_flags() -> tuple[tuple[str, Any], ...]:
@@ -142,9 +142,9 @@ def _in_parts(value: Any) -> Any:
     return (type(value), *[_in_parts(getattr(value, name)) for name in field_names(type(value))])
 
 
-def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], arguments: list[Any]) -> Any:
-    values = [arguments[slot] for slot in program.inputs]
-    for step in program.steps:
+def _run(plan: TracedPlan, modules: Modules, states: Mapping[str, ModuleState], arguments: list[Any]) -> Any:
+    values = [arguments[slot] for slot in plan.inputs]
+    for step in plan.steps:
         if step.handle is None:
             values.extend(_call_module(step, modules, values))
         else:
@@ -152,7 +152,7 @@ def _run(program: Program, modules: Modules, states: Mapping[str, ModuleState], 
             for label in step.labels:
                 arguments.extend(states[label].tensors)
             values.extend(run_step(step.handle, *arguments))
-    return values[program.results[0]] if len(program.results) == 1 else tuple([values[i] for i in program.results])
+    return values[plan.results[0]] if len(plan.results) == 1 else tuple([values[i] for i in plan.results])
 
 
 def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:

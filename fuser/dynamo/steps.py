@@ -46,7 +46,7 @@ class TracedStep(NamedTuple):
     copies: bool = False
 
 
-class Program(NamedTuple):
+class TracedPlan(NamedTuple):
     """A plan as Dynamo reads it.
 
     Attributes:
@@ -114,15 +114,15 @@ def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     return _lowered[handle].run(tensors)
 
 
-def program_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> Program:
-    """A program, or one that says why there is none: Dynamo would bury an exception."""
+def traced_plan_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> TracedPlan:
+    """A traced plan, or one that says why there is none: Dynamo would bury an exception."""
     try:
         with use_config(switches_of(flags)):  # as the traced code has them
-            return program_of(current(), *call)
+            return _plan_of_call(current(), *call)
     except _Refused as refused:
-        return Program(refusal=str(refused))
+        return TracedPlan(refusal=str(refused))
     except (ArgumentError, IndexError, RefusedError) as error:
-        return Program(error=str(error))
+        return TracedPlan(error=str(error))
 
 
 def switches_of(flags: tuple[tuple[str, Any], ...]) -> Config:
@@ -138,28 +138,28 @@ def _whole(value: Any) -> Any:
     return kind(*map(_whole, fields))
 
 
-def program_of(compiled: Any, call: Any, arguments: Any, names: Any) -> Program:
-    """The program for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
+def _plan_of_call(compiled: Any, call: Any, arguments: Any, names: Any) -> TracedPlan:
+    """The traced plan for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
     (extra, addressed, shared), values = call, [_outline(each) for each in arguments]
     layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _by_name(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _by_name(shared, values))
     plan: Plan = compiled.plan(bound, runtime)
-    return _program(plan.steps, plan.results, bound.values, values, dict(names), runtime)
+    return _traced_plan(plan.steps, plan.results, bound.values, values, dict(names), runtime)
 
 
-def _program(
+def _traced_plan(
     steps: tuple[Step, ...],
     results: tuple[int, ...],
     bound: list[Any],
     values: list[Any],
     names: Mapping[str, tuple[str, ...]],
     runtime: Runtime,
-) -> Program:
+) -> TracedPlan:
     """Prepares the steps. ``bound`` are those of ``values`` that the steps read, in the order of the slots."""
     positions = {id(value): position for position, value in enumerate(values)}
     traced = [_traced(step, bound, names, runtime) for step in steps]
-    return Program(tuple([positions[id(value)] for value in bound]), tuple(traced), results)
+    return TracedPlan(tuple([positions[id(value)] for value in bound]), tuple(traced), results)
 
 
 def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], runtime: Runtime) -> TracedStep:

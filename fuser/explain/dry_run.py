@@ -19,7 +19,7 @@ from ..compiler.registry import registry
 from ..compiler.step import Step
 from ..errors import RefusedError
 from ..op import Op
-from ..overrides import has_own_forward, patched_half
+from ..overrides import overrides_forward, patched_half
 from ..parametrized import AnyOp, foreseen_spec, view_of
 from ..runtime.autograd import Runtime, differentiable
 from ..runtime.call import call_bwd, call_fwd, evaluate
@@ -90,7 +90,7 @@ def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
     return {"forward": report, "backward": KernelReport("?", report.reason) if runtime.grad_enabled else None}
 
 
-class _OwnForwardError(Exception):
+class _OverriddenForwardError(Exception):
     """What calling the op does is not what its halves do."""
 
 
@@ -100,7 +100,7 @@ def _unexplained(op: Op, error: Exception) -> str | None:
         return "the shape of its output depends on data"
     if isinstance(error, DataDependentOutputException):
         return "it reads values, so it cannot run without data"
-    if isinstance(error, _OwnForwardError):
+    if isinstance(error, _OverriddenForwardError):
         return "it has a forward of its own, which may do anything"
     return "its hooks may change what it is given" if op._forward_pre_hooks else None
 
@@ -114,8 +114,8 @@ def _explain_op(
     mode: FakeTensorMode,
     kept: dict[int, Tensor],
 ) -> ExplainedStep:
-    if has_own_forward(op):
-        raise _OwnForwardError
+    if overrides_forward(op):
+        raise _OverriddenForwardError
     x, keywords = values[step.x], {name: values[slot] for name, slot in step.reads}
     for parameter in op.parameters():  # alive for as long as their storages are compared, or an address comes back
         kept |= {storage_id(p): p for p in (parameter, mode.from_tensor(parameter))}

@@ -28,7 +28,7 @@ class Explainable(Protocol):
         """Explains a call with these arguments, or the last one."""
 
 
-class FoundContainer(NamedTuple):
+class LayerContainer(NamedTuple):
     """A container that runs a module of somebody else's, and what brings rows to its groups and back."""
 
     container: Explainable
@@ -36,7 +36,7 @@ class FoundContainer(NamedTuple):
 
 
 _NO_LAYER = "no layer runs through fusible"
-Finder = Callable[[nn.Module], FoundContainer | str | None]
+Finder = Callable[[nn.Module], LayerContainer | str | None]
 """Says what runs a module of somebody else's; or why we do not; or None, if it is no such module."""
 
 _finders: list[Finder] = []
@@ -145,9 +145,9 @@ def _layers(module: nn.Module, path: str) -> Iterator[ExplainedLayer]:
         yield from _layers(child, f"{path}.{name}" if path else name)
 
 
-def _find_container(module: nn.Module) -> FoundContainer | str | None:
+def _find_container(module: nn.Module) -> LayerContainer | str | None:
     if isinstance(module, Container):
-        return FoundContainer(cast(Explainable, module))
+        return LayerContainer(cast(Explainable, module))
     for finder in _finders:
         container = finder(module)
         if container is not None:
@@ -155,7 +155,7 @@ def _find_container(module: nn.Module) -> FoundContainer | str | None:
     return None
 
 
-def _layer(module: nn.Module, path: str, container: FoundContainer | str) -> ExplainedLayer:
+def _layer(module: nn.Module, path: str, container: LayerContainer | str) -> ExplainedLayer:
     kind = type(module).__name__
     if isinstance(container, str):
         return ExplainedLayer(path, kind, None, container)

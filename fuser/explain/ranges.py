@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-Row = tuple[str, ...]
+TableRow = tuple[str, ...]
 
 
 class Numbered(NamedTuple):
@@ -14,10 +14,10 @@ class Numbered(NamedTuple):
     before: tuple[str, ...]
     number: int
     after: tuple[str, ...]
-    rest: Row
+    rest: TableRow
 
     @classmethod
-    def of(cls, row: Row) -> Numbered | None:
+    def of(cls, row: TableRow) -> Numbered | None:
         """By the first number of the path; None: it has none."""
         parts = row[0].split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
@@ -28,10 +28,10 @@ class Numbered(NamedTuple):
         return self.before, self.after, self.rest
 
 
-def grouped(rows: Sequence[Row]) -> list[Row]:
+def grouped(rows: Sequence[TableRow]) -> list[TableRow]:
     """Rows, of which the first column is a path; those that share one stand where the first of them stood."""
     numbers: dict[object, list[int]] = {}
-    firsts: dict[object, Row | Numbered] = {}
+    firsts: dict[object, TableRow | Numbered] = {}
     for row in rows:
         numbered = Numbered.of(row)
         key = row if numbered is None else numbered.key
@@ -40,7 +40,7 @@ def grouped(rows: Sequence[Row]) -> list[Row]:
     return [_joined(first, numbers[key]) for key, first in firsts.items()]
 
 
-def _joined(first: Row | Numbered, numbers: Iterable[int]) -> Row:
+def _joined(first: TableRow | Numbered, numbers: Iterable[int]) -> TableRow:
     if not isinstance(first, Numbered):
         return first
     return (".".join([*first.before, ",".join(_ranges(sorted(numbers))), *first.after]), *first.rest)

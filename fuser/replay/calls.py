@@ -41,7 +41,7 @@ class CallKey(NamedTuple):
 
     Attributes:
         key: all that is no tensor.
-        pool: the tensors that the caller gives, then those that the ops hold.
+        pool: the tensors that the ops hold, then those that the caller gives.
         rows: the number of rows of ``x``.
     """
 
@@ -52,7 +52,8 @@ class CallKey(NamedTuple):
 
 def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | str:
     """The key of a call on dense tensors of a device that nobody observes or transforms; else why it has none."""
-    if call.values[0].device.type not in current_stream:
+    x = call.values[0]
+    if x.device.type not in current_stream:
         return ""
     if replay_refusal is not None:
         return replay_refusal
@@ -63,7 +64,7 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
             return reason
     if forward_ad_state._current_level >= 0:
         return "forward-mode gradients are active"
-    pool = [*call.values]
+    pool: list[Tensor] = []
     for op in layout.holders:
         if op._modules and computes_parameters(op):
             return "a parametrization computes a parameter"
@@ -71,7 +72,7 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
     for value in call.values:
         if type(value) not in TENSOR_TYPES or value.layout is not torch.strided or value.is_nested:
             return "an argument is not a dense tensor of torch's own type"
-    x = pool[0]
+    pool += call.values
     key = call.reads, runtime, active_config().token, *map(attribute_version, layout.ops), len(pool)
     return CallKey(key, pool, x.shape[0] if x.ndim else 0)
 
@@ -80,61 +81,57 @@ class CapturedCall(NamedTuple):
     """A call that is replayed.
 
     Attributes:
-        results: their positions in the pool.
+        results, buffers: their positions in the pool.
         last: what ``explain()`` needs of the call; None where that depends on the rows.
     """
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
-    results: tuple[int, ...]
+    results: list[int]
+    buffers: list[int]
     last: Any
 
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Replays the call on a pool, to which the steps add their outputs."""
-        stream = stream_of(pool[0])
+        stream = stream_of(pool[self.steps[0].reads[0]])
         for step in self.steps:
             step.run(pool, addresses, rows, stream)
         return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
 
-    def overlaps(self, pool: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+    def overlaps(self, pool: Sequence[Tensor]) -> bool:
         """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
-        ends = [t.nbytes + a if t.is_contiguous() else extent(t)[1] + 1 for a, t in zip(addresses, pool, strict=True)]
-        for buffer in self.plan.buffers:
-            first, end = addresses[buffer.slot], ends[buffer.slot]
-            if sum([a < end and first < e for a, e in zip(addresses, ends, strict=True)]) > 1:
-                return True
-        return False
+        spans = list(map(extent, pool))
+        sharing = [[a <= end and first <= b for a, b in spans] for first, end in map(spans.__getitem__, self.buffers)]
+        return any([sum(each) > 1 for each in sharing])
 
     def joined(self, other: CapturedCall) -> CapturedCall | None:
         """For any number of rows, with a call for another one; None if they do not fit."""
-        if self.plan is not other.plan:
-            return None
-        steps = [a.joined(b) for a, b in zip(self.steps, other.steps, strict=True)]
-        fitting = tuple([step for step in steps if step is not None])
-        return None if len(fitting) < len(steps) else self._replace(steps=fitting, last=None)
+        steps = tuple([a.joined(b) for a, b in zip(self.steps, other.steps, strict=True)])
+        return None if None in steps else self._replace(steps=steps, last=None)  # type: ignore[arg-type]
 
 
 class CaptureSession:
-    """Captures the steps of a call while they run, and files the captured call."""
+    """Captures the steps of a call while they run, and files the captured call.
 
-    def __init__(self, form: Form, plan: Plan, key: CallKey, values: int) -> None:
+    The pool of a call is the tensors that its ops hold, then the values of the plan: those that the caller gives, and
+    the outputs of the steps.
+    """
+
+    def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
         self._form, self._plan, self._rows = form, plan, key.rows
-        self._values, self._held = values, len(key.pool) - values
-        self._pool = [*key.pool]  # so that no other tensor can have their ids
-        self._position_of = {id(t): position for position, t in enumerate(key.pool)}
+        self._held, self._values = key.pool[: len(key.pool) - len(values)], values
         self._steps = list[CapturedStep]()
-        self._refusal = "" if len(self._position_of) == len(self._pool) else "two tensors of the call are one"
+        self._refusal = "" if len({*map(id, key.pool)}) == len(key.pool) else "two tensors of the call are one"
 
     @classmethod
-    def of(cls, form: Form, plan: Plan, key: CallKey, values: int) -> CaptureSession | None:
+    def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
         """For a call, but not for the first of its form if no other number of rows has been seen either."""
         reason = plan.replay_refusal
         if reason is None and Capture.find_library() is None:
             reason = "no library is built whose launches can be captured"
         if reason is not None:
             form.refuse(key.rows, reason)
-            return None
-        return cls(form, plan, key, values) if form.see(key.rows) else None
+        return cls(form, plan, key, values) if reason is None and form.see(key.rows) else None
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
@@ -142,25 +139,22 @@ class CaptureSession:
         with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
         reason = capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ())
-        reads, of_autograd = (tuple([self._position_of.get(id(t), -1) for t in each]) for each in (tensors, inputs))
+        number_of = {id(t): number for number, t in enumerate([*self._held, *self._values])}
+        reads, of_autograd = ([number_of.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
         if reason is None and -1 in (*reads, *of_autograd):
             reason = "reads a tensor that is neither an argument nor held by an op"
         replay = Replay.of(capture, capture) if reason is None else None
         if replay is None:
             self._refusal = self._refusal or f"{type(step.op).__name__}: {reason}"
             return result
-        number, outputs = len(self._steps), len(result.outputs)
-        context = self._context(CapturedContext.of(result.context, step.op))
-        last_uses = tuple(map(self._position, self._plan.steps[number].last_uses))
-        positions = of_autograd if wanted else (), reads, last_uses
-        self._steps.append(CapturedStep(replay, context, *positions, outputs, outputs + len(result.kept)))
+        first, number = self._form.first, len(self._steps)
+        context = CapturedContext.of(result.context, step.op)
+        if first is not None and first.steps[number].context == context:
+            context = first.steps[number].context  # one family of backwards for all numbers of rows
+        outputs, last_uses = len(result.outputs), self._positions(self._plan.steps[number].last_uses)
+        saved = outputs + len(result.kept)
+        self._steps.append(CapturedStep(replay, context, of_autograd, reads, last_uses, outputs, saved))
         return result._replace(context=context)
-
-    def add_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Adds the outputs of the step that has run."""
-        for output in outputs:
-            self._position_of[id(output)] = len(self._pool)
-            self._pool.append(output)
 
     def finish(self, last: Any) -> None:
         """Files the captured call, or why one of its steps cannot be replayed."""
@@ -169,14 +163,10 @@ class CaptureSession:
         if self._refusal:
             self._form.refuse(self._rows, self._refusal)
         else:
-            results = tuple(map(self._position, self._plan.results))
-            self._form.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, last))
+            results = self._positions(self._plan.results)
+            buffers = self._positions([buffer.slot for buffer in self._plan.buffers])
+            self._form.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, buffers, last))
 
-    def _context(self, context: CapturedContext) -> CapturedContext:
-        """That of the same step with another number of rows if they are equal: their backwards are one family."""
-        steps = () if self._form.first is None else self._form.first.steps[len(self._steps) :]
-        return steps[0].context if steps and steps[0].context == context else context
-
-    def _position(self, slot: int) -> int:
-        """In the pool, where the tensors that ops hold stand between the values of the call and the outputs."""
-        return slot if slot < self._values else slot + self._held
+    def _positions(self, slots: Sequence[int]) -> list[int]:
+        """In the pool, of values of the plan."""
+        return [len(self._held) + slot for slot in slots]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,18 +23,14 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+View: TypeAlias = tuple[int, tuple[int, ...] | None]
 LARGE = 2**20  # bytes of allocations that stay apart: an allocator finds those of the calls before
 
 
 class Created(NamedTuple):
-    """A tensor that a run creates. If ``factor`` is not 0, a first size precedes the others: so many times the rows.
+    """Memory that a run allocates. If ``factor`` is not 0, a first size precedes the others: so many times the rows."""
 
-    Attributes:
-        origin: what allocates its memory. Of a view: which input it is of, its strides, and the number of elements
-            before its first; without strides it is the input detached.
-    """
-
-    origin: Any
+    allocate: Callable[..., Tensor]
     sizes: tuple[int, ...]
     factor: int = 0
 
@@ -44,8 +40,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         recorder: the library's own capture, of the launches.
-        memory: all that is allocated; ``returned`` and ``large``: the numbers of what is a result, and of large pieces.
-        results: positions among the inputs and what is returned; ``~i`` for view ``i``.
+        memory: all that is allocated; ``apart``: the numbers of the results in it, then of other large pieces.
+        views: results that are inputs: the position of one, and as what shape it is viewed; None: it is detached.
+        results: positions among the inputs and what is apart; ``~i`` for view ``i``.
         written: the inputs whose versions change.
         find_library: finds the compiled library whose launches can be captured, or returns None.
     """
@@ -55,10 +52,10 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self._inputs, self._versions, self._refusal = rows, inputs, list(map(_version, inputs)), ""
-        self.memory, self.returned, self.large = list[Created](), list[int](), list[int]()
-        self.views, self.results, self.written = list[Created](), list[int | None](), list[int]()
-        ends = [extent(t) if t.numel() else (0, -1) for t in inputs]
-        self.recorder = self.find_library().Capture([(first, last + 1 - first) for first, last in ends], rows)
+        self.memory, self.apart, self._large = list[Created](), list[int](), list[int]()
+        self.views, self.results, self.written = list[View](), list[int | None](), list[int]()
+        spans = [(first, last + 1 - first) for first, last in map(extent, inputs)]
+        self.recorder = self.find_library().Capture(spans, rows)
         if any(type(t) not in TENSOR_TYPES for t in inputs):
             self.refuse("a tensor is of a type of its own")
 
@@ -97,13 +94,14 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
         self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
-        different = {id(tensor): tensor for tensor in outputs if tensor is not None}
-        positions = {key: self._position(tensor) for key, tensor in different.items()}
-        self.results += [positions.get(id(tensor)) for tensor in outputs]
-        self.results += [self._position(tensor) for tensor in kept]
-        reshaped = {~i for i, view in enumerate(self.views) if view.origin[1] is not None}
-        if not reshaped.union(range(len(self._inputs))).isdisjoint(self.results[: len(outputs)]):
+        results = {id(tensor): tensor for tensor in (*outputs, *kept) if tensor is not None}
+        positions = {key: self._position(tensor) for key, tensor in results.items()}
+        self.results = [positions.get(id(tensor)) for tensor in (*outputs, *kept)]
+        viewed = [~i for i, (_, shape) in enumerate(self.views) if shape is not None]
+        if not {*viewed, *range(len(self._inputs))}.isdisjoint(self.results[: len(outputs)]):
             self.refuse("a result is an input")
+        self.form = self.results, self.views, self.written, [*self.apart]
+        self.apart += [number for number in self._large if number not in self.apart]
         self._inputs = ()
         return self.refusal
 
@@ -111,7 +109,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_bytes = tensor.dtype is torch.uint8  # bytes are workspaces, whose sizes may be rounded
         is_workspace = self.recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes) or is_bytes
         if tensor.nbytes >= LARGE and not is_workspace:
-            self.large.append(len(self.memory))
+            self._large.append(len(self.memory))
         self.device = tensor.device
         self.memory.append(Created(allocator(tensor.dtype, tensor.device), tuple(tensor.shape)))
         if not tensor.is_contiguous():
@@ -126,28 +124,30 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number < 0 or type(result) is not Tensor:
             self.refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation")
         elif number < len(self._inputs):
-            return self._view_of(number, offset, result)
+            self.views.append((number, self._viewed(self._inputs[number], result)))
+            return ~(len(self.views) - 1)
         else:
             self._return_all_of(number - len(self._inputs), offset, result)
-        return len(self._inputs) + len(self.returned) - 1
+        return len(self._inputs) + len(self.apart) - 1
+
+    def _viewed(self, tensor: Tensor, result: Tensor) -> tuple[int, ...] | None:
+        """As what shape an input is viewed in a result, for any number of rows; None: it is detached."""
+        starts_there = (result.data_ptr(), result.dtype) == (tensor.data_ptr(), tensor.dtype)
+        differs = result._is_view() or (result.shape, result.stride()) != (tensor.shape, tensor.stride())
+        is_dense = all([result.ndim, result.is_contiguous(), tensor.is_contiguous()])
+        if not starts_there or (differs and not is_dense):
+            self.refuse("a result is an input")
+        return (-1, *result.shape[1:]) if differs else None
 
     def _return_all_of(self, number: int, offset: int, result: Tensor) -> None:
         """Makes an allocation a result, which must be all of it."""
         allocate, sizes, _ = self.memory[number]
         if (allocator(result.dtype, result.device), result.numel(), offset) != (allocate, prod(sizes), 0):
             self.refuse("a result is a part of an allocation")
-        if not result.ndim or not result.is_contiguous() or number in self.returned:
+        if not result.ndim or not result.is_contiguous() or number in self.apart:
             self.refuse("a result has no dims or is strided, or two are one allocation")
         self.memory[number] = Created(allocate, tuple(result.shape))
-        self.returned.append(number)
-
-    def _view_of(self, number: int, offset: int, result: Tensor) -> int:
-        tensor, strides, start = self._inputs[number], result.stride(), offset // result.element_size()
-        if result.dtype != tensor.dtype:
-            self.refuse("a result is an input in another dtype")
-        same = not start and result.shape == tensor.shape and strides == tensor.stride() and not result._is_view()
-        self.views.append(Created((number, None if same else strides, start), tuple(result.shape)))
-        return ~(len(self.views) - 1)
+        self.apart.append(number)
 
 
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)  # of this thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -17,35 +16,26 @@ _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
 
 
-class State(Enum):
-    """How far calls of a form are on the way to a replay. The text is what ``explain()`` says of the last call."""
-
-    NEW = "no call yet"
-    SEEN = "captured when a call of this form comes again"
-    CAPTURED = "replayed"
-    UNSUPPORTED = "not replayed"
-
-
 class Entry(NamedTuple):
-    """What is known of calls: what is replayed for them, or why they cannot be replayed."""
+    """What is known of calls: what is replayed for them, or why they cannot be replayed. Neither: not enough yet."""
 
-    state: State
     captured: Any = None
     refusal: str | None = None
 
     def __str__(self) -> str:
-        return self.state.value if self.refusal is None else f"{self.state.value}: {self.refusal}"
+        if self.refusal is not None:
+            return f"not replayed: {self.refusal}"
+        return "captured when a call of this form comes again" if self.captured is None else "replayed"
 
 
-_NEW, _SEEN = Entry(State.NEW), Entry(State.SEEN)
-_MISALIGNED = Entry(State.UNSUPPORTED, None, "an address is not aligned to 16 bytes")
+_SEEN, _MISALIGNED = Entry(), Entry(refusal="an address is not aligned to 16 bytes")
 
 
 class Form(dict[int, Entry]):
     """By the number of rows, calls that differ in it alone: in the first size of those tensors that have as many.
 
     Attributes:
-        check: whether tensors are of the form but for the rows; ``exact``: with them, for numbers that have come.
+        exact: by the number of rows, whether tensors are of the form and have so many.
         first: the first capture, for its own number of rows. The second, if they fit, makes one for any number of it.
     """
 
@@ -55,49 +45,48 @@ class Form(dict[int, Entry]):
         sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
         for i in self._long:
             sizes[i][0] = None
-        self.check = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
+        self._but_for_rows = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.exact = {rows: tensor_guards(tensors)}
         self.first: Any = None
-        self._any_rows, self._may_join = _NEW, True
-
-    def has_rows(self, tensors: Sequence[Tensor], rows: int) -> bool:
-        """Whether all of them have so many rows, once ``check`` has found nothing else wrong with them."""
-        if any([tensors[i].shape[0] != rows for i in self._long]):
-            return False
-        if self._any_rows is _NEW and len(self.exact) < _MANY:
-            self.exact[rows] = tensor_guards(tensors)
-        return True
+        self._any_rows, self._may_join = _SEEN, True
 
     def __missing__(self, rows: int) -> Entry:
-        return self._any_rows if 0 < rows < _MANY_ROWS else _NEW
+        return self._any_rows if 0 < rows < _MANY_ROWS else _SEEN
+
+    def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
+        """Whether tensors are of the form, for a number of rows that has not come, or long ago."""
+        fits = self._but_for_rows(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
+        if fits and len(self.exact) < _MANY:
+            self.exact[rows] = tensor_guards(tensors)
+        return fits
 
     def see(self, rows: int) -> bool:
         """Takes note of a call that is about to run; returns whether it is to be captured.
 
         The first is not, unless one with another number of rows came before, and they may become one capture.
         """
-        if rows in self or (self and self._may_join):
-            return True
-        self._set(rows, _SEEN)
-        return False
+        comes_again = rows in self or bool(self and self._may_join)
+        if not comes_again:
+            self._set(rows, _SEEN)
+        return comes_again
 
     def file(self, rows: int, captured: Any) -> None:
         """Files what was captured. The second time it becomes a capture for any number, if it fits the first."""
         counts.captured += 1
+        self._set(rows, Entry(captured))
         if self.first is None:
             self.first = captured
         elif self._may_join:
-            joined, self._may_join = self.first.joined(captured), False
+            self._may_join, joined = False, self.first.joined(captured)
             if joined is not None:
                 self.clear()
-                self._any_rows = Entry(State.CAPTURED, joined)
-        self._set(rows, Entry(State.CAPTURED, captured))
+                self._any_rows = Entry(joined)
 
     def refuse(self, rows: int, reason: str) -> None:
         """Files why such calls cannot be replayed."""
-        counts.refused(reason)
+        counts.unsupported[reason] += 1
         self._may_join = False
-        self._set(rows, Entry(State.UNSUPPORTED, None, reason))
+        self._set(rows, Entry(refusal=reason))
 
     def _set(self, rows: int, entry: Entry) -> None:
         if len(self) >= _MANY:
@@ -114,8 +103,8 @@ class GuardedCache:
     def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Entry, list[int]]:
         """The form of these tensors, a new one if there is none; what is known of this call; the addresses."""
         for form in self._forms.get(key, ()):
-            check = form.exact.get(rows, form.check)
-            if check(*tensors) and (check is not form.check or form.has_rows(tensors, rows)):
+            exact = form.exact.get(rows)
+            if form.fits(tensors, rows) if exact is None else exact(*tensors):
                 break
         else:
             form = self._add(key, Form(tensors, rows))

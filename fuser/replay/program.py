@@ -19,18 +19,10 @@ def _common(a: Created, b: Created, rows: tuple[int, int]) -> Created | None:
     """For any number of rows, from what two runs create; None if they do not tell."""
     if a == b:
         return a
-    if a.origin != b.origin or not a.sizes or not rows[0] or a.sizes[0] % rows[0]:
+    if a.allocate is not b.allocate or not a.sizes or not rows[0] or a.sizes[0] % rows[0]:
         return None
     factor, rest = a.sizes[0] // rows[0], a.sizes[1:]
-    return Created(a.origin, rest, factor) if (factor * rows[1], *rest) == b.sizes else None
-
-
-def _scratch(launches: Any, device: torch.device, rows: int | None) -> Created:
-    """For this number of rows; None: for any."""
-    allocate = allocator(torch.uint8, device)
-    if rows is None:
-        return Created(lambda rows: allocate(launches.scratch_bytes(rows)), (), 1)
-    return Created(allocate, (launches.scratch_bytes(rows),))
+    return Created(a.allocate, rest, factor) if (factor * rows[1], *rest) == b.sizes else None
 
 
 class Replay(NamedTuple):
@@ -43,27 +35,23 @@ class Replay(NamedTuple):
 
     capture: Capture
     launches: Any
-    memory: tuple[Created, ...]
-    views: tuple[Created, ...]
+    memory: list[Created]
 
     @classmethod
     def of(cls, first: Capture, second: Capture) -> Replay | None:
         """For any number of rows, from two captures; None if they do not fit. One is for its own number."""
-        apart = [*first.returned, *[n for n in first.large if n not in first.returned]]
+        apart, rows = first.apart, (first.rows, second.rows)
         launches = first.recorder.launches(second.recorder, apart)
-        forms = [(each.results, each.returned, each.written) for each in (first, second)]
-        if launches is None or forms[0] != forms[1]:
+        if launches is None or first.form != second.form:
             return None
-        rows = first.rows, second.rows
-        pairs = [(first.memory[n], second.memory[n]) for n in apart]
-        pairs += zip(first.views, second.views, strict=True)
-        created = tuple([each for a, b in pairs if (each := _common(a, b, rows)) is not None])
-        if len(created) < len(pairs):
+        memory = [_common(first.memory[n], second.memory[n], rows) for n in apart]
+        if None in memory:
             return None
-        memory, views = created[: len(apart)], created[len(apart) :]
-        if len(memory) < len(first.memory):
-            memory += (_scratch(launches, first.device, first.rows if first is second else None),)
-        return cls(first, launches, memory, views[::-1])
+        if len(apart) < len(first.memory):
+            allocate, size = allocator(torch.uint8, first.device), launches.scratch_bytes
+            fixed = Created(allocate, (size(first.rows),))
+            memory.append(fixed if first is second else Created(lambda rows: allocate(size(rows)), (), factor=1))
+        return cls(first, launches, memory)  # type: ignore[arg-type]
 
     def joined(self, other: Replay) -> Replay | None:
         """For any number of rows, with a replay for another one; None if they do not fit."""
@@ -79,8 +67,7 @@ class Replay(NamedTuple):
         self.launches.run(addresses, rows, stream)
         if self.capture.written:
             torch.autograd.graph.increment_version([tensors[i] for i in self.capture.written])
-        for (source, strides, start), sizes, factor in self.views:
-            tensor, shape = tensors[source], (factor * rows, *sizes) if factor else sizes
-            layout = shape, strides, tensor.storage_offset() + start
-            tensors += (tensor.detach() if strides is None else tensor.as_strided(*layout),)
+        for source, shape in reversed(self.capture.views):
+            tensor = tensors[source]
+            tensors += (tensor.detach() if shape is None else tensor.view(shape),)
         return [None if i is None else tensors[i] for i in self.capture.results]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
-
-_MANY_REASONS = 256
+from copy import deepcopy
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -22,15 +21,10 @@ class Stats:
     replayed: int = 0
     unsupported: Counter[str] = field(default_factory=Counter)
 
-    def refused(self, reason: str) -> None:
-        """Counts a form that cannot be replayed."""
-        if reason in self.unsupported or len(self.unsupported) < _MANY_REASONS:
-            self.unsupported[reason] += 1
-
 
 counts = Stats()
 
 
 def stats() -> Stats:
     """What has been captured and replayed so far, in all containers."""
-    return replace(counts, unsupported=counts.unsupported.copy())
+    return deepcopy(counts)

@@ -82,8 +82,6 @@ class CapturedContext(BackwardContext):
 class CapturedStep(NamedTuple):
     """What the replay of a forward reads of its call, and what it leaves.
 
-    A call has a pool of tensors: those that it is given, those that its ops hold, then the outputs of its steps.
-
     Attributes:
         inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
         reads: of what is launched on.
@@ -94,30 +92,31 @@ class CapturedStep(NamedTuple):
 
     replay: Replay
     context: CapturedContext
-    inputs: tuple[int, ...]
-    reads: tuple[int, ...]
-    last_uses: tuple[int, ...]
+    inputs: list[int]
+    reads: list[int]
+    last_uses: list[int]
     outputs: int
     saved: int
 
     def joined(self, other: CapturedStep) -> CapturedStep | None:
         """For any number of rows, with a step for another one; None if they do not fit."""
-        replay = self.replay.joined(other.replay)
-        return None if replay is None or self[1:] != other[1:] else self._replace(replay=replay)
+        replay = self.replay.joined(other.replay) if self[1:] == other[1:] else None
+        return None if replay is None else self._replace(replay=replay)
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
         tensors, starts = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)]
-        run: Callable[[], Any] = partial(self.replay.run, tensors, starts, rows, stream)
+        run = partial(self.replay.run, tensors, starts, rows, stream)
         inputs = map(pool.__getitem__, self.inputs)
-        outputs = apply(lambda flags: self._result(run()), *inputs) if self.inputs else run()
+        outputs = apply(partial(self._result, run), *inputs) if self.inputs else run()
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
         for i in self.last_uses:
             pool[i] = None
 
-    def _result(self, results: list[Any]) -> ForwardResult:
+    def _result(self, run: Callable[[], list[Any]], flags: tuple[bool, ...]) -> ForwardResult:
         """The outputs, and what the backward needs."""
+        results = run()
         outputs, kept, lent = results[: self.outputs], results[self.outputs : self.saved], results[self.saved :]
         apart = self.context.apart() if self.context.sources else ()
         return ForwardResult(tuple(outputs), kept, apart, lent, self.context)

@@ -30,9 +30,6 @@ class StepCapture(Protocol):
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
         """Runs the forward of a step on ``inputs[0]``, and captures it; ``inputs`` are those of autograd."""
 
-    def add_outputs(self, outputs: Sequence[Tensor], /) -> None:
-        """Adds the outputs of the step that has run."""
-
 
 class Runtime(NamedTuple):
     """What holds for a whole call.
@@ -100,7 +97,8 @@ def run(
     Returns:
         ``y``, then the extra outputs in the order of ``op.extra_outputs``.
     """
-    refuse_transforms([op])
+    if transforms_active():
+        refuse_transforms([op])
     if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
     if op.passes_x_on and patched_half(op) is None:

@@ -53,7 +53,9 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first and the last byte of a tensor that has elements."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    """The addresses of the first and the last byte of a tensor; the last is before the first if it has no elements."""
     first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes - 1
+    reach = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
     return first, first + (reach + 1) * tensor.element_size() - 1

@@ -20,12 +20,12 @@ from torch import distributed as dist
 from ...fuser import tracing as trace
 from .. import routing as permutation
 from ..routing import Routing
+from . import messages
 from .errors import CapacityError, PeerError
 from .settings import Settings
 from .transport import Exchange
 
 _HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens, gradients wanted
-_WANTED = ("x", "top_k_weights")
 
 
 class Arrivals(NamedTuple):
@@ -95,7 +95,21 @@ class CollectiveTransport:
         self._required = self._dropped = 0
         self._buffers: dict[int, Tensor] = {}
 
-    def route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
+    def dispatch(
+        self,
+        exchange: Exchange,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        wanted: frozenset[str],
+        fill: bool,
+    ) -> tuple[CollectiveTable, Tensor, Tensor]:
+        table = self._route(exchange, top_k_index, wanted)
+        rows = self.pull(tokens, table, "dispatch", fill)
+        weights = permutation.scales_of(table.routing, top_k_weights)[: sum(table.to_rank)]
+        return table, rows, self._arrived(weights, table, "dispatch", fill=True)
+
+    def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
         experts = self._settings.num_experts
         ids = torch.where((top_k_index >= 0) & (top_k_index < experts), top_k_index, experts)
         routing = permutation.route(ids, experts, self._settings.dtype)
@@ -113,8 +127,9 @@ class CollectiveTransport:
 
     def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
         """[R, E], on the host: the rows that each rank has for each expert."""
-        flags = sum(1 << bit for bit, name in enumerate(_WANTED) if name in wanted)
-        header = torch.tensor([*exchange, tokens, flags], dtype=torch.int32).to(routing.split_sizes.device)
+        header = torch.tensor([*exchange, tokens, messages.flags_of(wanted)], dtype=torch.int32).to(
+            routing.split_sizes.device
+        )
         mine = torch.cat((header, routing.split_sizes))
         gathered = mine.new_empty(self._ranks * mine.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -126,18 +141,12 @@ class CollectiveTransport:
 
     def _compare(self, exchange: Exchange, headers: Sequence[Sequence[int]]) -> None:
         """Raises where ranks do not do the same."""
+        named = exchange.named("dispatch")
         for rank, (lane, number, _, flags) in enumerate(headers):
             if (lane, number) != exchange:
-                raise PeerError(
-                    f"rank {rank} is at {Exchange(lane, number).named('dispatch')}, this rank at "
-                    f"{exchange.named('dispatch')}; all ranks must run the same layers in the same order"
-                )
+                raise PeerError(messages.other_step(rank, Exchange(lane, number).named("dispatch"), named))
             if flags != headers[self._rank][3]:
-                raise PeerError(
-                    f"rank {rank} wants gradients of {_named(flags)} in {exchange.named('dispatch')}, this rank of "
-                    f"{_named(headers[self._rank][3])}; set requires_grad alike on all ranks, also where there are no "
-                    "tokens"
-                )
+                raise PeerError(messages.other_gradients(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
         """The counts, without rows for which their owner has no room."""
@@ -147,19 +156,12 @@ class CollectiveTransport:
         if self._capacity is None or required <= self._capacity:
             return counts
         if self._settings.overflow == "raise":
-            raise CapacityError(self._overflow(exchange, required, owner))
+            numbers = owner, required, self._capacity
+            cures = "'worst' or 'exact', or with overflow='drop'"
+            raise CapacityError(messages.overflow(self._settings, exchange.named("dispatch"), *numbers, cures))
         kept = _clipped(counts.view(self._ranks, self._ranks, -1), self._capacity).view_as(counts)
         self._dropped += int(counts.sum() - kept.sum())
         return kept
-
-    def _overflow(self, exchange: Exchange, required: int, owner: int) -> str:
-        factor = self._settings.capacity
-        product = f" ({factor} x max_tokens x top_k)" if isinstance(factor, float) else ""
-        return (
-            f"{exchange.named('dispatch')}: rank {owner} had to own {required} rows, its capacity is "
-            f"{self._capacity}{product}; make the group with capacity={required} or more, 'worst' or 'exact', or with "
-            "overflow='drop'"
-        )
 
     def _sums(self, table: CollectiveTable) -> Sums:
         """For each token, which of its rows lie with one rank; found from the slots, which travel as rows do."""
@@ -172,22 +174,19 @@ class CollectiveTransport:
         back, from_rank = _sums_by_rank(slots, owners, table.routing.row_of_slot.shape, self._ranks)
         return Sums(here, back, to_rank, from_rank)
 
-    def pull(self, tokens: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+    def pull(self, tokens: Tensor, table: CollectiveTable, kind: str, fill: bool) -> Tensor:
         spread = permutation.permute(tokens, table.routing, fill=False)[: sum(table.to_rank)]
-        return self._arrived(spread, table, kind)
+        return self._arrived(spread, table, kind, fill)
 
-    def pull_numbers(self, numbers: Tensor, table: CollectiveTable, kind: str) -> Tensor:
-        scales = permutation.scales_of(table.routing, numbers)[: sum(table.to_rank)]
-        return self._arrived(scales, table, kind)
-
-    def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str) -> Tensor:
+    def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str, fill: bool) -> Tensor:
         """Q rows or numbers by expert, from those of this rank's slots."""
         arrivals, named = table.arrivals, table.exchange.named(kind)
         arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)()
         rows = mine.new_empty(table.num_rows, *mine.shape[1:])
         count = arrivals.order.shape[0]
         torch.index_select(arrived, 0, arrivals.order, out=rows[:count])
-        rows[count:].zero_()
+        if fill:
+            rows[count:].zero_()
         return rows
 
     def start_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
@@ -237,6 +236,15 @@ class CollectiveTransport:
     def statistics(self) -> Mapping[str, int]:
         return {"required": self._required, "dropped": self._dropped}
 
+    def check(self) -> None:
+        """Nothing: the host has waited for all that can fail."""
+
+    def finish(self) -> None:
+        """Nothing: a collective ends when all have done their part."""
+
+    def reset(self) -> None:
+        """Nothing: an exchange that was left leaves nothing behind."""
+
     def foresee(self, kind: str, *tensors: Tensor) -> None:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
@@ -284,10 +292,6 @@ def _peers_of(named: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerError(f"a rank did not take part in {named}: {error}") from error
-
-
-def _named(flags: int) -> str:
-    return " and ".join(name for bit, name in enumerate(_WANTED) if flags >> bit & 1) or "nothing"
 
 
 def _clipped(counts: Tensor, capacity: int) -> Tensor:

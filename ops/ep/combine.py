@@ -62,7 +62,7 @@ class EPCombine(Op):
         return start_sum(self.group, x, table, "combine")(), self.Saved(table)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:
-        return {"x": lambda: pulled(self.group, dy, saved.table, "combine backward")}
+        return {"x": lambda: pulled(self.group, dy, saved.table, "combine backward", fill=True)}
 
     def extra_repr(self) -> str:
         return f"{self.group!r}, lane={self.lane}"

@@ -113,27 +113,27 @@ class EPDispatch(Op):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Outputs, Saved]:
-        table, rows, scales = self.exchange(x, top_k_index, top_k_weights, needs_grad)
+        table, rows, scales = self.exchange(x, top_k_index, top_k_weights, needs_grad, fill=True)
         self.group.lane(self.lane).opened(table)
         outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
     def exchange(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wanted: frozenset[str]
+        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wanted: frozenset[str], fill: bool
     ) -> tuple[Table, Tensor, Tensor]:
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
             wanted: the gradients that a backward will give, of ``x`` and ``top_k_weights``.
+            fill: whether the tail of the rows shall be zero; else it may be anything.
         """
         x = x.to(self.group.settings.dtype)
         if trace.active():
             return self._foreseen(x, top_k_index, top_k_weights)
         exchange = self.group.lane(self.lane).begin()
         with self.group.moving() as transport:
-            table: Table = transport.route(exchange, top_k_index, wanted)
-            rows = transport.pull(x, table, "dispatch")
-            return table, rows, transport.pull_numbers(top_k_weights, table, "dispatch")
+            wanted = wanted & {"x", "top_k_weights"}
+            return transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill)
 
     def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Table, Tensor, Tensor]:
         """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
@@ -187,14 +187,18 @@ def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[
     return finished
 
 
-def pulled(group: Group, tokens: Tensor, table: Table, kind: str) -> Tensor:
-    """Rows [Q, H] of this rank's experts, from the tokens of all ranks, by the table of an earlier dispatch."""
+def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:
+    """Rows [Q, H] of this rank's experts, from the tokens of all ranks, by the table of an earlier dispatch.
+
+    Args:
+        fill: whether the tail shall be zero; else it may be anything.
+    """
     if trace.active():
         rows = tokens.new_empty(table.num_rows, tokens.shape[1])
         group.mover.foresee(kind, rows)
         return rows
     with group.moving() as transport:
-        return transport.pull(tokens, table, kind)
+        return transport.pull(tokens, table, kind, fill)
 
 
 def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) -> Tensor:
@@ -230,6 +234,8 @@ def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
             f"x must be on {' or '.join(sorted(group.devices))}, as the process group moves, got {x.device}; "
             "move it there"
         )
+    if group.device is not None and x.device != group.device:
+        raise ArgumentError(f"x must be on {group.device}, as the group's memory, got {x.device}; move it there")
     if x.dtype != settings.dtype:
         raise ArgumentError(
             f"x must be of {settings.dtype}, as the group, got {x.dtype}; cast it, or make another group"

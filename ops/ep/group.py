@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed as dist
 
 from .collective import CollectiveTransport
-from .errors import PeerError
+from .errors import CapacityError, PeerError
 from .settings import Settings
+from .symmetric import SymmetricTransport
 from .transport import Exchange, Table, Transport
 
 
@@ -100,19 +101,25 @@ class Group:
         combine: ``"exact"``: the rows of a token are summed by its own rank, in float32, in the order of its slots,
             and rounded once: the bits of one process that has all experts. ``"reduced"``: each rank sums its rows of a
             token, and one row a rank travels. That moves less, rounds twice, and the bits depend on the ranks.
-        transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"auto"``: the best that runs here.
+        transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"symmetric"``: GPUs of one host read
+            one another's memory; no host waits, so errors come at a later call, or from :meth:`check`. ``"auto"``:
+            ``"collective"``, which runs everywhere.
         lanes: how many exchanges may be under way at once, for microbatches that overlap.
         timeout: seconds to wait for a peer; 0: for ever.
+        overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
+            compute those of weights; 0: all do one after the other.
 
     Attributes:
         rank, size: of this rank; how many there are.
         devices: the kinds of devices that tokens may be on: those of the process group.
         local_experts: the slice of the experts that this rank owns.
         local_capacity: Q, the number of rows that :class:`EPDispatch` gives; None: as many as come.
+        device: where tokens must be; None: on any device of these kinds.
         transport: the name of the transport; ``transport_reason``: why it.
 
     Raises:
-        ValueError: an argument is wrong, or ranks differ in one.
+        ValueError: an argument is wrong, ranks differ in one, or one cannot have the transport.
+        RuntimeError: GPUs do not reach one another's memory.
     """
 
     def __init__(
@@ -130,9 +137,11 @@ class Group:
         transport: str = "auto",
         lanes: int = 1,
         timeout: float = 60.0,
+        overlap: int = 0,
     ) -> None:
         self.settings = Settings(
-            *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine, transport, lanes, timeout)
+            *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
+            *(transport, lanes, timeout, overlap),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
@@ -141,10 +150,25 @@ class Group:
         self.local_experts = slice(self.rank * owned, (self.rank + 1) * owned)
         self.local_capacity = self.settings.rows(self.size)
         self.devices = frozenset(_devices(self.process_group))
-        self.transport, self.transport_reason = "collective", "the one transport that runs on every backend"
+        self.device: torch.device | None = None
         self._mover: Transport = CollectiveTransport(self.settings, self.process_group)
+        self.transport_reason = "the one transport that runs on every backend"
+        if transport == "symmetric":
+            self._share_memory()
+        self.transport = self._mover.name
         self._lanes = [Lane(i) for i in range(lanes)]
         self._ended: Exception | None = None
+
+    def _share_memory(self) -> None:
+        """Lets this rank's GPU and the others read one another's rows."""
+        refusals: list[Any] = [None] * self.size
+        dist.all_gather_object(refusals, SymmetricTransport.refusal(self.settings, self.size), self.process_group)
+        for rank, refusal in enumerate(refusals):
+            if refusal is not None:
+                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {refusal}")
+        mover = SymmetricTransport(self.settings, self.process_group)
+        self._mover, self.device = mover, mover.device
+        self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
 
     @property
     def num_local_experts(self) -> int:
@@ -176,15 +200,22 @@ class Group:
         """The transport, for what moves nothing."""
         return self._mover
 
-    def check(self) -> None:
+    def check(self, synchronize: bool = False) -> None:
         """Raises what has ended the group, if anything has.
 
+        Args:
+            synchronize: whether to wait for what its device is still doing.
+
         Raises:
+            CapacityError: with transport ``"symmetric"``, a rank would have owned too many rows; see :meth:`reset`.
             PeerError: a rank did not come to an exchange.
             RuntimeError: the group is closed.
         """
         if self._ended is not None:
             _raise_again(self._ended)
+        if synchronize:
+            self._mover.finish()
+        self._mover.check()
 
     def statistics(self) -> Statistics:
         """What it has done so far."""
@@ -192,14 +223,19 @@ class Group:
 
     def reset(self) -> None:
         """Forgets exchanges that an exception has left open. Collective: all ranks must call it."""
-        self.check()
+        with suppress(CapacityError):
+            self.check(synchronize=True)
         for lane in self._lanes:
             lane.reset()
+        dist.barrier(self.process_group)
+        self._mover.reset()
+        self._mover.finish()
         dist.barrier(self.process_group)
 
     def close(self) -> None:
         """Ends its use; an op of it that is called later raises. Collective, so that no rank still needs another."""
         if self._ended is None:
+            self._mover.finish()
             dist.barrier(self.process_group)
             self._ended = RuntimeError("the expert-parallel group is closed; make another one")
 

@@ -10,7 +10,7 @@ import torch
 
 OVERFLOW = ("raise", "drop")
 COMBINE = ("exact", "reduced")
-TRANSPORTS = ("auto", "collective")
+TRANSPORTS = ("auto", "collective", "symmetric")
 CAPACITIES = ("exact", "worst")
 
 
@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     transport: str
     lanes: int
     timeout: float
+    overlap: int
 
     def problem(self, ranks: int) -> str | None:
         """What is wrong with them, for so many ranks; None: nothing."""
@@ -53,6 +54,8 @@ class Settings(NamedTuple):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 yield f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
+        if type(self.overlap) is not int or self.overlap < 0:
+            yield f"overlap must be a number of multiprocessors, 0 for none, got {self.overlap!r}"
         if not _is_number(self.timeout) or self.timeout < 0:
             yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
         if not self._is_capacity():
@@ -60,6 +63,10 @@ class Settings(NamedTuple):
                 "capacity must be a factor of max_tokens * top_k (a float), a number of rows (an int), "
                 f"'exact' or 'worst', got {self.capacity!r}"
             )
+        elif self.transport == "symmetric" and self.capacity == "exact":
+            yield "capacity 'exact' needs transport 'collective', as the host waits for it; give 'symmetric' a number"
+        if self.transport == "symmetric" and self.combine == "reduced":
+            yield "combine 'reduced' needs transport 'collective'; 'symmetric' sums exactly"
 
     def _is_capacity(self) -> bool:
         if isinstance(self.capacity, str):

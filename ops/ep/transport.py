@@ -53,8 +53,19 @@ class Transport(Protocol):
 
     name: str
 
-    def route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> Any:
-        """The :class:`Table` of the ids [T, k]; an id below 0, or of E or more, is of no expert.
+    def dispatch(
+        self,
+        exchange: Exchange,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        wanted: frozenset[str],
+        fill: bool,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.
+
+        An id below 0, or of E or more, is of no expert. The weights are one number [Q] a row, in float32 at least, from
+        those [T, k] of the slots of all ranks; their tail is zero.
 
         Args:
             wanted: the gradients that the backward of the dispatch will be asked for, which ranks must agree on.
@@ -64,17 +75,18 @@ class Transport(Protocol):
             PeerError: a rank did not come.
         """
 
-    def pull(self, tokens: Tensor, table: Any, kind: str) -> Tensor:
-        """Rows [Q, H] of this rank's experts, from the tokens [T, H] of all ranks. The tail is zero."""
+    def pull(self, tokens: Tensor, table: Any, kind: str, fill: bool) -> Tensor:
+        """Rows [Q, H] of this rank's experts, from the tokens [T, H] of all ranks.
+
+        Args:
+            fill: whether the tail shall be zero; else it may be anything.
+        """
 
     def start_sum(self, rows: Tensor, table: Any, kind: str) -> Callable[[], Tensor]:
         """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
 
         Rows may be overwritten once the sums are there.
         """
-
-    def pull_numbers(self, numbers: Tensor, table: Any, kind: str) -> Tensor:
-        """One number [Q] a row, in float32 at least, from those [T, k] of the slots of all ranks. The tail is zero."""
 
     def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:
         """Of each slot [T, k] the number of its row, from those [Q] of all ranks; 0 for slots of no expert."""
@@ -87,6 +99,20 @@ class Transport(Protocol):
 
     def statistics(self) -> Mapping[str, int]:
         """The largest number of rows that a rank had to own, and the number of rows left out, so far."""
+
+    def check(self) -> None:
+        """Raises what a device has reported since, of exchanges that the host has not waited for.
+
+        Raises:
+            CapacityError: a rank would own more rows than there is room for.
+            PeerError: a rank did not come, or did something else.
+        """
+
+    def finish(self) -> None:
+        """Waits until this rank has done what it was asked for."""
+
+    def reset(self) -> None:
+        """Begins anew after a :class:`CapacityError`. All ranks have finished; none goes on before all have reset."""
 
     def foresee(self, kind: str, *tensors: Tensor) -> None:
         """Tells a trace what a move of such tensors runs."""

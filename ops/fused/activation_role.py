@@ -37,7 +37,7 @@ def with_activation(pattern: Pattern) -> Pattern:
     linear joins it, if the function is linear in it.
     """
     return _with_rows(
-        pattern.where("act has operations that kernels do not know", _is_known).where(
+        pattern.where("act has operations that kernels do not know", _is_supported).where(
             "act reads a number for each column", lambda match: not _reading_columns(match)
         )
     )
@@ -46,7 +46,7 @@ def with_activation(pattern: Pattern) -> Pattern:
 def with_activation_of_columns(pattern: Pattern) -> Pattern:
     """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of columns."""
     return _with_rows(
-        pattern.where("act has operations that kernels do not know", _is_known)
+        pattern.where("act has operations that kernels do not know", _is_supported)
         .where("act and fc1 read different split_sizes", _shares_groups)
         .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
     )
@@ -76,6 +76,11 @@ def vectors_of(act: Activated | Pointwise | PointwiseChain) -> tuple[Tensor, ...
 def reads_a_row(act: Activated | Pointwise | PointwiseChain) -> bool:
     """Whether the activation of a match reads a number of the row."""
     return not isinstance(act, Activated) and bool(_link_of(act).rows)
+
+
+def reads_numbers(act: Activated | Pointwise | PointwiseChain) -> bool:
+    """Whether the activation of a match reads numbers of the row, or of columns."""
+    return not _is_built_in(type(act)) and (reads_a_row(act) or vectors_of(act) is not None)
 
 
 def wants_vectors(needs_grad: frozenset[str]) -> bool:
@@ -114,7 +119,7 @@ def _is_unquantized_with_columns(match: Match) -> bool:
     return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 
-def _is_known(match: Match) -> bool:
+def _is_supported(match: Match) -> bool:
     return isinstance(match.act, Activated) or match.act.program is not None
 
 

@@ -53,8 +53,7 @@ class EPGroupedMLP(InnerMLP):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         group = self.dispatch.group
-        wanted = needs_grad & {"x", "top_k_weights"}
-        table, rows, scales = self.dispatch.exchange(x, top_k_index, top_k_weights, wanted)
+        table, rows, scales = self.dispatch.exchange(x, top_k_index, top_k_weights, needs_grad, fill=False)
         buffer = None if trace.active() else group.mover.row_buffer(table)
         mlp_rows, mlp = self.experts.fwd(
             rows,
@@ -72,7 +71,7 @@ class EPGroupedMLP(InnerMLP):
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Sends the gradients of rows off first, and computes those of the weights while they travel."""
         group, table, needs = self.dispatch.group, saved.table, self.needs_of_experts(needs_grad)
-        rows = pulled(group, dy, table, "combine backward")
+        rows = pulled(group, dy, table, "combine backward", fill=False)
         inner = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
         dscales = [inner.pop(keyword) for keyword in self.scaled_by if keyword in inner]
         grads: dict[str, Gradient] = {}

@@ -18,14 +18,14 @@ from ..quantized_linear import TokenCopies, activating, applied, quantized_hidde
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class OpPart:
     """A part of a fused op: its role, and for inputs that are no parameters the fused op's name and the part's."""
 
     role: str
     inputs: tuple[tuple[str, str], ...]
 
 
-FC1 = Part("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
+FC1 = OpPart("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 
 
 class FirstLinear(NamedTuple):
@@ -113,21 +113,21 @@ def flat(column: Tensor | None) -> Tensor | None:
 
 
 @lru_cache(maxsize=4096)
-def names_of(part: Part, needs_grad: frozenset[str]) -> frozenset[str]:
+def names_of(part: OpPart, needs_grad: frozenset[str]) -> frozenset[str]:
     """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
     prefix = f"{part.role}."
     inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
     return frozenset(inside | {name for outer, name in part.inputs if outer in needs_grad})
 
 
-def filed(part: Part, grads: Grads) -> dict[str, Gradient]:
+def filed(part: OpPart, grads: Grads) -> dict[str, Gradient]:
     """A part's gradients under the fused op's names; the inverse of :func:`names_of`."""
     return {_outer_name(part, name): gradient for name, gradient in grads.items()}
 
 
 @lru_cache(maxsize=4096)
-def _outer_name(part: Part, name: str) -> str:
+def _outer_name(part: OpPart, name: str) -> str:
     return next((outer for outer, inner in part.inputs if inner == name), f"{part.role}.{name}")
 
 
-__all__ = ["FC1", "FirstLinear", "Part", "backward", "filed", "flat", "forward", "input_grad", "names_of"]
+__all__ = ["FC1", "FirstLinear", "OpPart", "backward", "filed", "flat", "forward", "input_grad", "names_of"]

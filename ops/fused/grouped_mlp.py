@@ -52,11 +52,11 @@ from .activation_role import (
     wants_vectors,
     with_activation_of_columns,
 )
-from .fc1 import FC1, FirstLinear, Part, filed, flat, names_of
+from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
 REPLAYED_UP_TO = 1 << 39  # operations of a backward: more take the device longer than the host takes to launch them
-_FC2 = Part("fc2", (("fc2_bias_scale", "bias_scale"),))
+_FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 
 
 def _buffer_holds_y(match: Match) -> bool:

@@ -75,7 +75,7 @@ class PointwiseChain(FusedOp):
         if link is not None and x.dtype in DTYPES:
             by_keyword, sizes = {n: keywords[n] for n in link.rows + link.matrices}, keywords.get("split_sizes")
             sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
-            operands = link_rows.Operands(link, by_keyword, dict(self.inputs()), sizes)
+            operands = link_rows.LinkOperands(link, by_keyword, dict(self.inputs()), sizes)
             refusal = link_rows.refusal(operands, x)
             if refusal is None:
                 return link_rows.forward(operands, x, needs_grad)
@@ -112,7 +112,7 @@ def _ops(match: Match) -> list[Any]:
     return [match.part(name) for name in match.nodes]
 
 
-def _are_known(match: Match) -> bool:
+def _are_supported(match: Match) -> bool:
     return all(op.link is not None for op in _ops(match))
 
 
@@ -130,7 +130,7 @@ def _same_groups(match: Match) -> bool:
 
 register_fusion(
     Pattern.of_run(RUN)
-    .where("an op has operations that kernels do not know", _are_known)
+    .where("an op has operations that kernels do not know", _are_supported)
     .where("more than one op has gate and up", _one_gate)
     .where("numbers of columns are of different groups", _same_groups),
     priority=15,

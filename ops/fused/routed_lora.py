@@ -8,6 +8,7 @@ what all of these read. Each adapter adds its product to that of the weight with
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from .. import routing as permutation
 from ..checks import product_dtype
 from ..glu import Activated
 from ..kernels import ActivationGrads
-from ..lora import GroupedLoRA, back, back_through, input_grad
+from ..lora import GroupedLoRA, back_through, input_grad, lora_b_grad
 from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
@@ -76,11 +77,9 @@ class RoutedLoRA(FusedOp):
         replay_unless_large(tokens, top_k_index.numel())
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
-        rows = permutation.permute(tokens, routing, fill=False)
         needs = _needs(needs_grad)
-        low1, preact, postact = self._through_fc1(rows, sizes, scales, needs.preact)
-        del rows
-        low2 = self.fc2.project(postact, sizes)
+        low1, preact, postact = self._through_fc1(tokens, routing, scales, needs.preact)
+        low2 = self.fc2.project(postact, sizes).product
         bias_scale = scales if self.fc2.has_bias else None
         y = self.fc2.product(postact, low2, sizes, bias_scale=bias_scale, tail_unspecified=routing.is_native)
         del postact
@@ -97,10 +96,12 @@ class RoutedLoRA(FusedOp):
         return permutation.unpermute(y, routing), kept
 
     def _through_fc1(
-        self, rows: Tensor, sizes: Tensor, scales: Tensor, keep_preact: bool
+        self, tokens: Tensor, routing: Routing, scales: Tensor, keep_preact: bool
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """What is low-rank of the rows, the pre-activation if it is kept, and the hidden rows times their scales."""
-        fc1, low = self.fc1, self.fc1.project(rows, sizes)
+        fc1, sizes = self.fc1, routing.split_sizes
+        rows, low, _ = fc1.project(tokens, sizes, routing)
+        assert rows is not None
         preact, postact = kernels.grouped_linear_activation(
             rows,
             fc1.matrices("weight", rows.dtype),
@@ -122,19 +123,19 @@ class RoutedLoRA(FusedOp):
         needs, routing, sizes = _needs(needs_grad), saved.routing, saved.routing.split_sizes
         fc1, fc2 = (_with_split_sizes(part, sizes) for part in (saved.fc1, saved.fc2))
         saved = saved._replace(fc1=fc1, fc2=fc2)
-        dy = dy if dy.stride(-1) == 1 else dy.contiguous()
         replay_unless_large(dy, routing.row_of_slot.numel())
-        rows = permutation.permute(dy, routing, fill=False)
-        dlow2 = back(rows, saved.fc2.lora_b, sizes)
+        of_fc2 = self.fc2.through_lora_b(dy, saved.fc2, routing)
+        rows, dlow2, _ = of_fc2
+        assert rows is not None
         through = self._through_activation(saved, rows, dlow2, needs)
-        grads: dict[str, Gradient] = {}
+        grads = {f"fc2.{name}": gradient for name, gradient in lora_b_grad(of_fc2).items()}
         if "top_k_weights" in needs_grad:
             grads["top_k_weights"] = self._weight_grads(saved, rows, through.scales)
         if "fc2.bias" in needs_grad:
             grads["fc2.bias"] = kernels.column_sums(rows, sizes, self.fc2.one_parameter("bias").dtype, saved.scales)
-        by_fc2 = self.fc2.parameter_grads(rows, dlow2, through.postact, saved.fc2.low, sizes, needs.fc2)
+        by_fc2 = self.fc2.parameter_grads(rows, dlow2, through.postact, sizes, needs.fc2)
         grads |= {f"fc2.{name}": evaluate(gradient) for name, gradient in by_fc2.items()}
-        del rows
+        del rows, of_fc2
         if needs.fc1:
             grads |= self._fc1_grads(saved, through.preact, needs.fc1)
         return grads
@@ -167,17 +168,29 @@ class RoutedLoRA(FusedOp):
 
     def _fc1_grads(self, saved: Saved, dpreact: Tensor, needs: frozenset[str]) -> dict[str, Gradient]:
         sizes, routing = saved.routing.split_sizes, saved.routing
-        dlow, grads = back(dpreact, saved.fc1.lora_b, sizes), dict[str, Gradient]()
+        through = self.fc1.through_lora_b(dpreact, saved.fc1)
+        dlow, grads = through.product, lora_b_grad(through)
         if "x" in needs:
             rows = input_grad(dpreact, dlow, saved.fc1, tail_unspecified=routing.is_native)
             grads["x"] = permutation.unpermute(rows.to(saved.x_dtype), routing)
             del rows
         if "bias" in needs:
-            grads["fc1.bias"] = kernels.column_sums(dpreact, sizes, self.fc1.one_parameter("bias").dtype)
-        tokens = saved.fc1.x
-        inputs = None if tokens is None else permutation.permute(tokens, routing, fill=False)
-        parameter_grads = self.fc1.parameter_grads(dpreact, dlow, inputs, saved.fc1.low, sizes, needs)
-        return grads | {f"fc1.{name}": evaluate(gradient) for name, gradient in parameter_grads.items()}
+            grads["bias"] = kernels.column_sums(dpreact, sizes, self.fc1.one_parameter("bias").dtype)
+        grads |= {name: evaluate(gradient) for name, gradient in self._gathered_grads(saved, dpreact, dlow, needs)}
+        return {name if name == "x" else f"fc1.{name}": gradient for name, gradient in grads.items()}
+
+    def _gathered_grads(
+        self, saved: Saved, dpreact: Tensor, dlow: Tensor | None, needs: frozenset[str]
+    ) -> Iterable[tuple[str, Gradient]]:
+        """Of the parameters of fc1 that are multiplied with its input, whose rows are gathered once for all."""
+        tokens, routing, sizes = saved.fc1.x, saved.routing, saved.routing.split_sizes
+        if tokens is None:
+            return
+        if "weight" not in needs:
+            yield "lora_a", self.fc1.lora_a_grad(dlow, tokens, sizes, routing)
+            return
+        inputs = permutation.permute(tokens, routing, fill=False)
+        yield from self.fc1.parameter_grads(dpreact, dlow, inputs, sizes, needs).items()
 
 
 def _with_split_sizes(saved: GroupedLoRA.Saved, split_sizes: Any) -> GroupedLoRA.Saved:

@@ -27,11 +27,7 @@ from ..quantized.recipe import Recipe
 from ..quantized_linear import in_force
 from ..routing import Routing
 from . import short_call
-from .activation_role import (
-    spec_of,
-    vector_grads,
-    vectors_of,
-)
+from .activation_role import reads_numbers, spec_of, vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact
 from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
 from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
@@ -124,16 +120,17 @@ class RoutedMLP(InnerMLP):
         fc1, fc2 = self.fc1, self.fc2
         if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
             return None
-        if self.scaled_by != [SCALES["out_scale"]] or fc1.transposed_weight != fc2.transposed_weight:
+        if self.scale is not None or self.out_scale is None or reads_numbers(self.act):
             return None
-        if vectors_of(self.act) is not None:
+        if fc1.transposed_weight != fc2.transposed_weight:
             return None
-        if any(fc1.per_group.values()) or any(fc2.per_group.values()):
+        if True in fc1.per_group.values() or True in fc2.per_group.values():
             return None
         weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
         if weights[0].dtype != dtype or weights[1].dtype != dtype:
             return None
-        up_bias, down_bias = (fc.one_parameter("bias") if fc.has_bias else None for fc in (fc1, fc2))
+        up_bias = fc1.one_parameter("bias") if fc1.has_bias else None
+        down_bias = fc2.one_parameter("bias") if fc2.has_bias else None
         return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
 
     def bwd(self, saved: Saved | short_call.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

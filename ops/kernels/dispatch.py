@@ -20,6 +20,7 @@ from ..programs.program import Program
 from . import float32
 from .function import FunctionKernels
 from .hopper import gemm as hopper
+from .hopper import low_rank as hopper_low_rank
 from .hopper import packed_gemm as hopper_packed
 from .hopper import permute as hopper_permute
 from .hopper import quantize as hopper_quantize
@@ -29,6 +30,7 @@ from .hopper import scaled_activation as hopper_scaled_activation
 from .hopper import scaled_gemm as hopper_scaled
 from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
+from .low_rank import LowRankPass
 from .problem import GroupedGemm, GroupVectors, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
@@ -244,6 +246,16 @@ def scaled_epilogue_refusal(problem: ScaledActivation) -> str | None:
     """Why the activation behind a product of quantised operands is a kernel of its own; None: it is the epilogue."""
     backend, why = scaled_products(problem.product)
     return hopper_scaled_activation.refusal(problem) if backend is hopper_scaled else why
+
+
+def low_rank_refusal(problem: LowRankPass) -> str | None:
+    """Why our own kernel does not make a pass of low rank; None: it does. Products in its place are no fallback."""
+    only = active_config().backend
+    if only not in ("auto", hopper.NAME):
+        return f"config(backend={only!r})"
+    if not problem.x.is_cuda and only == "auto":
+        return f"{hopper.NAME} needs a CUDA device, got {problem.x.device.type}"
+    return hopper_low_rank.refusal(problem)
 
 
 def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...fuser.runtime.buffers import extent
 from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
-from ..checks import is_free_to_write, is_plain
+from ..checks import is_free_to_write, stores_values
 from .group import ExpertGroup
 
 _PROTOCOL = "get_main_grad", "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"
@@ -147,7 +147,7 @@ def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
             f"{op}: accumulate_into_main_grad needs {name}.main_grad, which is not set; "
             "set it to a tensor of the parameter's shape before the backward"
         )
-    if grad.layout != torch.strided or not is_plain(type(grad)):
+    if grad.layout != torch.strided or not stores_values(type(grad)):
         kind = str(grad.layout) if type(grad) is Tensor else f"a {type(grad).__name__}"
         raise RuntimeError(f"{op}: {name}.main_grad must be a plain dense tensor, got {kind}")
     if grad.numel() != parameter.numel() or not grad.is_floating_point() or grad.device != parameter.device:

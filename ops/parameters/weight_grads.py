@@ -14,11 +14,11 @@ from ...fuser import tracing as trace
 from ...fuser.op import Delivery, SideEffects
 from ...fuser.replay import capture
 from .. import kernels
-from ..checks import is_plain
+from ..checks import stores_values
 from ..kernels import Layout, Matrices
 from ..quantized.copies import Columns
 from ..quantized_linear import weight_grad
-from .delayed import Delayed
+from .delayed_work import DelayedWork
 from .group import ExpertGroup
 from .grouped import ExpertParameters
 from .main_grads import Destination, MainGrads, foreseen
@@ -39,7 +39,7 @@ class WeightGrads(ExpertParameters):
         """Sets the protocol; to be called once the weights are registered."""
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
-        self._delayed, self._main_grads, self._stand_ins = Delayed[WeightGrads](), MainGrads(), StandIns()
+        self._delayed, self._main_grads, self._stand_ins = DelayedWork[WeightGrads](), MainGrads(), StandIns()
         self._hooks: list[Callable[[], None]] = []
         self._mark_weights()
 
@@ -290,7 +290,7 @@ def _refuse_replaced(
 ) -> None:
     """Raises where a weight has become another one since the backward, which the gradient does not fit."""
     for name, parameter in zip(names, parameters, strict=True):
-        if parameter.shape != shape or parameter.device != device or not is_plain(type(parameter)):
+        if parameter.shape != shape or parameter.device != device or not stores_values(type(parameter)):
             raise RuntimeError(
                 f"{op}: {name} was a parameter of shape {list(shape)} on {device} in the backward, "
                 f"now it is a {type(parameter).__name__} of shape {list(parameter.shape)} on {parameter.device}; "

@@ -29,7 +29,7 @@ def source() -> str:
 
 namespace fusible {{
 
-{"".join(types)}{_choice("plain", False)}
+{"".join(types)}{_choice("unlimited", False)}
 {_choice("limited", True)}
 {"".join([_enumerator(i, curve) for i, curve in enumerate(CURVES)])}
 }}  // namespace fusible

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ...fuser.torch_private import without_dispatch_modes
-from .parameters import Function
 from .program import Program
-from .tracing import NotPointwiseError, name_of, trace
+from .tracing import Function, NotPointwiseError, name_of, trace
 
 _VIEWS = frozenset(
     {"__getitem__", "chunk", "split", "tensor_split", "unbind", "narrow", "select", "view", "reshape", "unflatten"}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .tracing import name_of
+from .tracing import Function, name_of
 
-Function = Callable[..., Tensor]
 _POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 

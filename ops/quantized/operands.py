@@ -34,7 +34,7 @@ from .reference import Blocks, groups_of, token_blocks
 from .schemes import Copy, scheme_of
 
 
-class Operands(NamedTuple):
+class TokenOperands(NamedTuple):
     """Of tokens; None for what nobody reads."""
 
     rows: Rows | None
@@ -67,7 +67,7 @@ def of_tokens(
     columns: bool,
     is_gradient: bool = False,
     encode: Tensor | None = None,
-) -> Operands:
+) -> TokenOperands:
     """The operands of tokens [T, K] that are wanted.
 
     Args:
@@ -78,8 +78,8 @@ def of_tokens(
     scheme = scheme_of(recipe, is_gradient, stochastic=True)
     by_row = of_row_copy(recipe, scheme.rows(x, split_sizes), split_sizes) if rows else None
     if not columns:
-        return Operands(by_row, None)
-    return Operands(by_row, of_column_copy(recipe, scheme.columns(x, split_sizes), split_sizes, x.shape[0]))
+        return TokenOperands(by_row, None)
+    return TokenOperands(by_row, of_column_copy(recipe, scheme.columns(x, split_sizes), split_sizes, x.shape[0]))
 
 
 def _of_groups(
@@ -90,15 +90,15 @@ def _of_groups(
     columns: bool,
     is_gradient: bool,
     encode: Tensor | None,
-) -> Operands:
+) -> TokenOperands:
     """Both orientations have the same bytes and the same scales of groups."""
     format = FORMATS[recipe.gradient] if is_gradient else E4M3
     data, scales = per_tensor.quantize_rows(x, split_sizes, recipe.scales == "power_of_two", format, encode)
     by_row = of_row_copy(recipe, Copy(data, scales), split_sizes) if rows else None
     if not columns:
-        return Operands(by_row, None)
+        return TokenOperands(by_row, None)
     blocks = per_tensor.transposed_rows(Blocks(data, scales), split_sizes)
-    return Operands(by_row, of_column_copy(recipe, Copy(blocks, scales), split_sizes, x.shape[0]))
+    return TokenOperands(by_row, of_column_copy(recipe, Copy(blocks, scales), split_sizes, x.shape[0]))
 
 
 def of_row_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor) -> Rows:

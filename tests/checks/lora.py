@@ -52,3 +52,36 @@ def check_trains(device: str, ranks: tuple[int, int], strict: bool = True) -> No
     truth = torch.autograd.grad(expected.square().sum(), [wide[t] for t in (x, weights, *adapters)])
     for result, true in zip([y, *found], [expected, *truth], strict=True):
         assert (result.double() - true).norm() < 0.02 * true.norm()
+
+
+def linear(device: str, factors: torch.dtype) -> GroupedLoRA:
+    """In bfloat16 but for its factors, its weight frozen."""
+    op = GroupedLoRA(E, HIDDEN, FFN, 8, bias=False, device=device, dtype=torch.bfloat16)
+    for name, parameter in op.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+        parameter.requires_grad_("lora" in name)
+        if "lora" in name:
+            parameter.data = parameter.data.to(factors)
+    return op
+
+
+def check_linear(device: str, factors: torch.dtype, frozen: str = "none") -> None:
+    """A linear alone, with a tail: output and gradients."""
+    torch.manual_seed(0)
+    op, sizes = linear(device, factors), torch.tensor([3, 0, 17, 1, 40], device=device)
+    adapters = [parameter.requires_grad_(name != frozen) for name, parameter in op.named_parameters() if "lora" in name]
+    x, groups = torch.randn(70, HIDDEN, device=device).bfloat16().requires_grad_(), torch.arange(E, device=device)
+    wanted = [t for t in (x, *adapters) if t.requires_grad]
+    dy = torch.randn(70, FFN, device=device).bfloat16()
+    with config(backend="hopper"):
+        y = op(x, split_sizes=sizes)
+        found = torch.autograd.grad(y, wanted, dy)
+
+    wide = {t: t.detach().double().requires_grad_() for t in (x, *op.parameters())}
+    matrices = wide[op.weight] + wide[op.lora_b] @ wide[op.lora_a]
+    of_rows = matrices[groups.repeat_interleave(sizes)]
+    expected = F.pad(torch.einsum("th,tfh->tf", wide[x][:61], of_rows), (0, 0, 0, 9))
+    truth = torch.autograd.grad(expected, [wide[t] for t in wanted], dy.double())
+    for result, true in zip([y, *found], [expected, *truth], strict=True):
+        assert result.dtype == (factors if result.dim() == 3 else torch.bfloat16)
+        assert (result.double() - true).norm() < 0.02 * true.norm()

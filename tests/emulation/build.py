@@ -101,10 +101,10 @@ def digest(paths: list[Path], seed: str = "") -> str:
 
 def command(source: Path, target: Path, includes: list[str]) -> list[str]:
     """Kernels at -O1, which compiles in a third of the time; the emulation itself at -O3, for its products."""
-    own = source.parent == HERE and source.suffix == ".cpp"
-    before = [] if source == HEADERS else ["-include", "cuda_language.h" if own else HEADERS.name]
+    is_ours = source.parent == HERE and source.suffix == ".cpp"
+    before = [] if source == HEADERS else ["-include", "cuda_language.h" if is_ours else HEADERS.name]
     language = "c++-header" if source == HEADERS else "c++"
-    level = "-O3" if own else "-O1"
+    level = "-O3" if is_ours else "-O1"
     return ["g++", *FLAGS, level, *includes, *before, "-x", language, "-c", str(source), "-o", str(target)]
 
 
@@ -137,10 +137,10 @@ def _copy(csrc: Path) -> Path:
 
 
 def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
-    """Path of a library with the kernel of a source that the extension would compile when the program runs.
+    """Path of a library made of a source that the extension would compile when the program runs.
 
     Args:
-        module: the emulated extension, whose memory and threads the kernel shares.
+        module: the emulated extension, whose memory and threads a kernel shares.
     """
     target = BUILD / f"function_{digest([module], text)}.so"
     if target.exists():

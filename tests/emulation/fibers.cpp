@@ -64,7 +64,7 @@ std::string describe_hang(const std::vector<Thread*>& threads) {
   for (const Thread* t : threads)
     if (!t->done) ++waits[describe(*t->block) + " warp " + std::to_string(t->number / 32) + ": " + describe(*t->block, t->wait)];
   std::string text = "the kernel hangs:";
-  for (const auto& [what, count] : waits) text += "\n  " + what + " (" + std::to_string(count) + " threads)";
+  for (const auto& [action, count] : waits) text += "\n  " + action + " (" + std::to_string(count) + " threads)";
   return text;
 }
 
@@ -147,11 +147,11 @@ void wait(const Wait& w) {
   swapcontext(&t.context, &scheduler);
 }
 
-const uint64_t* exchange(uint64_t value, const char* what) {
+const uint64_t* exchange(uint64_t value, const char* action) {
   Warp& warp = current->warp();
   uint64_t* values = warp.values[warp.generation & 1];
   values[current->lane()] = value;
-  meet(warp, 32, what, [] {});
+  meet(warp, 32, action, [] {});
   return values;
 }
 
@@ -186,11 +186,11 @@ void* variable_of_block(const void* key, size_t bytes) {
   return memory.data();
 }
 
-void check_memory(uint64_t address, uint64_t bytes, const char* what) {
-  check(!current || current->waited || !overlapped, what, " before the thread has waited for earlier kernels");
+void check_memory(uint64_t address, uint64_t bytes, const char* action) {
+  check(!current || current->waited || !overlapped, action, " before the thread has waited for earlier kernels");
   for (const auto& [first, end] : memory)
     if (address >= first && address + bytes <= end) return;
-  check(false, what, " of ", bytes, " bytes at ", reinterpret_cast<void*>(address), " is outside of every buffer");
+  check(false, action, " of ", bytes, " bytes at ", reinterpret_cast<void*>(address), " is outside of every buffer");
 }
 
 }  // namespace emulation
@@ -203,7 +203,7 @@ bool Wait::over() const { return barrier ? phase_over(*barrier, parity) : !meeti
 
 namespace {
 std::string describe(const Block& b, const Wait& w) {
-  if (!w.barrier) return std::string(w.what);
+  if (!w.barrier) return std::string(w.action);
   std::ostringstream text;
   text << "mbarrier at +" << reinterpret_cast<const uint8_t*>(w.barrier) - b.shared << ", parity " << w.parity << " (" << describe_barrier(*w.barrier) << ")";
   return text.str();

@@ -47,7 +47,7 @@ struct Wait {
   uint32_t parity = 0;
   const Meeting* meeting = nullptr;
   uint64_t generation = 0;
-  const char* what = "";
+  const char* action = "";
   bool over() const;
 };
 
@@ -126,13 +126,13 @@ void wait(const Wait& wait);
 
 // Returns when `expected` threads have come here; the last of them calls last() first.
 template <class Last>
-void meet(Meeting& meeting, int expected, const char* what, Last last) {
+void meet(Meeting& meeting, int expected, const char* action, Last last) {
   if (++meeting.arrived >= expected) {
     last();
     meeting.arrived = 0;
     ++meeting.generation;
   } else {
-    wait({.meeting = &meeting, .generation = meeting.generation, .what = what});
+    wait({.meeting = &meeting, .generation = meeting.generation, .action = action});
   }
 }
 
@@ -144,7 +144,7 @@ inline void pass(Meeting& meeting, int expected) {
 }
 
 // The values of all lanes of the warp, until the next exchange.
-const uint64_t* exchange(uint64_t value, const char* what);
+const uint64_t* exchange(uint64_t value, const char* action);
 
 struct Config {
   dim3 grid, block;
@@ -174,7 +174,7 @@ T& shared_variable() {
 }
 
 // ---- device memory: the buffers that copies may touch
-void check_memory(uint64_t address, uint64_t bytes, const char* what);
+void check_memory(uint64_t address, uint64_t bytes, const char* action);
 
 constexpr int kMultiprocessors = 4, kSharedLimit = 232448;
 

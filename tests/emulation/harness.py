@@ -50,9 +50,12 @@ class Emulation:
         """The handle of the kernel of the last of the sources: in place of NVRTC and the driver."""
         text = texts[-1]
         if text not in self.functions:
-            kernel = ctypes.CDLL(str(build.build_function(text, self._path))).kernel
-            self.functions[text] = ctypes.cast(kernel, ctypes.c_void_p).value or 0
+            self.functions[text] = ctypes.cast(self.library(text).kernel, ctypes.c_void_p).value or 0
         return self.functions[text]
+
+    def library(self, text: str) -> ctypes.CDLL:
+        """What g++ makes of a source that the extension would compile when the program runs."""
+        return ctypes.CDLL(str(build.build_function(text, self._path)))
 
     def kernel_function(self, form: KernelForm, device: int) -> int:
         """The handle of a kernel that is compiled while the program runs: its address."""

@@ -32,10 +32,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->major = 9, properties->multiProcessorCount = emulation::kMultiprocessors, properties->l2CacheSize = 50 << 20;
   return cudaSuccess;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* found) {
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* status) {
   const bool is_encoder = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
   *entry = is_encoder ? reinterpret_cast<void*>(&emulation::encode_tiled) : nullptr;
-  *found = is_encoder ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  *status = is_encoder ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -149,8 +149,8 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
     each_row(m, coordinates, [&](uint64_t address, uint64_t offset, uint64_t from, uint64_t end) {
       if (from < end) check_memory(address + from, end - from, "a bulk load");
       for (uint64_t at = 0; at < width; at += 16) {  // what a swizzle keeps together
-        const uint32_t plain = static_cast<uint32_t>(shared + offset + at);
-        uint8_t* target = shared_pointer(*cluster[rank], m.swizzled ? swizzled(plain) : plain, 16);
+        const uint32_t linear = static_cast<uint32_t>(shared + offset + at);
+        uint8_t* target = shared_pointer(*cluster[rank], m.swizzled ? swizzled(linear) : linear, 16);
         const uint64_t first = std::clamp(from, at, at + 16), last = std::clamp(end, at, at + 16);
         std::memset(target, 0, 16);
         if (first < last) std::memcpy(target + (first - at), reinterpret_cast<const void*>(address + first), last - first);

@@ -6,6 +6,7 @@ neither read nor written.
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import torch
@@ -40,29 +41,22 @@ def refusal(problem: Quantizing) -> str | None:
         return f"needs a CUDA device, got {tensor.device.type}"
     if (why := device_refusal(tensor.get_device())) is not None:
         return why
-    if isinstance(problem, QuantizeRows):
-        return _rows_refusal(problem)
-    if isinstance(problem, QuantizeWeight):
-        return _weight_refusal(problem)
-    if isinstance(problem, PermuteQuantizedRows):
-        return _permute_refusal(problem)
-    return _activation_refusal(problem) or _activation_copies_refusal(problem)
+    return _refusal(problem)
 
 
+@singledispatch
+def _refusal(problem: Quantizing) -> str | None:
+    """Of the operands of each kind of problem."""
+    raise TypeError(f"no quantiser of {type(problem).__name__}")
+
+
+@singledispatch
 def run(problem: Quantizing) -> None:
     """Fills the copies of a problem that is not refused."""
-    if isinstance(problem, QuantizeRows):
-        _quantize_rows(problem)
-    elif isinstance(problem, QuantizeWeight):
-        _quantize_weight(problem)
-    elif isinstance(problem, PermuteQuantizedRows):
-        _permute(problem)
-    elif isinstance(problem, QuantizeActivation):
-        _quantize_activation(problem)
-    else:
-        _quantize_activation_backward(problem)
+    raise TypeError(f"no quantiser of {type(problem).__name__}")
 
 
+@_refusal.register
 def _rows_refusal(problem: QuantizeRows) -> str | None:
     x, tokens = problem.x, problem.tokens
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -123,6 +117,7 @@ def _columns_copy_refusal(columns: BlockedColumns | None, tokens: int, features:
     ) or _dense_refusal("scales of columns", columns.scales, torch.float32, blocks, features)
 
 
+@run.register
 def _quantize_rows(problem: QuantizeRows) -> None:
     x, sizes, device = problem.x, problem.split_sizes, problem.x.get_device()
     compiled().quantize_rows(
@@ -195,6 +190,7 @@ def _stored(weight: Matrices, out: QuantizedWeight) -> _Stored:
     )
 
 
+@_refusal.register
 def _weight_refusal(problem: QuantizeWeight) -> str | None:
     one, out, halves = first(problem.weight), problem.out, problem.halves
     stored = _stored(problem.weight, out)
@@ -232,6 +228,7 @@ def _matrix_refusal(stored: _Stored) -> str | None:
     return None
 
 
+@run.register
 def _quantize_weight(problem: QuantizeWeight) -> None:
     stored = _stored(problem.weight, problem.out)
     one = stored.matrices[0]
@@ -256,7 +253,12 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
     )
 
 
+@_refusal.register
 def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+    return _activation_operands_refusal(problem) or _activation_copies_refusal(problem)
+
+
+def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
     """Of what both directions read."""
     preact, spec, scales = problem.preact, problem.activation, problem.scales
     features = spec.out_features(preact.shape[1])
@@ -303,10 +305,12 @@ def _gradients_refusal(problem: QuantizeActivationBackward) -> str | None:
     return "needs a dense gradient of the scales, in their dtype"
 
 
+@run.register
 def _quantize_activation(problem: QuantizeActivation) -> None:
     compiled().quantize_activation(**_activation_arguments(problem), **_copy_arguments(problem.rows, problem.columns))
 
 
+@run.register
 def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
     postact_data, postact_scales = problem.postact_columns or (None, None)
     workspace = None if problem.dscales is None else _workspace(problem.dpostact)
@@ -347,6 +351,7 @@ def _workspace(dpostact: Tensor) -> Tensor:
     return dpostact.new_empty(size, dtype=torch.uint8)
 
 
+@_refusal.register
 def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
     (tokens, features), source = problem.source.data.shape, problem.source
     rows = problem.slot_of_row.shape[0]
@@ -359,6 +364,7 @@ def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
     )
 
 
+@run.register
 def _permute(problem: PermuteQuantizedRows) -> None:
     """Bytes go in pairs, by the kernel that permutes rows of 16 bits."""
     pairs = [copy.data.view(torch.float16) for copy in (problem.source, problem.out)]

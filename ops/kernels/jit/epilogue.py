@@ -36,6 +36,7 @@ class EpilogueForm(NamedTuple):
         second: it has a second pair of operands.
         vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
+        scales: there is a number of the row; without one it is 1.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class EpilogueForm(NamedTuple):
     second: bool = False
     vectors: tuple[torch.dtype, ...] = ()
     sums_vectors: bool = False
+    scales: bool = True
 
 
 def form_of(
@@ -61,11 +63,12 @@ def form_of(
     second: bool = False,
     vectors: tuple[torch.dtype, ...] = (),
     sums_vectors: bool = False,
+    scales: bool = True,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors)
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors, scales)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -150,7 +153,8 @@ def _variants(form: EpilogueForm) -> list[int]:
 def _epilogue(form: EpilogueForm) -> str:
     types = column_types(form.program.columns, form.vectors)
     vectors = (types, boolean(form.sums_vectors)) if form.vectors else ()
-    functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
+    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors
+    functions = f"OneFunction<{', '.join(arguments)}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"

@@ -7,6 +7,7 @@ tensor [rows, blocks, 2, block], in whichever layout they are stored.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,26 +23,26 @@ _aten = torch.ops.aten
 NAME = "torch"
 
 
-class Curve(NamedTuple):
+class CurveFunctions(NamedTuple):
     """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``."""
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _silu(alpha: float) -> Curve:
+def _silu(alpha: float) -> CurveFunctions:
     """x * sigmoid(alpha x) = silu(alpha x) / alpha, whose slope is silu'(alpha x)."""
     backward = _aten.silu_backward.grad_input
     if alpha == 1.0:
-        return Curve(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
-    return Curve(
+        return CurveFunctions(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
+    return CurveFunctions(
         lambda x: F.silu(x * alpha).div_(alpha), lambda grad, x, out: backward(grad, x * alpha, grad_input=out)
     )
 
 
-def _gelu(approximate: str) -> Curve:
+def _gelu(approximate: str) -> CurveFunctions:
     backward = _aten.gelu_backward.grad_input
-    return Curve(
+    return CurveFunctions(
         lambda x: F.gelu(x, approximate=approximate),
         lambda grad, x, out: backward(grad, x, approximate=approximate, grad_input=out),
     )
@@ -61,16 +62,17 @@ def _sigmoid_slope(grad: Tensor, x: Tensor, out: Tensor) -> Tensor:
     return backward(grad, torch.sigmoid(x), grad_input=out)
 
 
-_CURVES: dict[str, Curve] = {
+_CURVES: dict[str, CurveFunctions] = {
     "gelu": _gelu("none"),
     "gelu_tanh": _gelu("tanh"),
-    "relu": Curve(F.relu, _relu_slope),
-    "relu2": Curve(lambda x: F.relu(x).square_(), _relu2_slope),
-    "sigmoid": Curve(torch.sigmoid, _sigmoid_slope),
+    "relu": CurveFunctions(F.relu, _relu_slope),
+    "relu2": CurveFunctions(lambda x: F.relu(x).square_(), _relu2_slope),
+    "sigmoid": CurveFunctions(torch.sigmoid, _sigmoid_slope),
 }
 
 
-def _curve(spec: ActivationSpec) -> Curve:
+@cache
+def _curve(spec: ActivationSpec) -> CurveFunctions:
     name, alpha = spec.curve
     return _silu(alpha) if name == "silu" else _CURVES[name]
 
@@ -91,7 +93,8 @@ def forward(
 def postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
     """:func:`forward` without scales, in memory of its own."""
     if spec.program is None:
-        return _wide_postact(preact, spec).to(preact.dtype)
+        wide = _wide_postact(preact, spec)
+        return wide if wide.dtype == preact.dtype else wide.to(preact.dtype)
     out = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
     forward(preact, spec, None, out)
     return out
@@ -101,7 +104,7 @@ def _wide_postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
     gate, up = _inputs(preact, spec)
     value = _curve(spec).value(gate)
     postact = value if up is None else value.mul_(up)
-    return postact.view(*preact.shape[:-1], spec.out_features(preact.shape[-1]))
+    return postact if postact.dim() == preact.dim() else postact.flatten(-2)
 
 
 def backward(
@@ -137,7 +140,7 @@ def backward(
         torch.sum(_times(value, up).view(dpostact.shape), -1, out=out.scales)
 
 
-def _slope(curve: Curve, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
+def _slope(curve: CurveFunctions, grad: Tensor, gate: Tensor, dgate: Tensor) -> None:
     """The gradient of the gate, in whatever dtype it is stored."""
     if gate.dtype == dgate.dtype:
         curve.slope(grad, gate, dgate)
@@ -170,9 +173,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _gate_and_up(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
-    """Views of the gate and the up columns, [rows, blocks, block] each."""
-    block = spec.block or preact.shape[-1] // 2
-    gate_and_up = preact.view(*preact.shape[:-1], preact.shape[-1] // max(1, 2 * block), 2, block)
+    """Views of the gate and the up columns, [rows, blocks, block] each, or [rows, F] of one block."""
+    columns, block = preact.shape[-1], spec.block
+    if block is None:
+        return preact.narrow(-1, 0, columns // 2), preact.narrow(-1, columns // 2, columns // 2)
+    gate_and_up = preact.view(*preact.shape[:-1], columns // (2 * block), 2, block)
     return gate_and_up.select(-2, 0), gate_and_up.select(-2, 1)
 
 
@@ -181,7 +186,9 @@ def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None
     wide = _wide(preact.dtype)
     if not spec.gated:
         return preact.to(wide), None
-    gate, up = (columns.to(wide) for columns in _gate_and_up(preact, spec))
+    gate, up = _gate_and_up(preact, spec)
+    if preact.dtype != wide:
+        gate, up = gate.to(wide), up.to(wide)
     if spec.limit is not None:
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
     return gate, up + spec.linear_offset if spec.linear_offset else up

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -62,6 +62,14 @@ def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
     """The product alone, given where each group ends."""
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
+
+
+def multiply_runs(problem: GroupedGemm, sizes: Mapping[int, int], out: Tensor) -> None:
+    """The product alone of rows, given the sizes of the groups that have any; rows past the last are left out."""
+    parts = [*sizes.values()]
+    parts.append(out.shape[0] - sum(parts))
+    weights = _matrices(problem.b, [*sizes], problem.layout is Layout.NT)
+    _multiply_parts(zip(problem.a.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False))
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
@@ -179,8 +187,7 @@ def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
     parts = zip(p.a[rows].split_with_sizes(sizes), weights, out.split_with_sizes(sizes), strict=True)
     if p.is_product_alone or (p.is_scaled_product and (not p.a.is_cuda or p.a.dtype.itemsize > 2)):
         # a CPU has no product from 16 bits to 32, so scales multiply what torch has rounded: thrice as fast
-        for left, right, part in parts:
-            torch.mm(left, right, out=part)
+        _multiply_parts(parts)
         if p.row_scale is not None:
             out.mul_(p.row_scale[rows].unsqueeze(-1))
         return
@@ -198,12 +205,15 @@ def _multiply_weights(p: GroupedGemm, sizes: list[int], out: Matrices) -> None:
     end = sum(sizes)
     parts = zip(p.a[:end].mT.split_with_sizes(sizes, 1), p.b[:end].split_with_sizes(sizes), list(out), strict=True)
     if p.is_product_alone:
-        for left, right, part in parts:
-            torch.mm(left, right, out=part)
-        return
+        return _multiply_parts(parts)
     for g, (left, right, part) in enumerate(parts):
         bias = None if p.bias is None else p.bias[g]
         multiply(left, right, part, factor_of(p.alpha, g), factor_of(p.beta, g), bias)
+
+
+def _multiply_parts(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
+    for left, right, part in parts:
+        torch.mm(left, right, out=part)
 
 
 def _matrices(weights: Matrices, groups: list[int], transposed: bool) -> list[Tensor]:

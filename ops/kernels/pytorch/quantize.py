@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import singledispatch
+
 import torch
 from torch import Tensor
 
@@ -26,18 +28,15 @@ def refusal(problem: Quantizing) -> str | None:
     return None
 
 
+@singledispatch
 def run(problem: Quantizing) -> None:
     """Fills the copies that the problem names."""
-    if isinstance(problem, QuantizeRows):
-        _fill(_gathered(problem), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
-    elif isinstance(problem, PermuteQuantizedRows):
-        _permute(problem)
-    elif isinstance(problem, QuantizeWeight):
-        _quantize_weight(problem)
-    elif isinstance(problem, QuantizeActivation):
-        _quantize_activation(problem)
-    else:
-        _quantize_activation_backward(problem)
+    raise TypeError(f"no quantiser of {type(problem).__name__}")
+
+
+@run.register
+def _rows(problem: QuantizeRows) -> None:
+    _fill(_gathered(problem), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
 
 
 def _gathered(problem: QuantizeRows) -> Tensor:
@@ -47,6 +46,7 @@ def _gathered(problem: QuantizeRows) -> Tensor:
     return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
 
 
+@run.register
 def _permute(problem: PermuteQuantizedRows) -> None:
     source, out = problem.source, problem.out
     token = problem.slot_of_row // problem.row_of_slot.shape[1]
@@ -67,6 +67,7 @@ def _fill(
         columns.scales.copy_(scales)
 
 
+@run.register
 def _quantize_weight(problem: QuantizeWeight) -> None:
     copies = reference.quantize_weight(stacked(problem.weight), problem.halves, problem.power_of_two)
     problem.out.data.copy_(copies.data)
@@ -75,6 +76,7 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
         problem.out.transposed.copy_(copies.data.mT)
 
 
+@run.register
 def _quantize_activation(problem: QuantizeActivation) -> None:
     preact, spec = problem.preact, problem.activation
     postact = preact.new_empty((preact.shape[0], spec.out_features(preact.shape[1])))
@@ -82,6 +84,7 @@ def _quantize_activation(problem: QuantizeActivation) -> None:
     _fill(postact, problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
 
 
+@run.register
 def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
     preact, dpostact, sizes = problem.preact, problem.dpostact, problem.split_sizes
     postact = None if problem.postact_columns is None else torch.empty_like(dpostact)

@@ -6,12 +6,12 @@ last; what is computed for them may be anything, and nothing reads it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..hopper.routed_mlp import Experts
 from ..problem import ActivationGrads, GroupedGemm, Layout
@@ -67,7 +67,8 @@ def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts)
     loop.keep_freed_memory()
     preact = _through(x.index_select(0, order.token_of_row), up, order, transposed, up_bias)
     scales = top_k_weights.reshape(-1).index_select(0, order.slot_of_row)
-    scales = scales.to(torch.promote_types(scales.dtype, torch.float32))
+    if scales.dtype.itemsize < 4:
+        scales = scales.float()
     y = _through(activation.postact(preact, spec), down, order, transposed, down_bias, scales)
     return Forward(_sum_of_slots(y, order), order, scales, preact)
 
@@ -145,7 +146,7 @@ def _order(top_k_index: Tensor, groups: int) -> Order | None:
     end = int(ends[-1])
     if end < ids.shape[0]:
         ids.clamp_(max=groups - 1)
-    token_of_row = slot_of_row if slots == 1 else slot_of_row // slots
+    token_of_row = slot_of_row if slots == 1 else torch.floor_divide(slot_of_row, slots)
     row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, torch.arange(ids.shape[0]))
     return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots), ids, ends, end)
 
@@ -167,20 +168,25 @@ def _through(
 def _multiply(problem: GroupedGemm, order: Order, shape: tuple[int, ...]) -> Tensor:
     """A problem whose output comes later: in place of it stands a tensor of its dtype."""
     if grouped_mm_cpu.refusal(problem) is None:
-        result = grouped_mm_cpu.product(problem, order.ends).contiguous()
-        if problem.bias is not None:
-            few_rows.add_vectors(result, problem.bias, order.expert_of_row)
-        if problem.row_scale is not None:
-            result.mul_(problem.row_scale.unsqueeze(-1))
-        return result
-    out = problem.a.new_empty(shape)
-    loop.multiply_until(replace(problem, out=out), order.ends.tolist())
+        out = grouped_mm_cpu.product(problem, order.ends).contiguous()
+    else:
+        out = problem.a.new_empty(shape)
+        if problem.layout is Layout.TN or (problem.bias is not None and problem.a.dtype.itemsize < 4):
+            loop.multiply_until(replace(problem, out=out), order.ends.tolist())
+            return out
+        loop.multiply_runs(problem, Counter(order.expert_of_row.tolist()[: order.end]), out)
+    if problem.bias is not None:
+        few_rows.add_vectors(out, problem.bias, order.expert_of_row)
+    if problem.row_scale is not None:
+        out.mul_(problem.row_scale.unsqueeze(-1))
     return out
 
 
 def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
     _zero_tail(rows, order)
-    return F.embedding_bag(order.row_of_slot, rows, mode="sum")
+    slots, count = order.row_of_slot.view(-1), order.row_of_slot.shape[1]
+    starts = torch.arange(0, slots.shape[0], count)
+    return torch.embedding_bag(rows, slots, starts)[0]
 
 
 def _zero_tail(rows: Tensor, order: Order) -> None:

@@ -1,6 +1,7 @@
 """Split sizes that do not fit, found by operations of PyTorch on GPUs that our kernels do not run on.
 
-As our kernels do, they report the first such group in memory of the host, and nobody waits for it.
+As our kernels do, they report the first such group in memory of the host, and nobody waits for it. The words are those
+of ``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch: it cannot ask Python, and here there is no extension.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Report:
+class SizeReport:
     """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +50,7 @@ class Report:
         return last is self._last and before == self._version_and_rows
 
 
-_reports: dict[torch.device, Report] = {}
+_reports: dict[torch.device, SizeReport] = {}
 
 
 def look_at(split_sizes: Tensor, rows: int) -> None:
@@ -62,7 +63,7 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
     if device not in _reports:
         if _is_capturing(device):
             return  # no memory of the host may be allocated now
-        _reports[device] = Report(device)
+        _reports[device] = SizeReport(device)
     raise_reported(device)
     _reports[device].look_at(split_sizes, rows)
 

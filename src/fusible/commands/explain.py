@@ -25,26 +25,26 @@ WITHOUT_DATA = "Kernels are those of a tensor without data. --arch sm_90 tells t
 def main(argv: Sequence[str]) -> None:
     """Prints or writes the explanation."""
     args = _arguments(argv)
-    found = at_a_desk(sizes_of(args), ARCHITECTURES[args.arch]) if args.arch else on(args.device, sizes_of(args))
+    explanation = at_a_desk(sizes_of(args), ARCHITECTURES[args.arch]) if args.arch else on(args.device, sizes_of(args))
     if args.device == "meta" and args.arch is None:
         print(WITHOUT_DATA, file=sys.stderr)
-    text = shown(found, args)
+    text = shown(explanation, args)
     if args.out:
         args.out.write_text(text + "\n")
     else:
         print(text)
 
 
-def shown(found: Explanation, args: Namespace) -> str:
+def shown(explanation: Explanation, args: Namespace) -> str:
     """Tables, a drawing or data."""
     if args.json:
-        return json.dumps(found.to_dict(), indent=1)
-    return str(getattr(found, f"to_{args.draw}")() if args.draw else found)
+        return json.dumps(explanation.to_dict(), indent=1)
+    return str(getattr(explanation, f"to_{args.draw}")() if args.draw else explanation)
 
 
-def on(place: str, sizes: Sizes) -> Explanation:
+def on(device: str, sizes: Sizes) -> Explanation:
     """Of experts on a device, or on the meta device."""
-    return flagship(sizes).to_empty(device=place).explain(**inputs(sizes, place))
+    return flagship(sizes).to_empty(device=device).explain(**inputs(sizes, device))
 
 
 def at_a_desk(sizes: Sizes, capability: Capability) -> Explanation:
@@ -59,12 +59,12 @@ def at_a_desk(sizes: Sizes, capability: Capability) -> Explanation:
         return model.explain(**call)
 
 
-def inputs(sizes: Sizes, place: str) -> dict[str, Any]:
+def inputs(sizes: Sizes, device: str) -> dict[str, Any]:
     """Arguments of a training step, without values."""
     return {
-        "x": torch.empty(sizes.rows, sizes.features, device=place, dtype=torch.bfloat16, requires_grad=True),
-        "split_sizes": torch.empty(sizes.experts, device=place, dtype=torch.int64),
-        "scales": torch.empty(sizes.rows, device=place, requires_grad=True),
+        "x": torch.empty(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True),
+        "split_sizes": torch.empty(sizes.experts, device=device, dtype=torch.int64),
+        "scales": torch.empty(sizes.rows, device=device, requires_grad=True),
     }
 
 

@@ -20,8 +20,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def main(argv: Sequence[str]) -> None:
     """Prints what is here."""
     args = command("info", __doc__).parse_args(argv)
-    found = about()
-    print(json.dumps(found, indent=1) if args.json else "\n".join(lines(found)))
+    facts = about()
+    print(json.dumps(facts, indent=1) if args.json else "\n".join(lines(facts)))
 
 
 def about() -> dict[str, Any]:
@@ -41,15 +41,15 @@ def about() -> dict[str, Any]:
     }
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(facts: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
-    yield f"fusible   {found['fusible']} from {found['folder']}"
-    yield f"kernels   {found['kernels']}"
-    yield f"torch     {found['torch']}, {found['cpu_threads']} CPU threads"
-    yield f"python    {found['python']}, {found['system']}"
-    yield f"device    {found['device'] or 'no CUDA device'}"
-    yield f"fusions   {', '.join(found['fusions'])}"
-    for name, state in found["backends"].items():
+    yield f"fusible   {facts['fusible']} from {facts['folder']}"
+    yield f"kernels   {facts['kernels']}"
+    yield f"torch     {facts['torch']}, {facts['cpu_threads']} CPU threads"
+    yield f"python    {facts['python']}, {facts['system']}"
+    yield f"device    {facts['device'] or 'no CUDA device'}"
+    yield f"fusions   {', '.join(facts['fusions'])}"
+    for name, state in facts["backends"].items():
         taken = ", ".join(state["dtypes"])
         yield f"backend   {name} takes {taken}" if taken else f"backend   {state['refusal']}"
 

@@ -18,7 +18,7 @@ _NARROW = (1, 2, 4)  # blocks that kernels tell apart within sixteen columns
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
 
 
-class Activation(NamedTuple):
+class KernelActivation(NamedTuple):
     """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not.
 
     Attributes:
@@ -62,7 +62,7 @@ class Activation(NamedTuple):
 
 def activation(
     name: str, gated: bool, limit: float | None, alpha: float, linear_offset: float, interleave: int | None
-) -> Activation:
+) -> KernelActivation:
     """The activation of that name.
 
     Raises:
@@ -79,10 +79,10 @@ def activation(
     if not gated and (limit is not None or alpha != 1.0 or linear_offset != 0.0 or interleave is not None):
         raise ArgumentError("grouped_mlp: limit, alpha, linear_offset and interleave need gated=True")
     curve, slope = _SLOPES.get(name, (name, alpha))
-    return Activation(curve, gated, slope, math.inf if limit is None else limit, linear_offset, interleave)
+    return KernelActivation(curve, gated, slope, math.inf if limit is None else limit, linear_offset, interleave)
 
 
-def activate(preact: Any, spec: Activation) -> Any:
+def activate(preact: Any, spec: KernelActivation) -> Any:
     """The activation of rows [T, C], in float32 at least: [T, F]."""
     wide = preact.astype(jnp.promote_types(preact.dtype, jnp.float32))
     if not spec.gated:
@@ -97,7 +97,7 @@ def activate(preact: Any, spec: Activation) -> Any:
     return _curve(gate, spec) * (up + spec.linear_offset)
 
 
-def _curve(x: Any, spec: Activation) -> Any:
+def _curve(x: Any, spec: KernelActivation) -> Any:
     match spec.curve:
         case "silu":
             return x * jax.nn.sigmoid(x * spec.alpha)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import extension
-from .activation import Activation
+from .activation import KernelActivation
 from .versions import vary, varying_axes
 
 
@@ -59,7 +59,7 @@ def _product(name: str, layout: Layout, result: Any, operands: Sequence[Any], in
 
 
 def linear_activation(
-    layout: Layout, spec: Activation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
+    layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The hidden rows [T, F] times their scales, and the pre-activation [T, C], without elements if it is not kept."""
     rows, columns = output_shape(layout, x, w, sizes)
@@ -77,7 +77,7 @@ def linear_activation(
 
 
 def linear_activation_backward(
-    layout: Layout, spec: Activation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
+    layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients of the pre-activation, of the scales [T], and of the bias [G, C]; the hidden rows again.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import calls, extension, fallback
-from .activation import Activation
+from .activation import KernelActivation
 from .calls import Layout, output_shape
 from .errors import RefusedError
 from .settings import active
@@ -21,8 +21,8 @@ from .versions import vary_alike
 MAX_GROUPS = 512
 MAX_ROWS = 2**30 - 1
 _CHOSEN = "config(backend='xla') asks for jax.lax.ragged_dot"
-_HALVES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-_FLOATS = (*_HALVES, np.dtype(np.float32))
+_SIXTEEN_BITS = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
+_FLOATS = (*_SIXTEEN_BITS, np.dtype(np.float32))
 
 
 def product(
@@ -58,7 +58,7 @@ def _product_kernel(
 
 
 def linear_activation(
-    layout: Layout, spec: Activation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
+    layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The hidden rows times their scales, and the pre-activation, without elements if it is not kept."""
     rows, columns = output_shape(layout, x, w, sizes)
@@ -68,12 +68,12 @@ def linear_activation(
     why = operands_refusal(x, w, x.dtype, sizes, bias) or _scales_refusal(scales)
     arguments = layout, spec, keep_preact
     kernel, other = (partial(module.linear_activation, *arguments) for module in (calls, fallback))
-    found: tuple[jax.Array, jax.Array] = _run(why, kernel, other, x, w, sizes, bias, scales)
-    return found
+    results: tuple[jax.Array, jax.Array] = _run(why, kernel, other, x, w, sizes, bias, scales)
+    return results
 
 
 def linear_activation_backward(
-    layout: Layout, spec: Activation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
+    layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The gradients of pre-activation, scales and bias, and the hidden rows again; see :mod:`calls`."""
     rows, columns = output_shape(layout, dy, w, sizes)
@@ -83,8 +83,8 @@ def linear_activation_backward(
     why = operands_refusal(dy, w, dy.dtype, sizes, None) or _scales_refusal(scales)
     arguments = layout, spec, bias_dtype
     kernel, other = (partial(module.linear_activation_backward, *arguments) for module in (calls, fallback))
-    found: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _run(why, kernel, other, dy, w, sizes, preact, scales)
-    return found
+    results: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _run(why, kernel, other, dy, w, sizes, preact, scales)
+    return results
 
 
 def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any = None) -> jax.Array:
@@ -111,13 +111,13 @@ def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
 
 
 def _row_dots_kernel(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
-    known = vectors.dtype in (rows.dtype, np.dtype(np.float32))
-    return calls.row_dots(rows, vectors if known else vectors.astype(jnp.float32), sizes)
+    is_read = vectors.dtype in (rows.dtype, np.dtype(np.float32))
+    return calls.row_dots(rows, vectors if is_read else vectors.astype(jnp.float32), sizes)
 
 
 def operands_refusal(a: Any, b: Any, dtype: Any, sizes: Any, bias: Any) -> str | None:
     """Why no kernel multiplies these operands, whatever the device; None: one does."""
-    if a.dtype not in _HALVES or b.dtype != a.dtype:
+    if a.dtype not in _SIXTEEN_BITS or b.dtype != a.dtype:
         return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
     if dtype not in (a.dtype, np.dtype(np.float32)):
         return f"gives {a.dtype} or float32, not {np.dtype(dtype)}"
@@ -138,7 +138,7 @@ def _empty_refusal(rows: Any) -> str | None:
     return None if rows.size else "has nothing to do"
 
 
-def _is_apart(spec: Activation, depth: int, columns: int, rows: int) -> bool:
+def _is_apart(spec: KernelActivation, depth: int, columns: int, rows: int) -> bool:
     """Whether the product and its activation run one after the other, because no kernel ends in the activation."""
     return spec.refusal(columns) is not None or depth % 8 != 0 or rows == 0
 

@@ -46,18 +46,18 @@ def kernels() -> Kernels:
     Raises:
         ImportError: it cannot be used here, and why.
     """
-    found = Kernels(_load(), "cuda")
-    if (why := version_refusal(Version(*found.library.XLA_FFI_API), jaxlib_version())) is not None:
+    loaded = Kernels(_load(), "cuda")
+    if (why := version_refusal(Version(*loaded.library.XLA_FFI_API), jaxlib_version())) is not None:
         raise ImportError(why)
-    register(found)
-    return found
+    register(loaded)
+    return loaded
 
 
-def register(found: Kernels) -> None:
+def register(loaded: Kernels) -> None:
     """Makes the handlers known to XLA, each once: XLA refuses a name that it has with another address."""
-    platform = "CUDA" if found.platform == "cuda" else found.platform
-    for name, handler in found.library.xla_handlers().items():
-        jax.ffi.register_ffi_target(found.target(name), handler, platform=platform)
+    platform = "CUDA" if loaded.platform == "cuda" else loaded.platform
+    for name, handler in loaded.library.xla_handlers().items():
+        jax.ffi.register_ffi_target(loaded.target(name), handler, platform=platform)
 
 
 def version_refusal(handlers: Version, jaxlib: Version) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .activation import Activation, activate
+from .activation import KernelActivation, activate
 from .calls import Layout, output_shape
 
 _WGRAD = jax.lax.RaggedDotDimensionNumbers(
@@ -35,21 +35,21 @@ def _multiply(layout: Layout, a: Any, b: Any, sizes: Any, dtype: Any) -> jax.Arr
 
 
 def linear_activation(
-    layout: Layout, spec: Activation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
+    layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`calls.linear_activation`."""
     preact = product(layout, x.dtype, x, w, sizes, bias, None, None)
     return postact(preact, spec, scales), preact if keep_preact else preact[:0]
 
 
-def postact(preact: Any, spec: Activation, scales: Any) -> jax.Array:
+def postact(preact: Any, spec: KernelActivation, scales: Any) -> jax.Array:
     """The activation times the scales of the rows, in the dtype of the pre-activation."""
     value = activate(preact, spec)
     return (value if scales is None else value * scales[:, None].astype(value.dtype)).astype(preact.dtype)
 
 
 def linear_activation_backward(
-    layout: Layout, spec: Activation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
+    layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """See :func:`calls.linear_activation_backward`."""
     wide = jnp.promote_types(dy.dtype, jnp.float32)
@@ -59,7 +59,7 @@ def linear_activation_backward(
 
 
 def through_activation(
-    dpostact: Any, spec: Activation, bias_dtype: Any, sizes: Any, preact: Any, scales: Any
+    dpostact: Any, spec: KernelActivation, bias_dtype: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The same from the gradient of the scaled hidden rows."""
     value, pull = jax.vjp(lambda rows: activate(rows, spec), preact.astype(dpostact.dtype))

@@ -13,7 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import dispatch
-from .activation import Activation
+from .activation import KernelActivation
 from .activation import activation as activation_of
 from .calls import Layout
 from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sizes
@@ -26,7 +26,7 @@ PREACT = "fusible_pre"
 """What policies of ``jax.checkpoint`` call the pre-activation, which the backward keeps."""
 
 
-class Form(NamedTuple):
+class StaticArguments(NamedTuple):
     """What of a call is no array.
 
     Attributes:
@@ -34,7 +34,7 @@ class Form(NamedTuple):
         probs_at_output: the probabilities scale the output of the second linear rather than its input.
     """
 
-    activation: Activation
+    activation: KernelActivation
     kn: bool
     probs_at_output: bool
 
@@ -100,14 +100,14 @@ def grouped_mlp(
         ArgumentError: arguments that do not fit; raised while tracing.
     """
     spec = activation_of(activation, gated, limit, alpha, linear_offset, interleave)
-    form = Form(
+    static = StaticArguments(
         spec, _choice("weight_layout", weight_layout, "kn", "nk"), _choice("probs_at", probs_at, "output", "activation")
     )
-    _check(form, x, w13, w2, sizes, probs, b13, b2)
+    _check(static, x, w13, w2, sizes, probs, b13, b2)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if probs is None else probs.reshape(-1)
-    operands = Operands(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
-    y: jax.Array = _mlp(form, operands)
+    operands = Arrays(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
+    y: jax.Array = _mlp(static, operands)
     return y.reshape(x.shape)
 
 
@@ -117,13 +117,13 @@ def _choice(name: str, value: Any, chosen: str, other: str) -> bool:
     return bool(value == chosen)
 
 
-def _check(form: Form, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> None:
+def _check(static: StaticArguments, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> None:
     check_array(_NAME, "x", x)
     for name, weight in (("w13", w13), ("w2", w2)):
         check_array(_NAME, name, weight, 3)
     check_one_dtype(_NAME, x=x, w13=w13, w2=w2)
-    (first_in, first_out), (second_in, second_out) = (w.shape[1:] if form.kn else w.shape[:0:-1] for w in (w13, w2))
-    groups, spec = w13.shape[0], form.activation
+    (first_in, first_out), (second_in, second_out) = (w.shape[1:] if static.kn else w.shape[:0:-1] for w in (w13, w2))
+    groups, spec = w13.shape[0], static.activation
     if x.ndim < 1 or (spec.gated and first_out % (2 * (spec.block or 1))):
         raise ArgumentError(f"{_NAME}: w13 has {first_out} columns, which do not divide into gate and up")
     check_depths(_NAME, ("x", "w13"), (x.shape[-1], first_in))
@@ -140,7 +140,7 @@ def _check(form: Form, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: A
             check_shape(_NAME, name, array, shape)
 
 
-class Operands(NamedTuple):
+class Arrays(NamedTuple):
     """The arrays of a call, or their gradients; None for what is not there."""
 
     x: Any
@@ -155,46 +155,46 @@ class Operands(NamedTuple):
 class Saved(NamedTuple):
     """What the forward leaves for the backward."""
 
-    operands: Operands
+    operands: Arrays
     preact: Any
 
 
-def _forward(form: Form, keep_preact: bool, o: Operands) -> Any:
-    before, after = (None, o.probs) if form.probs_at_output else (o.probs, None)
-    spec = form.activation
-    hidden, preact = dispatch.linear_activation(form.forward, spec, keep_preact, o.x, o.w13, o.sizes, o.b13, before)
-    return dispatch.product(form.forward, o.x.dtype, hidden, o.w2, o.sizes, o.b2, after), preact
+def _forward(static: StaticArguments, keep_preact: bool, o: Arrays) -> Any:
+    before, after = (None, o.probs) if static.probs_at_output else (o.probs, None)
+    spec = static.activation
+    hidden, preact = dispatch.linear_activation(static.forward, spec, keep_preact, o.x, o.w13, o.sizes, o.b13, before)
+    return dispatch.product(static.forward, o.x.dtype, hidden, o.w2, o.sizes, o.b2, after), preact
 
 
-def _primal(form: Form, operands: Operands) -> jax.Array:
-    y: jax.Array = _forward(form, False, operands)[0]
+def _primal(static: StaticArguments, operands: Arrays) -> jax.Array:
+    y: jax.Array = _forward(static, False, operands)[0]
     return y
 
 
-def _fwd(form: Form, operands: Operands) -> tuple[jax.Array, Saved]:
-    y, preact = _forward_once(form, operands)
+def _fwd(static: StaticArguments, operands: Arrays) -> tuple[jax.Array, Saved]:
+    y, preact = _forward_once(static, operands)
     return y, Saved(operands, checkpoint_name(preact, PREACT))
 
 
-def _bwd(form: Form, saved: Saved, dy: Any) -> tuple[Operands]:
-    grads: Operands = _backward_once(form, saved, dy)
+def _bwd(static: StaticArguments, saved: Saved, dy: Any) -> tuple[Arrays]:
+    grads: Arrays = _backward_once(static, saved, dy)
     return (grads._replace(sizes=no_gradient(saved.operands.sizes)),)
 
 
-def _backward(form: Form, saved: Saved, dy: Any) -> Operands:
-    o, spec = saved.operands, form.activation
+def _backward(static: StaticArguments, saved: Saved, dy: Any) -> Arrays:
+    o, spec = saved.operands, static.activation
     bias_dtype = None if o.b13 is None else o.b13.dtype
     dpreact, dprobs, hidden, db13 = dispatch.linear_activation_backward(
-        form.backward, spec, bias_dtype, dy, o.w2, o.sizes, saved.preact, o.probs
+        static.backward, spec, bias_dtype, dy, o.w2, o.sizes, saved.preact, o.probs
     )
-    at_output = o.probs if form.probs_at_output else None
+    at_output = o.probs if static.probs_at_output else None
     if at_output is not None and o.b2 is not None:
         dots = dispatch.row_dots(dy, o.b2, o.sizes)
         dprobs = (dprobs.astype(dots.dtype) + dots).astype(o.probs.dtype)
-    return Operands(
-        x=dispatch.product(form.backward, o.x.dtype, dpreact, o.w13, o.sizes),
-        w13=form.wgrad(o.x, dpreact, o.sizes, o.w13.dtype),
-        w2=form.wgrad(hidden, dy, o.sizes, o.w2.dtype),
+    return Arrays(
+        x=dispatch.product(static.backward, o.x.dtype, dpreact, o.w13, o.sizes),
+        w13=static.wgrad(o.x, dpreact, o.sizes, o.w13.dtype),
+        w2=static.wgrad(hidden, dy, o.sizes, o.w2.dtype),
         sizes=None,
         probs=None if o.probs is None else dprobs,
         b13=None if o.b13 is None else db13,
@@ -209,11 +209,11 @@ def _once(function: Callable[..., Any]) -> Any:
     return once
 
 
-def _refuse(form: Form, primals: Any, tangents: Any) -> Any:
+def _refuse(static: StaticArguments, primals: Any, tangents: Any) -> Any:
     raise NotImplementedError("grouped_mlp: second derivatives are not supported; a layer of two grouped_gemm has them")
 
 
-_forward_once = _once(lambda form, operands: _forward(form, True, operands))
+_forward_once = _once(lambda static, operands: _forward(static, True, operands))
 _backward_once = _once(_backward)
 _mlp = jax.custom_vjp(_primal, nondiff_argnums=(0,))
 _mlp.defvjp(_fwd, _bwd)

@@ -8,7 +8,7 @@ import jax
 
 from . import dispatch, extension
 
-VERIFIED = "on CPUs, by the sources of the kernels; the custom calls await their first run on a GPU"
+VERIFIED = "on an H200 under jax 0.11.2 (2026-11-23, commit 4c1d1b4), and on CPUs by the sources of the kernels"
 """Where the tests of the custom calls have passed."""
 
 

@@ -11,7 +11,7 @@ BACKENDS = ("auto", "hopper", "xla")
 
 
 @dataclass(frozen=True)
-class Settings:
+class Switches:
     """What :func:`config` sets."""
 
     backend: str = "auto"
@@ -19,19 +19,19 @@ class Settings:
 
 
 class _OfThread(local):
-    settings = Settings()
+    settings = Switches()
 
 
 _thread = _OfThread()
 
 
-def active() -> Settings:
+def active() -> Switches:
     """The switches in force in this thread."""
     return _thread.settings
 
 
 @contextmanager
-def config(*, backend: str | None = None, strict: bool | None = None) -> Iterator[Settings]:
+def config(*, backend: str | None = None, strict: bool | None = None) -> Iterator[Switches]:
     """Changes the given switches for what is traced in the body of the ``with``, in this thread.
 
     Args:

@@ -44,6 +44,12 @@ DEVICE void copy_async(void* to, const void* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
   emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
 }
+DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
+  if (wanted) return copy_async(to, from);
+  (void)emulation::shared_pointer(smem_address(to), 16);
+  emulation::check(reinterpret_cast<uintptr_t>(to) % 16 == 0, "cp.async is not aligned to 16 bytes");
+  emulation::current->copies.open.push_back([=] { std::memset(to, 0, 16); });
+}
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   (void)emulation::shared_pointer(smem_address(to), 4);
   emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 4 == 0, "cp.async is not aligned to 4 bytes");
@@ -98,6 +104,22 @@ DEVICE void store_matrix_x4_transposed(uint32_t address, const uint32_t (&m)[4])
       const uint16_t value = static_cast<uint16_t>(m[i] >> 16 * j);
       std::memcpy(emulation::shared_pointer(addresses[i * 8 + column + j], 16) + row * 2, &value, 2);
     }
+}
+DEVICE void load_matrix_x4(uint32_t (&m)[4], uint32_t address) {
+  emulation::check(address % 16 == 0, "ldmatrix is not aligned to 16 bytes");
+  const uint64_t* addresses = emulation::exchange(address, "ldmatrix");
+  const int lane = emulation::current->lane();
+  for (int i = 0; i < 4; ++i) std::memcpy(&m[i], emulation::shared_pointer(addresses[i * 8 + lane / 4], 16) + lane % 4 * 4, 4);
+}
+DEVICE void load_matrix_x4_transposed(uint32_t (&m)[4], uint32_t address) {
+  emulation::check(address % 16 == 0, "ldmatrix is not aligned to 16 bytes");
+  const uint64_t* addresses = emulation::exchange(address, "ldmatrix");
+  const int row = emulation::current->lane() / 4, column = emulation::current->lane() % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (int j = 0; j < 2; ++j) std::memcpy(&pair[j], emulation::shared_pointer(addresses[i * 8 + column + j], 16) + row * 2, 2);
+    std::memcpy(&m[i], pair, 4);
+  }
 }
 DEVICE void store_shared(uint32_t address, float x, float y) {
   emulation::check(address % 8 == 0, "a shared store of 8 bytes is not aligned");

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class Delayed(Generic[T]):
+class DelayedWork(Generic[T]):
     """Functions of their owner, first in first out. Any thread may add one; one thread at a time runs them.
 
     A copy starts empty.
@@ -21,7 +21,7 @@ class Delayed(Generic[T]):
         self._running = RLock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Delayed, ()
+        return DelayedWork, ()
 
     def __len__(self) -> int:
         return len(self._waiting)

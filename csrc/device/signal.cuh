@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Words by which GPUs of one host tell one another, and the host, that something is done.
+#pragma once
+#include "device/ptx.cuh"
+
+namespace fusible {
+
+// What this thread wrote, and what it has seen written, is seen by every GPU and the host before what it writes next.
+DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+DEVICE void store_release(uint64_t* to, uint64_t word) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+DEVICE uint64_t load_acquire(const uint64_t* from) {
+  uint64_t word;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+  return word;
+}
+
+DEVICE int64_t nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+// Between two looks at a word.
+DEVICE void pause() { asm volatile("nanosleep.u32 32;"); }
+
+}  // namespace fusible

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows between GPUs that read one another's memory. Every rank has a buffer of the same form, at an address that the
+// others know. Who may read when is told by signals, which stand in those buffers too. A lane gives them one after the
+// other, all ranks the same ones, and waits for those of all ranks before it gives the next.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "fusible/dtype.h"
+
+namespace fusible {
+
+inline constexpr int kMaxRanks = 16;
+inline constexpr int kSignalBytes = 128;  // from one signal to the next: each has one writer, and a line of its own
+inline constexpr int kKindBits = 16;      // of a signal, below its number
+
+// The buffers of all ranks, as this one addresses them.
+struct Peers {
+  int rank, ranks;
+  uintptr_t buffers[kMaxRanks];
+};
+
+// A lane, in memory of its device. Zero at first.
+struct LaneState {
+  uint64_t signals;           // that this rank has given
+  uint32_t blocks;            // of the running kernel that are done with their part
+  uint32_t failed;            // once set, kernels wait for nobody, and what they give is NaN
+  int64_t required, dropped;  // the most rows that a rank had to own, and how many were left out, so far
+};
+
+enum class Failure : int64_t { kNone, kLate, kOther, kOverflow };
+
+// What kernels tell the host, in its memory; `failure` is written last. Python reads it as a list of integers.
+struct LaneReport {
+  int64_t failure;
+  int64_t peer;      // who did not come, or came for something else; who would own too many rows
+  int64_t kind;      // what this rank waited for
+  int64_t exchange;  // as the host counts them
+  int64_t seen;      // the last signal of the peer; the rows that it would own
+  int64_t came;      // a bit for each rank that was there
+  int64_t required, dropped;
+};
+
+// What every launch of a lane has.
+struct LaneCall {
+  Peers peers;
+  LaneState* state;
+  LaneReport* report;
+  int64_t exchange;
+};
+
+// Writes what is given to all ranks, tells them that it and all that was written before on the stream is there, and
+// waits until all have told so.
+struct Publish : LaneCall {
+  int64_t signals_at;  // in a buffer: signals [2, ranks]; every other one overwrites
+  int kind;
+  int64_t timeout;  // nanoseconds; 0: for ever
+  const void* ids;  // [slots], int32 or int64; null: neither ids nor numbers are written
+  bool int64_ids;
+  int64_t slots, most_slots;  // ids behind the first `slots` are of no expert
+  int experts;
+  int64_t ids_at;  // in a buffer: int32 [ranks, most_slots]
+  const void* numbers;
+  int number_bytes;    // 4 or 8
+  int64_t numbers_at;  // in a buffer: [ranks, most_slots]
+};
+
+// Of the rows of all experts, those of each rank: `firsts` [ranks + 1], of which a rank keeps the first `capacity`, and
+// the rows of each expert of this rank that it keeps.
+struct DivideRows : LaneCall {
+  const int32_t* tokens_per_expert;  // [experts]
+  int experts;
+  int64_t capacity;
+  bool fails;  // if a rank would own more
+  int32_t* firsts;
+  int32_t* split_sizes;  // [experts / ranks]
+};
+
+// Rows, or a number for each, at `at` in the buffers.
+struct PeerRows : LaneCall {
+  DType type;
+  int64_t tokens, columns;  // tokens of one rank
+  int top_k;
+  const int32_t* row_of_slot;
+  const int32_t* firsts;
+  int64_t capacity;
+  int64_t at;
+  void* out;
+};
+
+// Numbers of slots and of rows, of 4 or 8 bytes each.
+struct PeerNumbers : LaneCall {
+  int number_bytes;
+  int64_t slots;
+  const int32_t* row_of_slot;
+  const int32_t* firsts;
+  int64_t capacity;
+  int64_t at;
+  void* out;
+};
+
+// All throw fusible::Error if a launch fails.
+void publish(const Publish& call, int device, cudaStream_t stream);
+void divide_rows(const DivideRows& call, int device, cudaStream_t stream);
+// Copies the rows that this rank keeps, `source`, to its buffer.
+void stage_rows(const PeerRows& call, const void* source, int64_t pitch, int device, cudaStream_t stream);
+// Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks. With `fill`, the tail is zero.
+void pull(const PeerRows& call, bool fill, int device, cudaStream_t stream);
+// Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
+// rounded once. With `blocks` not 0, as many multiprocessors do it, and leave the others to other kernels.
+void pull_sum(const PeerRows& call, int blocks, int device, cudaStream_t stream);
+// The number of each row of this rank from those of the slots of all ranks, which are in its buffer. The tail is zero.
+void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
+// The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.
+void pull_numbers(const PeerNumbers& call, int device, cudaStream_t stream);
+
+}  // namespace fusible

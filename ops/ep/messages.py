@@ -1,0 +1,46 @@
+"""What errors say of an exchange, whatever moves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .settings import Settings
+
+WANTED = ("x", "top_k_weights")
+"""The gradients that a backward of a dispatch gives; a bit each."""
+
+
+def flags_of(wanted: Iterable[str]) -> int:
+    """The gradients wanted, as bits."""
+    return sum(1 << WANTED.index(name) for name in wanted)
+
+
+def other_step(rank: int, theirs: str, mine: str) -> str:
+    """A rank is somewhere else."""
+    return f"rank {rank} is at {theirs}, this rank at {mine}; all ranks must run the same layers in the same order"
+
+
+def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
+    """A rank will have another backward. Both are flags."""
+    return (
+        f"rank {rank} wants gradients of {_named(theirs)} in {named}, this rank of {_named(mine)}; set requires_grad "
+        "alike on all ranks, also where there are no tokens"
+    )
+
+
+def overflow(settings: Settings, named: str, rank: int, required: int, capacity: int, cures: str) -> str:
+    """A rank would own too many rows.
+
+    Args:
+        cures: what can be done besides a larger capacity.
+    """
+    factor = settings.capacity
+    product = f" ({factor} x max_tokens x top_k)" if isinstance(factor, float) else ""
+    return (
+        f"{named}: rank {rank} had to own {required} rows, its capacity is {capacity}{product}; make the group with "
+        f"capacity={required} or more, {cures}"
+    )
+
+
+def _named(flags: int) -> str:
+    return " and ".join(name for bit, name in enumerate(WANTED) if flags >> bit & 1) or "nothing"

@@ -1,0 +1,307 @@
+"""The transport ``symmetric``: ranks of one host read one another's rows, by our own kernels. No host waits.
+
+Every rank has the ids of all, and sorts them as one GPU would that has the tokens of all. So it knows where every row
+is without asking, reads the tokens of its experts where they are, and sums rows from where they are. Ranks meet before
+what others have written is read, and no region is written again before they have met after it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from ...fuser import tracing as trace
+from ..kernels.hopper import peers as kernels
+from ..kernels.hopper import permute as sorting
+from . import memory, messages
+from .errors import CapacityError, PeerError
+from .memory import SharedMemory
+from .settings import Settings
+from .transport import Exchange
+
+_KINDS = ("dispatch", "combine", "combine backward", "dispatch backward", "dispatch backward (weights)", "another use")
+_WANTED_BIT = 8  # of a kind, where the flags of the gradients wanted begin
+_ALIGNMENT = 1024
+_NUMBER_BYTES = 8
+
+
+class SymmetricTable(NamedTuple):
+    """The rows of the slots of all ranks.
+
+    Attributes:
+        slots: of all ranks, [R * T, k] with T = ``max_tokens``.
+        row_of_slot: int32 [T, k]: of this rank.
+        wanted: the gradients that a backward will give.
+    """
+
+    exchange: Exchange
+    split_sizes: Tensor
+    slots: kernels.Slots
+    row_of_slot: Tensor
+    num_rows: int
+    wanted: frozenset[str]
+
+    @property
+    def mine(self) -> kernels.Slots:
+        """Of the tokens of this rank."""
+        return self.slots._replace(row_of_slot=self.row_of_slot)
+
+
+class Regions(NamedTuple):
+    """Where what stands in the buffer of a lane."""
+
+    signals: int
+    ids: int
+    slot_numbers: int
+    tokens: int
+    row_numbers: int
+    rows: int
+    end: int
+
+    @classmethod
+    def of(cls, settings: Settings, ranks: int, capacity: int, first: int) -> Regions:
+        """From ``first`` on."""
+        slots, row = settings.max_tokens * settings.top_k, settings.hidden * settings.dtype.itemsize
+        sizes = (
+            *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
+            *(settings.max_tokens * row, capacity * _NUMBER_BYTES, capacity * row),
+        )
+        return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=first))
+
+
+class SymmetricLane:
+    """The buffers of one lane, and what has been read of them since ranks met last."""
+
+    def __init__(self, settings: Settings, regions: Regions, shared: SharedMemory, rank: int) -> None:
+        on = shared.bytes.device
+        self._settings, self.regions, self._shared = settings, regions, shared
+        state = torch.zeros(kernels.STATE_BYTES, dtype=torch.uint8, device=on)
+        report = memory.for_reports(on, len(kernels.Report._fields))
+        self.launch = kernels.Lane(on.index or 0, rank, shared.addresses, state, report)
+        self._read: set[str] = set()
+
+    def view(self, region: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """The first elements of a region of this rank."""
+        first, count = getattr(self.regions, region), torch.Size(shape).numel()
+        return self._shared.bytes[first : first + count * dtype.itemsize].view(dtype).view(shape)
+
+    def meet(
+        self, exchange: Exchange, kind: str, wanted: frozenset[str], published: kernels.Published | None = None
+    ) -> None:
+        """All ranks come to this; what each wrote before is there for the others."""
+        code = _KINDS.index(kind) | messages.flags_of(wanted) << _WANTED_BIT
+        signals, timeout = self.regions.signals, self._settings.timeout
+        kernels.publish(self.launch, exchange.number, code, signals, timeout, published)
+        self._read.clear()
+
+    def reads(self, *regions: str) -> None:
+        """Notes that regions of others are read."""
+        self._read.update(regions)
+
+    def will_write(self, region: str, exchange: Exchange) -> None:
+        """Ranks meet if others may still be reading the region."""
+        if region in self._read:
+            self.meet(exchange, _KINDS[-1], frozenset())
+
+    def report(self) -> kernels.Report:
+        """What kernels have said so far."""
+        return kernels.Report(*self.launch.report.tolist())
+
+    def reset(self) -> None:
+        """As new; nobody may use it meanwhile."""
+        size = 2 * len(self.launch.buffers) * kernels.SIGNAL_BYTES
+        self.view("signals", torch.uint8, size).zero_()
+        self.launch.state[: kernels.STATE_OF_SIGNALS].zero_()
+        self.launch.report[: kernels.Report._fields.index("required")].zero_()
+        self._read.clear()
+
+
+class SymmetricTransport:
+    """See the file."""
+
+    name = "symmetric"
+
+    def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
+        on, capacity = memory.device(), settings.rows(dist.get_world_size(process_group))
+        assert on is not None
+        assert capacity is not None
+        self._settings, self._capacity, self._device = settings, capacity, on
+        self._rank, self._ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        regions: list[Regions] = []
+        for _ in range(settings.lanes):
+            regions.append(Regions.of(settings, self._ranks, capacity, regions[-1].end if regions else 0))
+        self._beside: torch.cuda.Stream | None = None
+        with torch.inference_mode(False):
+            shared = memory.allocate(regions[-1].end, on, process_group)
+            self._lanes = [SymmetricLane(settings, each, shared, self._rank) for each in regions]
+        self.reset()
+        self.finish()
+        dist.barrier(process_group)
+
+    @staticmethod
+    def refusal(settings: Settings, ranks: int) -> str | None:
+        """Why it cannot serve such a group on this rank; None: it can."""
+        on = memory.device()
+        index = None if on is None else on.index or 0
+        return kernels.refusal(index, settings.num_experts, ranks, settings.dtype) or memory.refusal()
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens must be."""
+        return self._device
+
+    def dispatch(
+        self,
+        exchange: Exchange,
+        tokens: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        wanted: frozenset[str],
+        fill: bool,
+    ) -> tuple[SymmetricTable, Tensor, Tensor]:
+        lane, s = self._lanes[exchange.lane], self._settings
+        numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)).contiguous()
+        self._write_tokens(lane, tokens, exchange)
+        most = s.max_tokens * s.top_k
+        published = kernels.Published(
+            *(top_k_index.contiguous(), numbers, most, s.num_experts, lane.regions.ids, lane.regions.slot_numbers)
+        )
+        lane.meet(exchange, "dispatch", wanted, published)
+        lane.reads("tokens")
+        table = self._table(lane, exchange, top_k_index.shape[0], wanted)
+        rows = self._pulled(lane, table, fill)
+        scales = numbers.new_empty(self._capacity)
+        kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
+        return table, rows, scales
+
+    def _write_tokens(self, lane: SymmetricLane, tokens: Tensor, exchange: Exchange) -> None:
+        lane.will_write("tokens", exchange)
+        lane.view("tokens", tokens.dtype, *tokens.shape).copy_(tokens)
+
+    def _table(self, lane: SymmetricLane, exchange: Exchange, tokens: int, wanted: frozenset[str]) -> SymmetricTable:
+        """From the ids of all ranks, which are there."""
+        s = self._settings
+        ids = lane.view("ids", torch.int32, self._ranks * s.max_tokens, s.top_k)
+        tokens_per_expert, _, row_of_slot, _ = sorting.route(ids, s.num_experts, None)
+        fails = s.overflow == "raise"
+        firsts, sizes = kernels.divide_rows(lane.launch, exchange.number, tokens_per_expert, self._capacity, fails)
+        slots = kernels.Slots(row_of_slot, firsts, self._capacity)
+        first = self._rank * s.max_tokens
+        return SymmetricTable(exchange, sizes, slots, row_of_slot[first : first + tokens], self._capacity, wanted)
+
+    def _pulled(self, lane: SymmetricLane, table: SymmetricTable, fill: bool) -> Tensor:
+        """The rows of the tokens that are there."""
+        rows = torch.empty(self._capacity, self._settings.hidden, dtype=self._settings.dtype, device=self._device)
+        kernels.pull(lane.launch, table.exchange.number, table.slots, lane.regions.tokens, rows, fill)
+        return rows
+
+    def pull(self, tokens: Tensor, table: SymmetricTable, kind: str, fill: bool) -> Tensor:
+        lane = self._lanes[table.exchange.lane]
+        self._write_tokens(lane, tokens, table.exchange)
+        lane.meet(table.exchange, kind, table.wanted)
+        lane.reads("tokens")
+        return self._pulled(lane, table, fill)
+
+    def start_sum(self, rows: Tensor, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
+        lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        if rows.data_ptr() != lane.launch.buffers[self._rank] + lane.regions.rows:
+            lane.will_write("rows", exchange)
+            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+            kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
+        lane.meet(exchange, kind, table.wanted)
+        overlap = self._settings.overlap
+        if overlap and kind == "dispatch backward" and self._device.type == "cuda":
+            return self._sum_beside(lane, table, overlap)
+        return lambda: self._sum(lane, table, self._new_sums(table))
+
+    def _new_sums(self, table: SymmetricTable) -> Tensor:
+        s = self._settings
+        return torch.empty(table.row_of_slot.shape[0], s.hidden, dtype=s.dtype, device=self._device)
+
+    def _sum(self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0) -> Tensor:
+        """Of the rows that are there."""
+        lane.reads("rows")
+        kernels.pull_sum(lane.launch, table.exchange.number, table.mine, lane.regions.rows, sums, blocks)
+        return sums
+
+    def _sum_beside(self, lane: SymmetricLane, table: SymmetricTable, blocks: int) -> Callable[[], Tensor]:
+        """The same beside what the current stream does next, on so many multiprocessors."""
+        sums = self._new_sums(table)
+        if self._beside is None:  # of high priority, so that it begins before what is launched after it
+            self._beside = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        beside = self._beside
+        beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(beside):
+            self._sum(lane, table, sums, blocks)
+
+        def joined() -> Tensor:
+            torch.cuda.current_stream(self._device).wait_stream(beside)
+            lane.reads("rows")
+            return sums
+
+        return joined
+
+    def return_numbers(self, numbers: Tensor, table: SymmetricTable, dtype: torch.dtype, kind: str) -> Tensor:
+        lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        lane.will_write("row_numbers", exchange)
+        lane.view("row_numbers", numbers.dtype, *numbers.shape).copy_(numbers)
+        lane.meet(exchange, f"{kind} (weights)", table.wanted)
+        lane.reads("row_numbers")
+        out = torch.empty_like(table.row_of_slot, dtype=numbers.dtype)
+        kernels.pull_numbers(lane.launch, exchange.number, table.mine, lane.regions.row_numbers, out)
+        return out.to(dtype)
+
+    def row_buffer(self, table: SymmetricTable) -> Tensor | None:
+        s = self._settings
+        return self._lanes[table.exchange.lane].view("rows", s.dtype, self._capacity, s.hidden)
+
+    def statistics(self) -> Mapping[str, int]:
+        self.finish()
+        reports = [lane.report() for lane in self._lanes]
+        return {"required": max(r.required for r in reports), "dropped": sum(r.dropped for r in reports)}
+
+    def check(self) -> None:
+        for number, lane in enumerate(self._lanes):
+            report = lane.report()
+            if report.failure:
+                raise self._error(number, report)
+
+    def _error(self, lane: int, report: kernels.Report) -> Exception:
+        exchange, kind = Exchange(lane, report.exchange), _kind_of(report.kind)
+        named = exchange.named(kind)
+        if report.failure == kernels.OVERFLOW:
+            cures = "or 'worst', or with overflow='drop'; group.reset() on all ranks ends this state"
+            numbers = report.peer, report.seen, self._capacity
+            return CapacityError(messages.overflow(self._settings, exchange.named("dispatch"), *numbers, cures))
+        if report.failure == kernels.LATE:
+            came = [str(rank) for rank in range(self._ranks) if report.came >> rank & 1]
+            return PeerError(
+                f"rank {report.peer} did not take part in {named} within {self._settings.timeout} s; of "
+                f"{self._ranks} ranks, {', '.join(came)} did"
+            )
+        theirs = _kind_of(report.kind_seen)
+        if theirs != kind:
+            return PeerError(messages.other_step(report.peer, f"{theirs} on lane {lane}", named))
+        flags = report.kind_seen >> _WANTED_BIT, report.kind >> _WANTED_BIT
+        return PeerError(messages.other_gradients(report.peer, *flags, named))
+
+    def finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def reset(self) -> None:
+        for lane in self._lanes:
+            lane.reset()
+
+    def foresee(self, kind: str, *tensors: Tensor) -> None:
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        trace.record(trace.KernelCall(f"{kernels.NAME} (between ranks: {kind})", "", 0, moved))
+
+
+def _kind_of(code: int) -> str:
+    return _KINDS[code & ((1 << _WANTED_BIT) - 1)]

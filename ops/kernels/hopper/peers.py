@@ -1,0 +1,240 @@
+"""Our own CUDA kernels that move rows between GPUs which read one another's memory (``csrc/fusible/peers.h``)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .permute import MAX_EXPERTS
+
+NAME = "fusible"
+MAX_RANKS = 16
+SIGNAL_BYTES = 128
+STATE_BYTES = 32
+STATE_OF_SIGNALS = 16  # bytes; behind them stands what statistics say
+
+
+LATE, OTHER, OVERFLOW = 1, 2, 3  # failures
+
+
+class Report(NamedTuple):
+    """What kernels tell the host: the fields of ``LaneReport``. It is read from a tensor of as many integers.
+
+    Attributes:
+        failure: 0, or one of those above.
+        peer: the rank that did not come, that came for something else, or that would own too many rows.
+        kind, exchange: what this rank waited for.
+        seen: the last signal of the peer, or the rows that it would own.
+        came: a bit for each rank that was there.
+        required, dropped: the most rows that a rank had to own, and how many were left out, so far.
+    """
+
+    failure: int
+    peer: int
+    kind: int
+    exchange: int
+    seen: int
+    came: int
+    required: int
+    dropped: int
+
+    @property
+    def kind_seen(self) -> int:
+        """Of the signal of the peer."""
+        return self.seen & 0xFFFF
+
+
+class Lane(NamedTuple):
+    """What all launches of a lane share.
+
+    Attributes:
+        rank: this one.
+        buffers: the addresses of the buffers of all ranks, as this one sees them.
+        state: uint8 [STATE_BYTES] on the device.
+        report: int64 [8], in memory of the host that the device may write.
+    """
+
+    device: int
+    rank: int
+    buffers: list[int]
+    state: Tensor
+    report: Tensor
+
+    def arguments(self, exchange: int) -> dict[str, Any]:
+        """For a launch of an exchange."""
+        return {
+            "device": self.device,
+            "stream": stream(self.device),
+            "rank": self.rank,
+            "buffers": self.buffers,
+            "state": self.state.data_ptr(),
+            "report": self.report.data_ptr(),
+            "exchange": exchange,
+        }
+
+
+class Slots(NamedTuple):
+    """Where the slots of some tokens have their rows.
+
+    Attributes:
+        row_of_slot: int32 [T, k], among the rows of all ranks.
+        firsts: int32 [R + 1]: the first row of each rank, and the end of the last.
+        capacity: the most rows that a rank keeps.
+    """
+
+    row_of_slot: Tensor
+    firsts: Tensor
+    capacity: int
+
+    def arguments(self) -> dict[str, int]:
+        return {
+            "row_of_slot": self.row_of_slot.data_ptr(),
+            "firsts": self.firsts.data_ptr(),
+            "capacity": self.capacity,
+        }
+
+
+class Published(NamedTuple):
+    """Ids, and a number of 4 or 8 bytes for each, which are written to all ranks.
+
+    Attributes:
+        ids, numbers: [T, k], dense.
+        most_slots: what there is room for, of each rank.
+        experts: ids from there on are of none.
+        ids_at, numbers_at: where in a buffer.
+    """
+
+    ids: Tensor
+    numbers: Tensor
+    most_slots: int
+    experts: int
+    ids_at: int
+    numbers_at: int
+
+
+def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels do not serve such a group; None: they do."""
+    if device is None:
+        return "needs CUDA devices"
+    if (why := device_refusal(device)) is not None:
+        return why
+    if dtype not in TYPE_CODES:
+        return f"needs rows of 16 or 32 bits, got {dtype}"
+    if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
+        return f"takes {MAX_EXPERTS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
+    return None
+
+
+def publish(
+    lane: Lane, exchange: int, kind: int, signals_at: int, timeout: float, published: Published | None = None
+) -> None:
+    """Signals to all ranks that what came before on the stream is there, and waits for their signals.
+
+    Args:
+        timeout: seconds; 0: for ever.
+    """
+    everywhere: dict[str, Any] = {}
+    if published is not None:
+        everywhere = {
+            "ids": published.ids.data_ptr() or lane.state.data_ptr(),  # of none; but an address says that there are ids
+            "int64_ids": published.ids.dtype == torch.int64,
+            "slots": published.ids.numel(),
+            "most_slots": published.most_slots,
+            "experts": published.experts,
+            "ids_at": published.ids_at,
+            "numbers": published.numbers.data_ptr(),
+            "number_bytes": published.numbers.element_size(),
+            "numbers_at": published.numbers_at,
+        }
+    compiled().publish(
+        **lane.arguments(exchange),
+        signals_at=signals_at,
+        kind=kind,
+        timeout=int(timeout * 1e9),
+        **everywhere,
+    )
+
+
+def divide_rows(
+    lane: Lane, exchange: int, tokens_per_expert: Tensor, capacity: int, fails: bool
+) -> tuple[Tensor, Tensor]:
+    """The first row of each rank, int32 [R + 1], and the split sizes of this one, int32 [E / R].
+
+    Args:
+        tokens_per_expert: int32 [E + 1].
+        fails: whether the lane does if a rank would own more rows than ``capacity``.
+    """
+    ranks, experts = len(lane.buffers), tokens_per_expert.shape[0] - 1
+    firsts, split_sizes = (tokens_per_expert.new_empty(n) for n in (ranks + 1, experts // ranks))
+    compiled().divide_rows(
+        **lane.arguments(exchange),
+        tokens_per_expert=tokens_per_expert.data_ptr(),
+        experts=experts,
+        capacity=capacity,
+        fails=fails,
+        firsts=firsts.data_ptr(),
+        split_sizes=split_sizes.data_ptr(),
+    )
+    return firsts, split_sizes
+
+
+def stage_rows(lane: Lane, exchange: int, rows: Tensor, slots: Slots, at: int) -> None:
+    """Copies the rows [Q, H] that this rank keeps to ``at`` in its buffer."""
+    compiled().stage_rows(**_rows(lane, exchange, rows, slots, at), source=rows.data_ptr(), pitch=rows.stride(0))
+
+
+def pull(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool) -> None:
+    """The rows [Q, H] of this rank from the tokens [T, H] of all, which are at ``at`` in the buffers.
+
+    Args:
+        slots: of all ranks, [R * T, k].
+        fill: whether the tail shall be zero; else it stays as it is.
+    """
+    compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
+
+
+def pull_sum(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:
+    """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers.
+
+    Args:
+        blocks: how many multiprocessors it may take; 0: all.
+    """
+    compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks)
+
+
+def numbers_to_rows(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
+    """The numbers [Q] of the rows of this rank, from those of the slots of all ranks. The tail is zero."""
+    compiled().numbers_to_rows(**_numbers(lane, exchange, slots, at, out))
+
+
+def pull_numbers(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
+    """The numbers [T, k] of the slots of this rank, from those of rows; 0 for those without a row."""
+    compiled().pull_numbers(**_numbers(lane, exchange, slots, at, out))
+
+
+def _rows(lane: Lane, exchange: int, out: Tensor, slots: Slots, at: int, ranks: int = 1) -> dict[str, Any]:
+    tokens, top_k = slots.row_of_slot.shape
+    return {
+        **lane.arguments(exchange),
+        "type": TYPE_CODES[out.dtype],
+        "tokens": tokens // ranks,
+        "columns": out.shape[1],
+        "top_k": top_k,
+        **slots.arguments(),
+        "at": at,
+        "out": address(out),
+    }
+
+
+def _numbers(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> dict[str, Any]:
+    return {
+        **lane.arguments(exchange),
+        "number_bytes": out.element_size(),
+        "slots": slots.row_of_slot.numel(),
+        **slots.arguments(),
+        "at": at,
+        "out": out.data_ptr(),
+    }

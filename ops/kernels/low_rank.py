@@ -1,0 +1,82 @@
+"""The statement of a pass of low rank over rows sorted by group, as the door hands it to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .problem import Layout, nbytes
+
+
+class LowRank(NamedTuple):
+    """What a pass gives, None for what is not wanted.
+
+    Attributes:
+        rows: [T, C], gathered.
+        product: [T, R], of the rows and the factor; its tail may hold anything.
+        gradient: of a factor, as the factor: over the rows of each group, the sum of row times ``low``.
+    """
+
+    rows: Tensor | None
+    product: Tensor | None
+    gradient: Tensor | None
+
+
+@final
+@dataclass(slots=True)
+class LowRankPass:
+    """One pass over rows for all that an adapter of rank R wants of them.
+
+    Attributes:
+        layout: NT: factors are [E, R, C], NN: [E, C, R].
+        x: the rows [T, C], sorted by group; or tokens, of which they are gathered.
+        split_sizes: [E].
+        slot_of_row: [T]: row t is row ``slot_of_row[t] // top_k`` of ``x``; None: row t.
+        factor: what ``out.product`` is the product with.
+        low: [T, R], what ``out.gradient`` is the product with.
+        rank: R.
+        gradient_dtype: of ``out.gradient``.
+        want_rows: whether ``out.rows`` are wanted.
+    """
+
+    layout: Layout
+    x: Tensor
+    split_sizes: Tensor
+    slot_of_row: Tensor | None
+    top_k: int
+    factor: Tensor | None
+    low: Tensor | None
+    rank: int
+    gradient_dtype: torch.dtype
+    want_rows: bool
+    out: LowRank
+
+    @property
+    def kind(self) -> str:
+        """What the rows are read for, in words."""
+        parts = {
+            "gathered": self.slot_of_row is not None,
+            "rows": self.want_rows,
+            "product": self.factor is not None,
+            "gradient": self.low is not None,
+        }
+        return " ".join(part for part, wanted in parts.items() if wanted)
+
+    @property
+    def flops(self) -> int:
+        """Of the products."""
+        products = (self.factor is not None) + (self.low is not None)
+        return 2 * products * self.num_rows * self.x.shape[1] * self.rank
+
+    @property
+    def bytes(self) -> int:
+        """Of the operands and the results, each once."""
+        return nbytes(self.x, self.slot_of_row, self.factor, self.low, *self.out)
+
+    @property
+    def num_rows(self) -> int:
+        """T, with the tail."""
+        return (self.x if self.slot_of_row is None else self.slot_of_row).shape[0]

@@ -1,0 +1,157 @@
+"""The door to what an adapter of low rank makes of rows: by one kernel of ours, or by a gather and products.
+
+What the rows are read for decides which is faster, so each kind of pass is chosen by itself: see :data:`PASSES`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..fuser import tracing as trace
+from . import kernels
+from .kernels import Layout
+from .kernels.custom_ops import kernel
+from .kernels.dispatch import low_rank_refusal
+from .kernels.hopper import low_rank as hopper
+from .kernels.low_rank import LowRank, LowRankPass
+from .routing import Routing, permute
+
+__all__ = ["ALL_PASSES", "PASSES", "LowRank", "low_rank_pass"]
+
+ALL_PASSES = frozenset(
+    {
+        "product",
+        "gradient",
+        "product gradient",
+        "gathered rows product",
+        "gathered gradient",
+        "gathered rows gradient",
+        "gathered rows product gradient",
+    }
+)
+"""What the rows of an adapter are read for: :attr:`LowRankPass.kind`."""
+
+PASSES: frozenset[str] = frozenset()
+"""Those that one kernel makes."""
+
+
+def low_rank_pass(
+    x: Tensor,
+    layout: Layout,
+    split_sizes: Tensor,
+    *,
+    routing: Routing | None = None,
+    factor: Tensor | None = None,
+    low: Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    want_rows: bool = False,
+) -> LowRank:
+    """What is wanted of the rows ``x`` [T, C], sorted by group, or of those gathered from the tokens ``x``.
+
+    Args:
+        layout: NT: factors are [E, R, C], NN: [E, C, R].
+        routing: whose rows are gathered.
+        factor: the product of the rows and it is wanted.
+        low: [T, R]: the gradient of a factor is wanted, over the rows of each group the sum of row times ``low``.
+        gradient_dtype: that of ``x`` by default.
+        want_rows: whether the gathered rows are wanted.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    slots, top_k = (None, 1) if routing is None else (routing.slot_of_row, routing.row_of_slot.shape[1])
+    options = x, layout, split_sizes, slots, top_k, factor, low, gradient_dtype, want_rows
+    if factor is not None or low is not None:
+        p = _statement(*options, out=_NOTHING)
+        if p.kind in PASSES and low_rank_refusal(p) is None:
+            return one_pass(*options)
+    rows = x if routing is None else permute(x, routing, fill=False)
+    return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
+
+
+_NOTHING = LowRank(None, None, None)
+
+
+def _new_low_rank(
+    x: Tensor,
+    layout: Layout,
+    split_sizes: Tensor,
+    slot_of_row: Tensor | None,
+    factor: Tensor | None,
+    low: Tensor | None,
+    gradient_dtype: torch.dtype | None,
+    want_rows: bool,
+) -> LowRank:
+    rows, columns = (x if slot_of_row is None else slot_of_row).shape[0], x.shape[1]
+    gathered = x.new_empty(rows, columns) if want_rows else None
+    product = None if factor is None else x.new_empty(rows, _rank(layout, factor))
+    if low is None:
+        return LowRank(gathered, product, None)
+    shape = (low.shape[1], columns) if layout is Layout.NT else (columns, low.shape[1])
+    return LowRank(gathered, product, x.new_empty(split_sizes.shape[0], *shape, dtype=gradient_dtype or x.dtype))
+
+
+def _rank(layout: Layout, factor: Tensor) -> int:
+    return factor.shape[1 if layout is Layout.NT else 2]
+
+
+def _statement(
+    x: Tensor,
+    layout: Layout,
+    split_sizes: Tensor,
+    slot_of_row: Tensor | None,
+    top_k: int,
+    factor: Tensor | None,
+    low: Tensor | None,
+    gradient_dtype: torch.dtype | None,
+    want_rows: bool,
+    out: LowRank,
+) -> LowRankPass:
+    rank = low.shape[1] if low is not None else 0 if factor is None else _rank(layout, factor)
+    options = gradient_dtype or x.dtype, want_rows
+    return LowRankPass(layout, x, split_sizes, slot_of_row, top_k, factor, low, rank, *options, out)
+
+
+@kernel(_new_low_rank, name="low_rank_pass", obeys_switches=False)
+def one_pass(
+    x: Tensor,
+    layout: Layout,
+    split_sizes: Tensor,
+    slot_of_row: Tensor | None,
+    top_k: int,
+    factor: Tensor | None,
+    low: Tensor | None,
+    gradient_dtype: torch.dtype | None,
+    want_rows: bool,
+) -> LowRank:
+    """:func:`low_rank_pass` by our own kernel, with the indices of a routing that our own kernels made."""
+    out = _new_low_rank(x, layout, split_sizes, slot_of_row, factor, low, gradient_dtype, want_rows)
+    options = x, layout, split_sizes, slot_of_row, top_k, factor, low, gradient_dtype, want_rows
+    p = _statement(*options, out=out)
+    if trace.active():
+        trace.record(trace.KernelCall(hopper.NAME, "", p.flops, p.bytes))
+    elif low_rank_refusal(p) is None:
+        hopper.run(p)
+    else:  # on another device than it was traced on, or under other switches
+        rows = x if slot_of_row is None else x.index_select(0, slot_of_row // top_k)
+        return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
+    return out
+
+
+def _by_products(
+    rows: Tensor,
+    layout: Layout,
+    split_sizes: Tensor,
+    factor: Tensor | None,
+    low: Tensor | None,
+    gradient_dtype: torch.dtype | None,
+    want_rows: bool,
+) -> LowRank:
+    product = gradient = None
+    if factor is not None:
+        product = kernels.grouped_gemm(layout, rows, factor, split_sizes, tail_unspecified=True)
+    if low is not None:
+        sides = (low, rows) if layout is Layout.NT else (rows, low)
+        gradient = kernels.grouped_gemm(Layout.TN, *sides, split_sizes, out_dtype=gradient_dtype)
+    assert product is None or isinstance(product, Tensor)
+    assert gradient is None or isinstance(gradient, Tensor)
+    return LowRank(rows if want_rows else None, product, gradient)

@@ -1,0 +1,28 @@
+// The interface of csrc/device/signal.cuh, emulated: peers are processes with memory in common.
+#pragma once
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "device/ptx.cuh"
+
+namespace fusible {
+
+DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+DEVICE void store_release(uint64_t* to, uint64_t word) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(to), sizeof word, "a signal");
+  std::atomic_ref<uint64_t>(*to).store(word, std::memory_order_release);
+}
+DEVICE uint64_t load_acquire(const uint64_t* from) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(from), sizeof *from, "a look at a signal");
+  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(from)).load(std::memory_order_acquire);
+}
+
+DEVICE int64_t nanoseconds() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+DEVICE void pause() { sched_yield(); }
+
+}  // namespace fusible

@@ -1,0 +1,358 @@
+"""The transport ``symmetric`` on processes that share memory; see ``ep_world`` and ``ep_shared_memory``.
+
+Faults are planted in one rank. Ranks meet at barriers of the process group where the order of their steps matters, so
+that each fault shows every time, however busy the machine is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import ep_cases
+import torch
+from ep_cases import batch_for, counts_of, largest, raises
+from ep_world import Batch, H, Results, World, check_step, part, same, trained, whole
+from torch import Tensor
+from torch import distributed as dist
+
+from fusible import ArgumentError, ep
+from fusible.ops.ep.symmetric import SymmetricLane, SymmetricTransport
+from fusible.ops.kernels.hopper import peers
+
+SHARED = (
+    ep_cases.a_step_gives_the_bits_of_one_process,
+    ep_cases.no_rank_has_tokens,
+    ep_cases.one_expert_takes_all,
+    ep_cases.all_ids_are_of_no_expert,
+    ep_cases.an_expert_a_rank_and_one_slot_a_token,
+    ep_cases.ids_of_32_bits_and_weights_of_other_dtypes,
+    ep_cases.unfused_ops_give_the_same,
+    ep_cases.ranks_may_differ_in_what_they_fuse,
+    ep_cases.strided_tokens_and_gradients,
+    ep_cases.any_problem_gives_the_bits_of_one_process,
+    ep_cases.capacity_that_is_hit_exactly_is_enough,
+    ep_cases.rows_too_many_are_dropped_alike_and_counted,
+    ep_cases.two_groups_and_layers_one_after_the_other,
+    ep_cases.two_lanes_interleave,
+    ep_cases.nothing_is_kept_without_gradients,
+    ep_cases.checkpointing_runs_exchanges_again,
+    ep_cases.a_retained_graph_runs_backward_twice,
+    ep_cases.frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits,
+    ep_cases.exchanges_that_are_not_paired,
+    ep_cases.a_closed_group_says_so,
+)
+CASES: list[Callable[[World], None]] = list(SHARED)
+
+
+def case(function: Callable[[World], None]) -> Callable[[World], None]:
+    CASES.append(function)
+    return function
+
+
+def lane_of(group: ep.Group) -> SymmetricLane:
+    assert isinstance(group.mover, SymmetricTransport)
+    return group.mover._lanes[0]
+
+
+def unchecked(group: ep.Group) -> Any:
+    """The host does not look at what the device says; else a call may raise what came of its own first half."""
+    return patch.object(group, "check", lambda synchronize=False: None)
+
+
+def forward(group: ep.Group, mine: Batch, layer: Any = None) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = (layer or part(group))(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    return y
+
+
+# ------------------------------------------------------------------------------------------------- what it promises
+
+
+@case
+def late_ranks_and_poisoned_buffers_change_nothing(world: World) -> None:
+    group = world.group()
+    lane, s = lane_of(group), group.settings
+    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
+    for number in range(30):
+        batch = batch_for(group, counts_of(world), number)
+        valid = ((batch.ids < s.num_experts).sum(1, keepdim=True) * batch.x.round()).sum(0)
+        mine = batch._replace(x=batch.x.round()).of(world.rank)
+        lane.view("tokens", s.dtype, s.max_tokens, H).fill_(torch.nan)
+        time.sleep(0.01 * (number % 3 == world.rank))
+        rows, _, _, slots = dispatch(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        lane.view("rows", s.dtype, group.local_capacity or 0, H).fill_(torch.nan)
+        time.sleep(0.01 * (number % 4 == world.rank))
+        y = combine(rows, row_of_slot=slots)
+        assert torch.equal(y, (mine.ids < s.num_experts).sum(1, keepdim=True) * mine.x)
+        total = y.sum(0)
+        dist.all_reduce(total)
+        assert torch.equal(total, valid)
+
+
+@case
+def rows_are_written_again_only_when_all_have_read_them(world: World) -> None:
+    """A backward of the dispatch without one of the combine: no other meeting stands between two uses of the rows."""
+    group = world.group()
+    batch = batch_for(group, counts_of(world))
+    mine = batch.of(world.rank)
+    x = mine.x.clone().requires_grad_()
+    for late in range(world.size):
+        x.grad = None
+        rows, _, _, slots = ep.EPDispatch(group)(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        with kinds_met() as kinds:
+            if world.rank == late:
+                time.sleep(0.05)
+            y = ep.EPCombine(group)(rows.detach(), row_of_slot=slots)
+            rows.backward(torch.ones_like(rows))
+        assert [kind & 0xFF for kind in kinds] == [1, 5, 3]  # combine, another use, dispatch backward
+        count = (mine.ids < group.settings.num_experts).sum(1, keepdim=True)
+        torch.testing.assert_close(y, count * mine.x)
+        assert torch.equal(x.grad, count * torch.ones_like(mine.x))
+
+
+@contextmanager
+def kinds_met() -> Iterator[list[int]]:
+    """The kinds of the meetings in the body."""
+    kinds: list[int] = []
+    publish = peers.publish
+
+    def watched(lane: Any, exchange: int, kind: int, *rest: Any) -> None:
+        kinds.append(kind)
+        publish(lane, exchange, kind, *rest)
+
+    with patch.object(peers, "publish", watched):
+        yield kinds
+
+
+@case
+def a_step_meets_twice_in_each_direction(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    with kinds_met() as kinds:
+        trained(part(group), mine)
+    assert [kind & 0xFF for kind in kinds] == [0, 1, 2, 3, 4]  # the last: gradients of the weights
+
+
+@case
+def sums_on_few_multiprocessors_are_the_same(world: World) -> None:
+    group = world.group()
+    lane, mine = lane_of(group), batch_for(group, counts_of(world)).of(world.rank)
+    rows, _, _, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    table = group._lanes[0]._open
+    assert table is not None
+    y = ep.EPCombine(group)(rows, row_of_slot=slots)
+    for blocks in (1, 3):
+        again = torch.full_like(y, torch.nan)
+        peers.pull_sum(lane.launch, 0, table.mine, lane.regions.rows, again, blocks)  # type: ignore[attr-defined]
+        assert torch.equal(again, y)
+    dist.barrier()
+
+
+@case
+def explain_names_the_moves(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    said = str(part(group).explain(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights))
+    assert "fusible (between ranks: dispatch)" in said
+    assert "transport symmetric: as the group was asked for" in said
+
+
+@case
+def tokens_elsewhere_are_refused(world: World) -> None:
+    group = world.group()
+    assert group.device == torch.device("cpu")
+    group.device = torch.device("cpu", 1)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    with raises(ArgumentError, "x must be on cpu:1, as the group's memory, got cpu; move it there"):
+        forward(group, mine)
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+@case
+def a_row_too_many_is_an_error_at_the_next_call(world: World) -> None:
+    required = largest(world)
+    group = world.group(capacity=required - 1)
+    batch = batch_for(group, counts_of(world))
+    layer, mine = part(group), batch.of(world.rank)
+    with unchecked(group):
+        assert forward(group, mine, layer).isnan().all()
+    for _ in range(2):
+        with raises(ep.CapacityError, rf"dispatch of exchange 0 on lane 0: rank \d had to own {required} rows, its"):
+            forward(group, mine, layer)
+    group.reset()
+    group.check()
+    none = batch._replace(ids=torch.full_like(batch.ids, group.settings.num_experts))
+    check_step(group, none, layer)
+    assert group.statistics().required == required
+
+
+@case
+def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
+    group, other = world.group(timeout=4), world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    layer = part(group)
+    dist.barrier()  # nobody is late on a busy machine
+    forward(group, mine, layer)
+    dist.barrier()
+    if world.rank == 1:
+        time.sleep(9)
+    with unchecked(group):
+        assert forward(group, mine, layer).isnan().all()
+    words = r"rank \d did not take part in \w+ of exchange 1 on lane 0 within 4 s; of \d ranks, "
+    with raises(ep.PeerError, words if world.rank == 1 else words.replace(r"\d did", "1 did", 1)):
+        group.check()
+    with raises(ep.PeerError, "did not take part in"):
+        forward(group, mine, layer)
+    with raises(ep.PeerError, "did not take part in"):
+        group.reset()
+    check_step(other, batch_for(other, counts_of(world)))
+
+
+@case
+def ranks_that_do_other_things_are_told(world: World) -> None:
+    group = world.group(timeout=5)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    layer = part(group)
+    y = layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    with unchecked(group):
+        if world.rank:
+            forward(group, mine, layer)
+        else:
+            y.backward(mine.dy)
+    with raises(ep.PeerError, r"rank \d is at (combine backward|dispatch) on lane 0, this rank at .*the same layers"):
+        group.check()
+
+
+@case
+def ranks_that_want_other_gradients_are_told(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    x = mine.x.requires_grad_(world.rank == 0)
+    with unchecked(group):
+        part(group)(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    with raises(ep.PeerError, r"rank \d wants gradients of \w+ in dispatch of exchange 0 .*set requires_grad alike"):
+        group.check()
+
+
+# ------------------------------------------------------------------------------------------------- planted faults
+
+
+@contextmanager
+def caught(world: World) -> Iterator[None]:
+    """A rank at least sees what goes wrong in the body."""
+    seen = False
+    try:
+        yield
+    except (AssertionError, ep.PeerError):
+        seen = True
+    seen_by: list[Any] = [None] * world.size
+    dist.all_gather_object(seen_by, seen)
+    assert any(seen_by), "no rank saw the fault"
+
+
+def check_sums(group: ep.Group, batch: Batch) -> None:
+    """Of a forward."""
+    expected = trained(whole(group), batch).of(batch.counts, group)
+    y = forward(group, batch.of(group.rank))
+    group.check()
+    same(Results(y, expected.dx, expected.dweights, ()), expected._replace(parameters=()))
+
+
+@case
+def no_fault_no_error(world: World) -> None:
+    """What the planted faults are seen by says nothing without one."""
+    group = world.group()
+    check_sums(group, batch_for(group, counts_of(world)))
+
+
+@case
+def a_signal_before_the_copy_is_seen(world: World) -> None:
+    group = world.group()
+    lane, write = lane_of(group), SymmetricTransport._write_tokens
+    meet, pulled = SymmetricLane.meet, SymmetricTransport._pulled
+
+    def meets_first(self: SymmetricLane, exchange: Any, kind: str, *rest: Any) -> None:
+        meet(self, exchange, kind, *rest)
+        if kind == "dispatch" and world.rank == 0:
+            dist.barrier()  # the others have read
+            write(group.mover, lane, batch.of(0).x, exchange)
+
+    def tells(self: SymmetricTransport, *arguments: Any) -> Tensor:
+        rows = pulled(self, *arguments)
+        if world.rank:
+            dist.barrier()
+        return rows
+
+    batch = batch_for(group, counts_of(world))
+    copies_late = (lambda *_: None) if world.rank == 0 else write
+    with (
+        caught(world),
+        patch.object(SymmetricTransport, "_write_tokens", copies_late),
+        patch.object(SymmetricLane, "meet", meets_first),
+        patch.object(SymmetricTransport, "_pulled", tells),
+    ):
+        check_sums(group, batch)
+
+
+@case
+def a_rank_that_does_not_wait_is_seen(world: World) -> None:
+    group = world.group(timeout=1)
+    meet = SymmetricLane.meet
+
+    def skips(self: SymmetricLane, exchange: Any, kind: str, *rest: Any) -> None:
+        if kind == "dispatch" and world.rank == 0:
+            dist.barrier()  # the others wait
+        elif kind == "dispatch":
+            dist.barrier()
+            meet(self, exchange, kind, *rest)
+        else:
+            meet(self, exchange, kind, *rest)
+
+    with caught(world), patch.object(SymmetricLane, "meet", skips):
+        check_sums(group, batch_for(group, counts_of(world)))
+
+
+@case
+def a_signal_of_the_other_parity_is_seen(world: World) -> None:
+    group = world.group(timeout=1)
+    if world.rank == 0:
+        lane_of(group).launch.state[0] += 1  # as if it had given one signal more
+    with caught(world):
+        check_sums(group, batch_for(group, counts_of(world)))
+
+
+@case
+def a_rank_that_skips_an_exchange_is_seen(world: World) -> None:
+    group = world.group(timeout=1)
+    batch = batch_for(group, counts_of(world))
+    with caught(world):
+        if world.rank:
+            forward(group, batch.of(world.rank))
+        check_sums(group, batch)
+
+
+@case
+def a_rank_that_keeps_a_row_too_few_is_seen(world: World) -> None:
+    group = world.group(capacity=3 * sum(counts_of(world)) - 1, overflow="drop")
+    divide, table_of = peers.divide_rows, SymmetricTransport._table
+    batch = batch_for(group, counts_of(world))
+    batch = batch._replace(ids=torch.zeros_like(batch.ids))  # rank 0 owns all, and has no room for the last
+
+    def keeps_fewer(lane: Any, exchange: int, sizes: Tensor, rows: int, fails: bool) -> Any:
+        return divide(lane, exchange, sizes, rows - (world.rank == 0), fails)
+
+    def table(self: SymmetricTransport, *arguments: Any) -> Any:
+        right = table_of(self, *arguments)
+        return right._replace(slots=right.slots._replace(capacity=right.slots.capacity - (world.rank == 0)))
+
+    expected = trained(whole(group), ep_cases.without_overflow(group, batch)).of(batch.counts, group)
+    fault = patch.multiple(peers, divide_rows=keeps_fewer), patch.multiple(SymmetricTransport, _table=table)
+    with caught(world), fault[0], fault[1]:
+        y = forward(group, batch.of(world.rank))
+        same(Results(y, expected.dx, expected.dweights, ()), expected._replace(parameters=()))
