@@ -164,8 +164,28 @@ def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Ph
         yield
 
     yield ("dispatch", "combine"), ours
+    if setting.transport == "symmetric" and setting.device == "cuda":
+        yield ("dispatch in a graph", "combine in a graph"), in_graphs(batch, dispatch, combine)
     yield ("dispatch, torch", "combine, torch"), by_hand
     yield ("layer forward", "layer backward"), step
+
+
+def in_graphs(batch: Batch, dispatch: ep.EPDispatch, combine: ep.EPCombine) -> Callable[[], Iterator[None]]:
+    """The same without the host: a CUDA graph each."""
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        with torch.cuda.graph(graphs[0]):
+            rows, _, _, slots = dispatch(batch.x, top_k_index=batch.ids, top_k_weights=batch.weights)
+        with torch.cuda.graph(graphs[1]):
+            kept = rows, slots, combine(rows, row_of_slot=slots)
+
+    def replayed() -> Iterator[None]:
+        for graph in graphs:
+            graph.replay()
+            yield
+        assert kept  # memory of the graphs
+
+    return replayed
 
 
 def timed(setting: Setting, names: Phases, run: Callable[[], Iterator[None]]) -> dict[str, float]:

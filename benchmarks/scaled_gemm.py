@@ -236,7 +236,9 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
 def activation(o: GemmOperands) -> dict[str, Function]:
     """The contestants of the product, SwiGLU and the quantiser of hidden rows, for which bf16 has no quantiser."""
     bytes_, grid = quantized_weight(o.weight)
-    tokens, columns, swiglu = len(o.x), o.weight.shape[1], ActivationSpec("silu", gated=True)
+    tokens, columns = len(o.x), o.weight.shape[1]
+    alternate = columns // 2 % BLOCK != 0  # as in the model that has such a number
+    swiglu = ActivationSpec("silu", gated=True, block=1 if alternate else None)
     preact = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
     product = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, preact)
     scales = torch.empty(ceil_blocks(columns // 2), -(-tokens // 4) * 4, device="cuda")

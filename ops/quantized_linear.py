@@ -40,8 +40,6 @@ from .quantized.packed import PackedWeight
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
-ACTIVATION_IN_EPILOGUE = False
-
 
 class TokenCopies(NamedTuple):
     """A tensor of tokens as the products of a linear read it; None for what nobody reads.
@@ -311,7 +309,6 @@ def _activated_product(
         power_of_two=is_power_of_two(recipe),
         keep_preact=keep_preact,
         dtype=dtype,
-        fused=ACTIVATION_IN_EPILOGUE,
         **terms,
     )
     return out.preact, TokenCopies(out.row_data.shape[0], dtype, None, out.rows, None)

@@ -211,6 +211,7 @@ def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
         forward(group, mine, layer)
     with raises(ep.PeerError, "did not take part in"):
         group.reset()
+    group.close()  # waits for nobody
     check_step(other, batch_for(other, counts_of(world)))
 
 

@@ -132,11 +132,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "scaled activation": (
         OPS.scaled_gemm_activation,
-        (*ROW_COPY, *BYTES, WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, torch.bfloat16, True, "auto"),
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, [BIAS], SCALES, SCALES, True, True, torch.bfloat16, "auto"),
     ),
     "scaled activation alone": (
         OPS.scaled_gemm_activation,
-        (*ROW_COPY, *BYTES, WHOLE, *SPEC, None, None, None, False, False, torch.float16, False, "auto"),
+        (*ROW_COPY, *BYTES, WHOLE, *SPEC, None, None, None, False, False, torch.float16, "auto"),
     ),
     "scaled wgrad": (OPS.scaled_wgrad, (*WIDE_COLUMNS, *COLUMNS, SIZES, ROWS, torch.float32, "auto")),
     "scaled wgrad into": (
@@ -150,6 +150,18 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "gathered wgrad": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, False, torch.float32, "auto")),
     "gathered wgrad whose tokens lead": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, True, torch.float64, "auto")),
+    "low rank pass": (
+        OPS.low_rank_pass,
+        (X, "NT", WHOLE, None, 1, torch.rand(3, 4, 8), torch.rand(ROWS, 4), None, False),
+    ),
+    "low rank pass over gathered rows": (
+        OPS.low_rank_pass,
+        (X[:6], "NN", WHOLE, ROUTING[1].int(), 2, torch.rand(3, 8, 4), torch.rand(ROWS, 4), torch.float64, True),
+    ),
+    "low rank pass for a gradient": (
+        OPS.low_rank_pass,
+        (X[:6], "NT", WHOLE, ROUTING[1].int(), 2, None, torch.rand(ROWS, 4), None, False),
+    ),
 }
 
 
@@ -206,6 +218,8 @@ SCHEMAS = {  # exported programs name the arguments
     "sum_rows": "(Tensor rows, Tensor place, Tensor counts) -> Tensor",
     "gathered_wgrad": "(Tensor tokens, Tensor rows, Tensor tokens_per_expert, Tensor slot_of_row, Tensor row_of_slot, "
     "bool is_native, bool leads, ScalarType? dtype, str switches) -> Tensor",
+    "low_rank_pass": "(Tensor x, str layout, Tensor split_sizes, Tensor? slot_of_row, int top_k, Tensor? factor, "
+    "Tensor? low, ScalarType? gradient_dtype, bool want_rows) -> (Tensor, Tensor, Tensor)",
     "routed_mlp": "(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor up, Tensor down, Tensor? up_bias, "
     f"Tensor? down_bias, {ACTIVATION}, bool transposed, str switches) -> Tensor",
 }

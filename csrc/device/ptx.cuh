@@ -67,12 +67,6 @@ DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 
 DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
-// The same where `wanted`, else zeros.
-DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
-               "r"(wanted ? 16 : 0)
-               : "memory");
-}
 // The first `bytes` of 4, and zeros for the others.
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes)
@@ -139,6 +133,13 @@ DEVICE float2 unpack<__nv_bfloat16>(uint32_t pair) {
 template <>
 DEVICE float2 unpack<__half>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
+// Two products of bf16.
+DEVICE uint32_t multiply_bf16x2(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
 }
 
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.

@@ -27,9 +27,9 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   constexpr bool kInStage = A::kRaggedDepth;  // scales are read from the stage until its end
   constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
   if constexpr (!kOverlaps) meanwhile();
-  Factors factors(p, tile, kUsed == 1);
+  Factors factors(tile);
   float part[64];
-  const auto stage = [&](auto steps, auto first, bool last) INLINE {
+  const auto stage = [&](auto steps, auto first) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
@@ -45,7 +45,6 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       if (first.value && kOverlaps && unit == 0) meanwhile();
       if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
       factors.begin_unit(unit);
-      if (unit == kUsed - 1) factors.advance(!last);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);
@@ -60,21 +59,21 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   if constexpr (A::kRaggedDepth) {
     const int rest = tile.tokens - (blocks - 1) * K::kTileK;  // of the last block
     if (blocks > 1) {
-      stage(kAll, std::true_type(), false);
+      stage(kAll, std::true_type());
     } else {
       if constexpr (kOverlaps) meanwhile();
 #pragma unroll
       for (int i = 0; i < kUnits * 64; ++i) acc[i / 64][i % 64] = 0.f;
       if (blocks == 0) return;  // an empty group's are zeros
     }
-    for (int block = 1; block < blocks - 1; ++block) stage(kAll, std::false_type(), false);
-    if (rest > 3 * A::kStepK) stage(std::integral_constant<int, 4>(), std::false_type(), true);
-    else if (rest > 2 * A::kStepK) stage(std::integral_constant<int, 3>(), std::false_type(), true);
-    else if (rest > A::kStepK) stage(std::integral_constant<int, 2>(), std::false_type(), true);
-    else stage(std::integral_constant<int, 1>(), std::false_type(), true);
+    for (int block = 1; block < blocks - 1; ++block) stage(kAll, std::false_type());
+    if (rest > 3 * A::kStepK) stage(std::integral_constant<int, 4>(), std::false_type());
+    else if (rest > 2 * A::kStepK) stage(std::integral_constant<int, 3>(), std::false_type());
+    else if (rest > A::kStepK) stage(std::integral_constant<int, 2>(), std::false_type());
+    else stage(std::integral_constant<int, 1>(), std::false_type());
   } else {
-    stage(kAll, std::true_type(), blocks == 1);
-    for (int block = 1; block < blocks; ++block) stage(kAll, std::false_type(), block == blocks - 1);
+    stage(kAll, std::true_type());
+    for (int block = 1; block < blocks; ++block) stage(kAll, std::false_type());
   }
 }
 

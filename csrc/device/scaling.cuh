@@ -63,8 +63,6 @@ DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float 
 
 struct Scaling1D2D {
   static constexpr bool kScaled = true, kScalesColumns = false;
-  template <class K>
-  using Putting = NothingToPut<K>;
   template <class P>
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
@@ -72,6 +70,7 @@ struct Scaling1D2D {
     static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
     static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
     alignas(128) float a[kStages][kBoxes * kApart];
+    float2 b[kStages];  // of a weight's first and last 128 rows in the tile
   };
   template <class P>
   DEVICE static void prefetch_maps(const P& p) {
@@ -88,55 +87,8 @@ struct Scaling1D2D {
   // Where the scale of this token is behind that at which a box begins.
   DEVICE static int shift(int token) { return token & 3; }
 
-  // Of a consumer, through a tile. Those of the weights are asked for a stage ahead.
-  template <class K>
-  class Factors {
-   public:
-    DEVICE Factors(const typename K::Params& p, const WorkTile& tile, bool one_unit)
-        : next_(p.b_scales.data + tile.group * p.b_scales.group + tile.column * p.b_scales.tile_step * p.b_scales.row),
-          step_(p.b_scales.column),
-          unit_(one_unit ? 0 : p.b_scales.unit_step * p.b_scales.row),
-          shift_(shift(tile.tokens_start + tile.row)) {
-      fetch();
-    }
-    DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
-    }
-    DEVICE void begin_unit(int unit) {
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower)
-        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight_[K::kUnitsAreRows ? 0 : unit];
-    }
-    // After a stage's last `begin_unit`.
-    DEVICE void advance(bool more) {
-      next_ += more ? step_ : 0;
-      fetch();
-    }
-    template <bool kFirst>
-    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
-      promote_rows<kFirst>(acc, part, factor_);
-    }
-
-   private:
-    DEVICE void fetch() {
-      weight_[0] = __ldg(next_);
-      if constexpr (!K::kUnitsAreRows) weight_[1] = __ldg(next_ + unit_);
-    }
-    const float* next_;
-    int64_t step_, unit_;
-    int shift_;
-    RowFactors<K> rows_;
-    float weight_[2], factor_[2];
-  };
-};
-
-// The same, but those of the weights are in their stage too: the producer's thread loads them a stage ahead.
-struct Scaling1D2DInStage : Scaling1D2D {
-  template <int kTileM, int kTileN, int kStages>
-  struct Stages : Scaling1D2D::Stages<kTileM, kTileN, kStages> {
-    float2 b[kStages];  // of a weight's first and last 128 rows in the tile
-  };
-  // Of the producer's thread, through a tile.
+  // Of the producer's thread, through a tile: it loads the scales of the weights a stage ahead. Consumers that did so
+  // would wait for memory between two products.
   template <class K>
   class Putting {
    public:
@@ -166,11 +118,11 @@ struct Scaling1D2DInStage : Scaling1D2D {
     int64_t step_, second_;
     float2 scales_{};
   };
+  // Of a consumer, through a tile.
   template <class K>
   class Factors {
    public:
-    DEVICE Factors(const typename K::Params&, const WorkTile& tile, bool)
-        : shift_(shift(tile.tokens_start + tile.row)) {}
+    explicit DEVICE Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
       weight_ = s.scales.b[stage];
@@ -181,7 +133,6 @@ struct Scaling1D2DInStage : Scaling1D2D {
       for (int lower = 0; lower < 2; ++lower)
         factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight;
     }
-    DEVICE void advance(bool) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
       promote_rows<kFirst>(acc, part, factor_);
@@ -222,12 +173,11 @@ struct Scaling1D1D {
   template <class K>
   class Factors {
    public:
-    DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
+    explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
     }
     DEVICE void begin_unit(int) {}
-    DEVICE void advance(bool) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
                         int lane) const {

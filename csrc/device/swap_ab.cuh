@@ -56,54 +56,6 @@ DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, 
     else multiply_block(kAll, whole);
   }
 }
-// The same of e4m3 operands (scaled_mainloop.cuh). A consumer's weights have one scale for each block of the depth.
-template <class K, int kTokens>
-DEVICE void multiply_scaled_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
-                                   const WorkTile& tile, const typename K::Params& p, int consumer, int lane) {
-  using Tokens = typename K::A;
-  using Weights = typename K::B;
-  static_assert(!Weights::kHalves && K::kTileN == kConsumers * kUnitColumns);
-  const int shift = K::Scaling::shift(tile.tokens_start + tile.row);
-  float part[kTokens / 2];
-#pragma unroll
-  for (int i = 0; i < kWeightBlocks<K> * kTokens / 2; ++i) acc[i / (kTokens / 2)][i % (kTokens / 2)] = 0.f;
-  for (int block = 0; block < p.k_blocks; ++block) {
-    barrier_wait(&s.full[state.stage], state.phase);
-    const float of_weights = consumer == 0 ? s.scales.b[state.stage].x : s.scales.b[state.stage].y;
-    const float* of_tokens = s.scales.a[state.stage] + shift + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kWeightBlocks<K>; ++i) {
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < K::kStepsK; ++step)
-        wgmma_e4m3(part,
-                   Weights::descriptor(s.stages.b[state.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
-                       step * (Weights::kStep / 16),
-                   Tokens::descriptor(s.stages.a[state.stage]) + step * (Tokens::kStep / 16), step != 0);
-      wgmma_commit();
-      wgmma_wait<0>();
-#pragma unroll
-      for (int vector = 0; vector < kTokens / 8; ++vector) {
-        const float factors[2] = {of_tokens[vector * 8] * of_weights, of_tokens[vector * 8 + 1] * of_weights};
-#pragma unroll
-        for (int j = vector * 4; j < vector * 4 + 4; ++j) acc[i][j] = fmaf(part[j], factors[j % 2], acc[i][j]);
-      }
-    }
-    __syncwarp();
-    release<K>(s, state.stage, lane);
-    state.advance();
-  }
-}
-// All tokens of the tile: the narrowest product that has them.
-template <class K, int kTokens = kTokenStep>
-DEVICE void multiply_scaled_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s,
-                                    PipelineState<K::kStages>& state, const WorkTile& tile, const typename K::Params& p,
-                                    int consumer, int lane) {
-  constexpr int kMore = kTokens + kTokenStep;
-  if constexpr (kTokens < K::kTileM)
-    if (tile.rows > kTokens) return multiply_scaled_swap_ab<K, kMore>(acc, s, state, tile, p, consumer, lane);
-  multiply_scaled_tokens<K, kTokens>(acc, s, state, tile, p, consumer, lane);
-}
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
 DEVICE void multiply_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
@@ -159,7 +111,6 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   SwapAbAccumulators<K> acc;
   for (WorkTile tile; tiles.next(tile);) {
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
-    else if constexpr (K::Scaling::kScaled) multiply_scaled_swap_ab<K>(acc, s, state, tile, p, consumer, lane);
     else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane);
     if constexpr (K::kScaleBias) {
       barrier_wait(&s.epilogue.full, epilogue_phase);

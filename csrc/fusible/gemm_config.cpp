@@ -51,10 +51,10 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
 // Positions in kScaledVariants and kScaledWgradVariants, likewise.
 enum ScaledVariant : int { kScaledWide = 0, kScaledTall = 1 };
 
-// The tall tile lacks registers for fp32. Of weight gradients, it is better where groups are short.
+// Where groups are short, tall tiles ask for fewer stages of their last block. They lack registers for fp32.
 int choose_scaled_variant(const GemmProblem& p) {
-  if (p.output == DType::kFloat32) return kScaledWide;
-  return p.layout == Layout::kTN && p.tokens / p.groups >= 384 ? kScaledWide : kScaledTall;
+  const bool short_depth = p.layout == Layout::kTN && p.tokens / p.groups < 384;
+  return short_depth && p.output != DType::kFloat32 ? kScaledTall : kScaledWide;
 }
 
 const char* name(DType type) {

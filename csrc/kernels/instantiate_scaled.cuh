@@ -8,9 +8,8 @@
 namespace fusible {
 
 template <class Out, bool kScaleBias, TileVariant kVariant>
-using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3, kVariant.token_box()>, WeightRows<E4M3, kVariant.tile_n>, Out,
-                                       kScaleBias, kVariant, StoreEpilogue, TokenGroups,
-                                       std::conditional_t<kVariant.scales_in_stage, Scaling1D2DInStage, Scaling1D2D>>;
+using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kVariant.tile_n>, Out, kScaleBias, kVariant,
+                                       StoreEpilogue, TokenGroups, Scaling1D2D>;
 // Columns of two halves, whose scales restart with the second.
 template <class Out, bool kScaleBias>
 using ScaledHalvesKernel =
@@ -22,10 +21,7 @@ using ScaledWgradKernel = GroupedGemmKernel<BlockedTokens<E4M3>, BlockedTokensB<
 
 template <class Out, bool kScaleBias, int kVariant>
 KernelEntry scaled_entry_of_variant() {
-  constexpr bool kMeasured = kVariant < 2;  // the others have been built to be
-  if constexpr (std::is_same_v<Out, float> ? kVariant > 0
-                                           : !kMeasured && (kScaleBias || !std::is_same_v<Out, __nv_bfloat16>))
-    return {};
+  if constexpr (kVariant > 0 && (kScaleBias || !std::is_same_v<Out, __nv_bfloat16>)) return {};
   else return entry_of<ScaledKernel<Out, kScaleBias, kScaledVariants[kVariant]>>();
 }
 template <class Out, int kVariant>

@@ -9,8 +9,11 @@
 
 #include <algorithm>
 
+#include "device/barrier.cuh"
+#include "device/bulk_copy.cuh"
 #include "device/element.cuh"
 #include "device/groups.cuh"
+#include "device/tma.cuh"
 #include "device/vector.cuh"
 #include "device/warp_mma.cuh"
 #include "fusible/device.h"
@@ -119,76 +122,108 @@ struct Schedule : GroupTable {
   }
 };
 
-// Shared memory of a block, behind one another: stages of rows, each warp's apart; stages of `low`; slots of rows to be
-// gathered; products by warp.
+// Shared memory of a block, behind one another: the stages' barriers; stages of rows; stages of `low`; slots of rows to
+// be gathered; products by warp.
 template <int kUnits>
-struct Layout16 {
-  static constexpr int kColumns = 128 / kUnits, kRanks = 16 * kUnits, kChunks = kColumns / 8;  // of a warp
-  static constexpr int kTileBytes = kRows * kColumns * 2, kLowBytes = kRows * kRanks * 2;
+struct BlockMemory {
+  static constexpr int kColumns = 128 / kUnits, kRanks = 16 * kUnits;  // of a warp
+  static constexpr int kLowBytes = kRows * kRanks * 2, kSlots = 4, kSlotBytes = kRows * 4, kBarrierBytes = 64;
   static constexpr int kPitch = kRanks + 4;  // of products: then no two lanes of a warp store to one bank
   static constexpr int kProductFloats = kRows * kPitch;
-  static_assert(kProductFloats * 4 >= 32 * 16 * 2 && kTileBytes >= 16 * 12 * 4, "what else passes through them");
-  static constexpr int kSlots = 4, kSlotBytes = kRows * 4;
-  static constexpr int bytes(int warps) {
-    return kStages * (warps * kTileBytes + kLowBytes) + kSlots * kSlotBytes + warps * kProductFloats * 4;
+  static constexpr int kLine = 24, kShortLine = 12;  // of 16 ranks, and of 8 columns, of a gradient on its way out
+  static_assert(kStages * 8 <= kBarrierBytes && kProductFloats >= 32 * 16 / 2 && kProductFloats >= 16 * kShortLine);
+
+  uint8_t* shared;
+  int warps;
+
+  // Then eight rows of a warp do not meet in a bank.
+  DEVICE int row_bytes() const { return warps * kColumns * 2 + 16; }
+  DEVICE uint64_t* barrier(int stage) const { return reinterpret_cast<uint64_t*>(shared) + stage; }
+  DEVICE uint8_t* rows(int stage) const { return shared + kBarrierBytes + stage * kRows * row_bytes(); }
+  DEVICE uint8_t* low(int stage) const { return rows(kStages) + stage * kLowBytes; }
+  DEVICE int* slots(int i) const { return reinterpret_cast<int*>(low(kStages) + i % kSlots * kSlotBytes); }
+  DEVICE float* products(int warp) const {
+    return reinterpret_cast<float*>(low(kStages) + kSlots * kSlotBytes) + warp * kProductFloats;
   }
-  // Of 16 bytes of a row, such that neither eight rows nor eight chunks meet in a bank.
-  DEVICE static int at(int row, int chunk) {
-    const int turn = kChunks >= 8 ? row % 8 : row / (8 / kChunks) % kChunks;
-    return (row * kChunks + (chunk ^ turn)) * 16;
+  static int bytes(int warps) {
+    return kBarrierBytes + kStages * (kRows * (warps * kColumns * 2 + 16) + kLowBytes) + kSlots * kSlotBytes +
+           warps * kProductFloats * 4;
   }
 };
 
 template <class T, int kUnits, bool kProduct, bool kGradient>
 struct Pass {
-  using L = Layout16<kUnits>;
-  static constexpr int kSteps = L::kColumns / 16;  // of 16 columns
+  using Memory = BlockMemory<kUnits>;
+  static constexpr int kColumns = Memory::kColumns, kRanks = Memory::kRanks, kSteps = kColumns / 16;
 
   const Params& p;
-  uint8_t* shared;
+  const Memory memory;
   uint32_t factor[kProduct ? kUnits : 1][kSteps][4];
   float gradient[kGradient ? kUnits : 1][2 * kSteps][4];
 
-  DEVICE Pass(const Params& p, uint8_t* shared) : p(p), shared(shared) {}
-  DEVICE uint8_t* rows(int stage) const { return shared + (warp() * kStages + stage) * L::kTileBytes; }  // of this warp
-  DEVICE uint8_t* low(int stage) const {
-    return shared + p.division.warps * kStages * L::kTileBytes + stage * L::kLowBytes;
-  }
-  DEVICE int* slots(int i) const { return reinterpret_cast<int*>(low(kStages) + i % L::kSlots * L::kSlotBytes); }
-  DEVICE float* products(int warp) const {
-    return reinterpret_cast<float*>(low(kStages) + L::kSlots * L::kSlotBytes) + warp * L::kProductFloats;
-  }
+  DEVICE Pass(const Params& p, uint8_t* shared) : p(p), memory{shared, p.division.warps} {}
   DEVICE static int lane() { return threadIdx.x % 32; }
   DEVICE static int warp() { return threadIdx.x / 32; }
-  DEVICE int first_column(int slice) const { return (slice * p.division.warps + warp()) * L::kColumns; }
+  DEVICE int first_column(int slice) const { return (slice * p.division.warps + warp()) * kColumns; }
 
-  // The rows of a tile on their way to a stage. `slots` are those of the tile.
+  // Those of a row that a slice has.
+  DEVICE uint32_t bytes_of(int slice) const {
+    const int width = p.division.slice_columns;
+    return min(width, static_cast<int>(p.call.rows.columns) - slice * width) * 2;
+  }
+
+  // By the first warp: a tile on its way to a stage, a lane a row of it, another its `low`. `slots` are the tile's.
   DEVICE void load(const RowTile& tile, int stage, const int* slots) const {
     const LowRankPass& c = p.call;
-    const int chunk = lane() % L::kChunks, column = first_column(tile.slice) + chunk * 8;
-    const int exist = column < c.rows.columns ? tile.rows : 0;
-    const int token = c.slot_of_row && lane() < tile.rows ? slots[lane()] / c.top_k : tile.row + lane();
-#pragma unroll
-    for (int i = 0; i < L::kChunks / 2; ++i) {
-      const int row = lane() / L::kChunks + i * (32 / L::kChunks);
-      const int64_t from = int64_t{__shfl_sync(~0u, token, row)} * c.rows.pitch + column;
-      ptx::copy_async_if(row < exist, rows(stage) + L::at(row, chunk),
-                         static_cast<const T*>(c.rows.data) + from);
+    if (!tile.rows) return;
+    uint64_t* const barrier = memory.barrier(stage);
+    const uint32_t row_bytes = bytes_of(tile.slice), low_bytes = kGradient ? static_cast<uint32_t>(c.rank) * 2 : 0;
+    if (lane() == 0) barrier_arrive_expecting(barrier, tile.rows * (row_bytes + low_bytes));
+    __syncwarp();
+    const int row = lane() % kRows, at = tile.row + row;
+    if (row >= tile.rows) return;
+    if (lane() < kRows) {
+      const int64_t from = c.slot_of_row ? slots[row] / c.top_k : at;
+      bulk::load(memory.rows(stage) + row * memory.row_bytes(),
+                 static_cast<const T*>(c.rows.data) + from * c.rows.pitch + tile.slice * p.division.slice_columns,
+                 row_bytes, barrier);
+    } else if constexpr (kGradient) {
+      bulk::load(memory.low(stage) + row * kRanks * 2, static_cast<const T*>(c.low) + at * c.rank, low_bytes, barrier);
     }
-    if constexpr (kGradient) {
-      const int chunks = static_cast<int>(c.rank) / 8;
-      for (int i = threadIdx.x; i < kRows * chunks; i += blockDim.x) {
-        const int row = i / chunks, column = i % chunks * 8;
-        ptx::copy_async_if(row < tile.rows, low(stage) + (row * L::kRanks + column) * 2,
-                           static_cast<const T*>(c.low) + (int64_t{tile.row} + row) * c.rank + column);
-      }
-    }
+  }
+
+  // By the same.
+  DEVICE void store_gathered(const RowTile& tile, int stage) const {
+    const LowRankPass& c = p.call;
+    if (lane() >= tile.rows) return;
+    T* const to = static_cast<T*>(c.gathered) + int64_t{tile.row + lane()} * c.rows.columns;
+    bulk::store(to + tile.slice * p.division.slice_columns, memory.rows(stage) + lane() * memory.row_bytes(),
+                bytes_of(tile.slice));
+    tma::commit();
   }
 
   // Ranks that do not exist are never copied.
   DEVICE void clear_low() const {
-    for (int i = threadIdx.x * 16; i < kStages * L::kLowBytes; i += blockDim.x * 16)
-      *reinterpret_cast<uint4*>(low(0) + i) = {0, 0, 0, 0};
+    for (int i = threadIdx.x * 16; i < kStages * Memory::kLowBytes; i += blockDim.x * 16)
+      *reinterpret_cast<uint4*>(memory.low(0) + i) = {0, 0, 0, 0};
+  }
+
+  // Rows and columns that do not exist have what earlier tiles left, which may be NaN: zeros in their place.
+  DEVICE void clear_rest(const RowTile& tile, int stage) const {
+    const int columns = static_cast<int>(p.call.rows.columns) - first_column(tile.slice);
+    if (tile.rows < kRows || columns < kColumns)
+      for (int i = lane(); i < kRows * kColumns / 8; i += 32) {
+        const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
+        if (row >= tile.rows || column >= columns)
+          *reinterpret_cast<uint4*>(memory.rows(stage) + row * memory.row_bytes() + (warp() * kColumns + column) * 2) = {
+              0, 0, 0, 0};
+      }
+    if (tile.rows == kRows) return __syncwarp();
+    if constexpr (kGradient)
+      for (int i = threadIdx.x * 16; i < (kRows - tile.rows) * kRanks * 2; i += blockDim.x * 16)
+        *reinterpret_cast<uint4*>(memory.low(stage) + tile.rows * kRanks * 2 + i) = {0, 0, 0, 0};
+    ptx::async_proxy_fence();
+    __syncthreads();
   }
 
   DEVICE void begin_group(const RowTile& tile) {
@@ -212,7 +247,7 @@ struct Pass {
     const int columns = static_cast<int>(p.call.rows.columns), rank = static_cast<int>(p.call.rank);
     const T* const from = static_cast<const T*>(p.call.factor) + tile.group * p.call.rank * p.call.rows.columns;
     constexpr int kLine = kByColumns ? 2 : 4, kLines = 32 / kLine;  // chunks of eight ranks, or of eight columns
-    auto* const scratch = reinterpret_cast<uint4*>(products(warp()));
+    auto* const scratch = reinterpret_cast<uint4*>(memory.products(warp()));
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
@@ -241,54 +276,42 @@ struct Pass {
     __syncwarp();
   }
 
-  DEVICE void store_gathered(const RowTile& tile, int stage) const {
-    const LowRankPass& c = p.call;
-    const int chunk = lane() % L::kChunks, column = first_column(tile.slice) + chunk * 8;
-    const int exist = column < c.rows.columns ? tile.rows : 0;
-    T* const to = static_cast<T*>(c.gathered) + int64_t{tile.row} * c.rows.columns + column;
-#pragma unroll
-    for (int i = 0; i < L::kChunks / 2; ++i) {
-      const int row = lane() / L::kChunks + i * (32 / L::kChunks);
-      const uint4 x = *reinterpret_cast<const uint4*>(rows(stage) + L::at(row, chunk));
-      ptx::store_vector_if(row < exist, to + row * c.rows.columns, x);
-    }
-  }
-
-  // The address that this lane gives for four 8x8 matrices: rows 0 to 7 and 8 to 15 of two chunks.
-  DEVICE uint32_t rows_address(int stage, int step) const {
-    const int first = L::at(lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);  // chunks are swizzled bit by bit
-    return ptx::smem_address(rows(stage)) + (first ^ step * 32);
+  // The address that this lane gives for four 8x8 matrices: rows 0 to 7 and 8 to 15 of two chunks of eight columns.
+  DEVICE uint32_t rows_address(int stage) const {
+    return ptx::smem_address(memory.rows(stage)) + (lane() % 8 + lane() / 16 * 8) * memory.row_bytes() +
+           warp() * kColumns * 2 + lane() / 8 % 2 * 16;
   }
 
   // This warp's columns' share of the products of a tile.
   DEVICE void multiply(int stage) const {
+    const uint32_t from = rows_address(stage);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       float sums[2][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t x[4];
-        ptx::load_matrix_x4(x, rows_address(stage, step));
+        ptx::load_matrix_x4(x, from + step * 32);
         ptx::warp_mma<T>(sums[0], factor[unit][step], x[0], x[1]);
         ptx::warp_mma<T>(sums[1], factor[unit][step], x[2], x[3]);
       }
-      float* to = products(warp()) + unit * 16 + lane() / 4;
+      float* to = memory.products(warp()) + unit * 16 + lane() / 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * L::kPitch + i / 2 % 2 * 8] = sums[i / 4][i % 4];
+      for (int i = 0; i < 8; ++i) to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * Memory::kPitch + i / 2 % 2 * 8] = sums[i / 4][i % 4];
     }
   }
 
   DEVICE void add_to_gradient(int stage) {
-    const uint32_t low_address = ptx::smem_address(low(stage)) +
-                                 (lane() % 8 + lane() / 16 * 8) * L::kRanks * 2 + lane() / 8 % 2 * 16;
+    const uint32_t from = rows_address(stage), low = ptx::smem_address(memory.low(stage)) +
+                                                     (lane() % 8 + lane() / 16 * 8) * kRanks * 2 + lane() / 8 % 2 * 16;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       uint32_t factors[4];
-      ptx::load_matrix_x4_transposed(factors, low_address + unit * 32);
+      ptx::load_matrix_x4_transposed(factors, low + unit * 32);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         uint32_t x[4];
-        ptx::load_matrix_x4_transposed(x, rows_address(stage, step));
+        ptx::load_matrix_x4_transposed(x, from + step * 32);
         ptx::warp_mma<T>(gradient[unit][2 * step], factors, x[0], x[2]);
         ptx::warp_mma<T>(gradient[unit][2 * step + 1], factors, x[1], x[3]);
       }
@@ -299,25 +322,25 @@ struct Pass {
   DEVICE void store_products(const RowTile& tile) const {
     const LowRankPass& c = p.call;
     const int rank = static_cast<int>(c.rank);
-    for (int i = threadIdx.x; i < kRows * L::kRanks; i += blockDim.x) {
-      const int row = i / L::kRanks, r = i % L::kRanks;
+    for (int i = threadIdx.x; i < kRows * kRanks; i += blockDim.x) {
+      const int row = i / kRanks, r = i % kRanks;
       if (row >= tile.rows || r >= rank) continue;
       float sum = 0.f;
 #pragma unroll 4
-      for (int w = 0; w < p.division.warps; ++w) sum += products(w)[row * L::kPitch + r];
+      for (int w = 0; w < p.division.warps; ++w) sum += memory.products(w)[row * Memory::kPitch + r];
       const int64_t at = (int64_t{tile.row} + row) * rank + r;
       if (p.division.slices == 1) static_cast<T*>(c.product)[at] = static_cast<T>(sum);
       else p.products[tile.slice * c.rows.tokens * rank + at] = sum;
     }
   }
 
-  // Through the stage that the tile came in, of which nobody reads this warp's rows any more.
+  // Through the room for this warp's products, which nobody reads any more.
   template <class Out>
-  DEVICE void store_gradient(const RowTile& tile, int stage) const {
+  DEVICE void store_gradient(const RowTile& tile) const {
     const LowRankPass& c = p.call;
     const int columns = static_cast<int>(c.rows.columns), rank = static_cast<int>(c.rank);
-    constexpr int kLine = 24, kShortLine = 12;  // of 16 ranks; of 8 columns: few lanes meet in a bank
-    auto* const scratch = reinterpret_cast<float*>(rows(stage));
+    constexpr int kLine = Memory::kLine, kShortLine = Memory::kShortLine;
+    float* const scratch = memory.products(warp());
     float* const put = scratch + (c.by_columns ? lane() % 4 * 2 * kLine + lane() / 4
                                                : lane() / 4 * kShortLine + lane() % 4 * 2);
     const int next_column = c.by_columns ? kLine : 1, next_rank = c.by_columns ? 8 : 8 * kShortLine;
@@ -343,7 +366,7 @@ struct Pass {
   DEVICE void store_part(bool has_start) const {
     const int width = p.division.slice_columns;
     float* const to = p.parts + (blockIdx.x * 2 + has_start) * p.division.part_numbers + lane() / 4 * width +
-                      warp() * L::kColumns + lane() % 4 * 2;
+                      warp() * kColumns + lane() % 4 * 2;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
@@ -353,63 +376,70 @@ struct Pass {
           *reinterpret_cast<float2*>(to + (unit * 16 + i * 4) * width + block * 8) = {gradient[unit][block][i],
                                                                                       gradient[unit][block][i + 1]};
   }
-  DEVICE void end_group(const RowTile& tile, int stage, const Schedule& schedule) const {
-    if (!schedule.has_whole(tile)) store_part(schedule.has_start(tile));
-    else if (p.call.gradient_type == DType::kFloat32) store_gradient<float>(tile, stage);
-    else store_gradient<T>(tile, stage);
+  DEVICE void end_group(const RowTile& tile, const Schedule& schedule) const {
+    if (!schedule.has_whole(tile)) return store_part(schedule.has_start(tile));
+    if constexpr (kProduct) __syncthreads();
+    if (p.call.gradient_type == DType::kFloat32) store_gradient<float>(tile);
+    else store_gradient<T>(tile);
   }
 };
 
 // Two tiles of rows are on their way while one is worked on; slots, whose rows are gathered, two tiles earlier; and what
-// a tile is, another one earlier.
+// a tile is, another one earlier. The first warp copies, the last looks ahead.
 template <class T, int kUnits, bool kProduct, bool kGradient>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) low_rank_kernel(const __grid_constant__ Params p) {
-  constexpr int kTiles = 8, kSlots = Layout16<kUnits>::kSlots;
+  constexpr int kTiles = 8, kSlots = BlockMemory<kUnits>::kSlots;
   extern __shared__ __align__(128) uint8_t dynamic[];
   __shared__ Schedule schedule;
   __shared__ RowTile tiles[kTiles];
   Pass<T, kUnits, kProduct, kGradient> pass(p, dynamic);
   if (threadIdx.x < 32) schedule.find(p);
+  if (threadIdx.x < kStages) barrier_init(pass.memory.barrier(threadIdx.x), 1);
+  if constexpr (kGradient) pass.clear_low();
+  barrier_init_fence(), ptx::async_proxy_fence();
+  __syncthreads();
+  if (threadIdx.x <= kSlots) tiles[threadIdx.x] = schedule[threadIdx.x];
   __syncthreads();
   const auto load_slots = [&](int i) {
     const RowTile& tile = tiles[i % kTiles];
     if (p.call.slot_of_row && threadIdx.x < tile.rows)
-      ptx::copy_async_pair(pass.slots(i) + threadIdx.x, p.call.slot_of_row + tile.row + threadIdx.x, 4);
-  };
-  const auto load = [&](int i) {
-    pass.load(tiles[i % kTiles], i % kStages, pass.slots(i));
+      ptx::copy_async_pair(pass.memory.slots(i) + threadIdx.x, p.call.slot_of_row + tile.row + threadIdx.x, 4);
     ptx::copy_async_commit();
   };
-  if (threadIdx.x <= kSlots) tiles[threadIdx.x] = schedule[threadIdx.x];
-  if constexpr (kGradient) pass.clear_low();
-  __syncthreads();
+  const auto load = [&](int i) { pass.load(tiles[i % kTiles], i % kStages, pass.memory.slots(i)); };
+  if (threadIdx.x < 32) {
 #pragma unroll 1
-  for (int i = 0; i < kSlots; ++i) load_slots(i);
-  ptx::copy_async_commit(), ptx::copy_async_wait<0>();
-  __syncthreads();
+    for (int i = 0; i < kSlots; ++i) load_slots(i);
+    ptx::copy_async_wait<0>();
 #pragma unroll 1
-  for (int i = 0; i < kStages - 1; ++i) load(i);
+    for (int i = 0; i < kStages - 1; ++i) load(i);
+  }
 #pragma unroll 1
   for (int i = 0; i < schedule.count(); ++i) {
-    ptx::copy_async_wait<kStages - 2>();
-    __syncthreads();
-    load_slots(i + kSlots);
-    load(i + kStages - 1);
-    if (threadIdx.x == 0) tiles[(i + kSlots + 1) % kTiles] = schedule[i + kSlots + 1];
     const RowTile& tile = tiles[i % kTiles];
     const int stage = i % kStages;
+    barrier_wait(pass.memory.barrier(stage), i / kStages % 2);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      load_slots(i + kSlots);
+      ptx::copy_async_wait<kSlots - 2>();
+      if (p.call.gathered) tma::wait_read<0>();
+      load(i + kStages - 1);
+      if (p.call.gathered) pass.store_gathered(tile, stage);
+    }
+    if (threadIdx.x == blockDim.x - 32) tiles[(i + kSlots + 1) % kTiles] = schedule[i + kSlots + 1];
+    pass.clear_rest(tile, stage);
     if (tile.begins) pass.begin_group(tile);
     if constexpr (kProduct) pass.multiply(stage);
-    if (p.call.gathered) pass.store_gathered(tile, stage);
     if constexpr (kGradient) pass.add_to_gradient(stage);
     if constexpr (kProduct) {
       __syncthreads();
       pass.store_products(tile);
     }
     if constexpr (kGradient)
-      if (tile.ends) pass.end_group(tile, stage, schedule);
+      if (tile.ends) pass.end_group(tile, schedule);
   }
-  ptx::copy_async_wait<0>();
+  if (threadIdx.x < 32) ptx::copy_async_wait<0>(), tma::wait_all();
 }
 
 // A thread has eight ranks of a column. What one block had whole is there already.
@@ -466,7 +496,7 @@ int64_t parts_bytes(const Division& d) { return 2 * d.blocks * d.part_numbers * 
 template <class T, int kUnits, bool kProduct, bool kGradient>
 void launch(const Params& p, cudaStream_t stream) {
   void (*const kernel)(Params) = low_rank_kernel<T, kUnits, kProduct, kGradient>;
-  const int shared = Layout16<kUnits>::bytes(p.division.warps);
+  const int shared = BlockMemory<kUnits>::bytes(p.division.warps);
   FUSIBLE_CUDA_CHECK(
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
       "shared memory of a pass over rows of low rank");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp has 16 columns of a group's product, a block 64. It reads their weights once for each 32 rows of the group: a
-// thread has pieces of two columns, and of the rows the same values of the depth.
+// thread has pieces of two columns, and of the rows the same values of the depth. Which values of the depth a lane of a
+// product holds does not matter, if those of both operands are the same.
 #include <cuda_runtime.h>
 
 #include "device/element.cuh"
@@ -49,8 +50,8 @@ DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format:
   Format::arrange(x);
 #pragma unroll
   for (int i = 0; i < Format::kValues / 2; i += 2) {
-    const uint32_t a[4] = {weights[0][i], weights[1][i], weights[0][i + 1], weights[1][i + 1]}, b[2] = {x[i], x[i + 1]};
-    ptx::multiply_m16n8k16(acc, a, b);
+    const uint32_t a[4] = {weights[0][i], weights[1][i], weights[0][i + 1], weights[1][i + 1]};
+    ptx::warp_mma<__nv_bfloat16>(acc, a, x[i], x[i + 1]);
   }
 }
 

@@ -109,7 +109,9 @@ class Step:
 
     def run(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> None:
         """Runs on the values so far, and adds its outputs to them."""
-        module, x, keywords = self.module, values[self.x], {name: values[slot] for name, slot in self.reads}
+        module, x, keywords = self.module, values[self.x], {}
+        for name, slot in self.reads:  # a comprehension would be a call more
+            keywords[name] = values[slot]
         if self.input_names is not None:
             if self.has_parametrized_inputs:
                 step = self.computed()

@@ -189,8 +189,14 @@ class Group:
     def moving(self) -> Iterator[Transport]:
         """The transport; for the body, in which rows move. A peer that fails it fails the group."""
         self.check()
-        try:
+        with self._failing():
             yield self._mover
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A peer that fails the body fails the group."""
+        try:
+            yield
         except PeerError as error:
             self._ended = error
             raise
@@ -215,7 +221,8 @@ class Group:
             _raise_again(self._ended)
         if synchronize:
             self._mover.finish()
-        self._mover.check()
+        with self._failing():
+            self._mover.check()
 
     def statistics(self) -> Statistics:
         """What it has done so far."""

@@ -62,7 +62,7 @@ class RaggedBackend(Candidate[RaggedGemm], Protocol):
 
 C = TypeVar("C", bound=Candidate[Any])
 K = TypeVar("K")
-FEW_ROWS = 32
+FEW_ROWS = 16
 """Of a group, on average, read packed weights as they lie: more would read them several times."""
 
 

@@ -56,7 +56,6 @@ def scaled_gemm_activation(
     power_of_two: bool,
     keep_preact: bool,
     dtype: torch.dtype,
-    fused: bool,
 ) -> ActivatedRows:
     """``preact = A W^T + bias_scale * bias``, zero in the tail, and the quantised rows of ``act(preact) * scales``.
 
@@ -64,18 +63,17 @@ def scaled_gemm_activation(
         a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
         weight: e4m3 [E, N, K].
         dtype: of the product, to which the activation is rounded before it is quantised.
-        fused: whether the activation may be the epilogue of the product.
     """
     out = new_activated_rows(a, weight, activation, keep_preact, dtype)
     preact = a.new_empty((0, weight.shape[1]), dtype=dtype) if out.preact is None else out.preact
     rows = QuantizedRows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
     problem = ScaledActivation(product, activation, scales, power_of_two, out.rows)
-    why = scaled_epilogue_refusal(problem) if fused else "is not asked for"
+    why = scaled_epilogue_refusal(problem)
     if why is None:
         _run(problem)
         return out
-    if a.is_cuda and fused:
+    if a.is_cuda:
         trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
     del out, preact, product, problem  # whose memory the results of these kernels may have
     terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}

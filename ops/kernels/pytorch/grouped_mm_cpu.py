@@ -6,8 +6,11 @@ are few enough to be still in the cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..problem import Activate, GroupedGemm, Layout
 from . import activation, few_rows, loop
@@ -93,10 +96,9 @@ def _ends(p: GroupedGemm) -> tuple[Tensor, int]:
 
 
 def product(p: GroupedGemm, ends: Tensor) -> Tensor:
-    """The product alone, given where each group ends; rows past the last may be anything."""
-    multiply, b = torch_grouped_mm(), p.b
-    assert multiply is not None
-    assert isinstance(b, Tensor)
+    """The product alone, not refused, given where each group ends; rows past the last may be anything."""
+    multiply = F.grouped_mm
+    b: Any = p.b
     _ = p.a.data_ptr(), b.data_ptr()  # raises for tensors of a transform, which have no memory to take
     if p.layout is Layout.TN:
         return multiply(p.a.mT, b, offs=ends)

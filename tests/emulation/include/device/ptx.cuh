@@ -44,12 +44,6 @@ DEVICE void copy_async(void* to, const void* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
   emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
 }
-DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
-  if (wanted) return copy_async(to, from);
-  (void)emulation::shared_pointer(smem_address(to), 16);
-  emulation::check(reinterpret_cast<uintptr_t>(to) % 16 == 0, "cp.async is not aligned to 16 bytes");
-  emulation::current->copies.open.push_back([=] { std::memset(to, 0, 16); });
-}
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   (void)emulation::shared_pointer(smem_address(to), 4);
   emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 4 == 0, "cp.async is not aligned to 4 bytes");
@@ -89,6 +83,10 @@ DEVICE float2 unpack(uint32_t bits) {
   return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
 }
 
+DEVICE uint32_t multiply_bf16x2(uint32_t x, uint32_t y) {
+  const float2 a = unpack<__nv_bfloat16>(x), b = unpack<__nv_bfloat16>(y);
+  return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
+}
 DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
   emulation::check(address % 16 == 0, "stmatrix is not aligned to 16 bytes");
   const uint64_t* addresses = emulation::exchange(address, "stmatrix");
