@@ -26,10 +26,9 @@ struct RowScaling : FastRowScaling {
   template <class K>
   class Factors {
    public:
-    DEVICE Factors(const typename K::Params&, const WorkTile&, bool) {}
+    explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage&, int, int, int, int) {}
     DEVICE void begin_unit(int) {}
-    DEVICE void advance(bool) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
 #pragma unroll
