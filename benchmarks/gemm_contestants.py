@@ -145,7 +145,7 @@ def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
     weight = transposed_operand(recipe, of_weight.backward) if back else of_weight.forward
     assert rows is not None
     assert isinstance(out, Tensor)
-    return lambda: product(rows, weight, p.split_sizes, out.dtype, out=out)
+    return lambda: product(recipe, rows, weight, p.split_sizes, out.dtype, out=out)
 
 
 def _wgrad_under(p: GroupedGemm, recipe: Recipe) -> Function:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -99,13 +100,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_plot_argument(parser)
     args = parser.parse_args(argv)
     by_recipes = args.recipes is not None
+    began = time.perf_counter()
     by_name = recipe_losses(args.device, args.steps, args.recipes) if by_recipes else losses(args.device, args.steps)
+    took = f"{len(by_name)} runs in {time.perf_counter() - began:.0f} s"
     far_from = "16 bits" if by_recipes else "the fallback"
     heading = ("loss, nats a byte", "first step", f"mean of the last {SMOOTHED}", f"apart from {far_from}, at most")
     rows = []
     for (name, values), far in zip(by_name.items(), apart(by_name).values(), strict=True):
         rows.append((name, f"{values[0]:.4f}", f"{smoothed(values)[-1]:.4f}", f"{far:.4f}"))
-    Report(args.out).add(markdown(heading, rows), [{"losses": by_name}])
+    Report(args.out).add(f"{markdown(heading, rows)}\n\n{took}", [{"losses": by_name}])
     if args.plot:
         curves(args.plot, by_name, f"the demo's model, {args.steps} steps, {args.device}", "step", "loss, nats a byte")
 

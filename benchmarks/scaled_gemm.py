@@ -1,11 +1,12 @@
-"""Products of e4m3 operands with scales of blocks of 128, against bfloat16 and torch's own fp8.
+"""Products of e4m3 operands with scales of blocks of 128 or of whole rows, against bfloat16 and others' fp8.
 
     python -m fusible.benchmarks.scaled_gemm                      the first linear of five models, and its gradient
-    python -m fusible.benchmarks.scaled_gemm --tiles --rounds 7   every tile
+    python -m fusible.benchmarks.scaled_gemm --tiles 0 1 --rounds 7   some tiles
 
-Random normals are quantised; the rows are spread unevenly. ``dense`` is one product of as many operations by
-``torch._scaled_mm`` with one scale for each operand: ``fast`` leaves all sums to the tensor cores, ``two-level`` does
-not. ``grouped`` is ``torch._scaled_grouped_mm``, whose scales are those of rows.
+Random normals are quantised; the rows are spread unevenly. ``rows`` are our products of operands that have one scale
+for each row. ``dense`` is one product of as many operations by ``torch._scaled_mm`` with one scale for each operand:
+``fast`` leaves all sums to the tensor cores, ``two-level`` does not. ``grouped`` is ``torch._scaled_grouped_mm`` of the
+operands of ``rows``. ``deepgemm`` has scales of blocks, and rows that are padded: groups start at multiples of 128.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fusible.ops.kernels.quantized_problem import (
 from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows
 
 from .arguments import positive
+from .peers import deepgemm
 from .problem import PRESETS, InaccurateError, split_sizes
 from .timing import interleaved, markdown
 
@@ -110,6 +112,12 @@ def _quantized_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return data[:n, :k].contiguous(), scales
 
 
+def whole_rows(o: GemmOperands, out: Tensor) -> ScaledGemm:
+    """The product of operands that have one scale for each row."""
+    weights, scales = zip(*map(quantized, o.weight), strict=True)
+    return ScaledGemm(QuantizedRows(*quantized(o.x)), torch.stack(weights), torch.stack(scales), 1, o.sizes, out)
+
+
 def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
     rows, features = x.shape
     count = rows // BLOCK + len(sizes)
@@ -135,13 +143,16 @@ def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
     functions: dict[str, Function] = {} if tiles else {"ours": lambda: _ran(problem)}
     for tile in tiles:
         functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
+    rowwise = whole_rows(o, out)
+    fast = replace(rowwise, fast_accumulation=True)
+    functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
         gemm.launch(Layout.NT, o.x, o.weight, by_bfloat16, o.sizes)
         return by_bfloat16
 
-    return functions | {"bf16": bf16} | _torch_forward(problem)
+    return functions | {"bf16": bf16} | _torch_forward(rowwise) | _deepgemm_forward(problem)
 
 
 def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
@@ -154,9 +165,8 @@ def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
 
 
 def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
-    """torch's own, of those that run here. They compute something else: their scales are others."""
+    """torch's own, of those that run here."""
     one = torch.ones((), device="cuda")
-    of_rows, of_columns = torch.ones(p.rows, device="cuda"), torch.ones(p.weight.shape[:2], device="cuda")
     ends = p.split_sizes.cumsum(0).to(torch.int32)
 
     def dense(fast: bool) -> Tensor:
@@ -166,7 +176,10 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
 
     def grouped(fast: bool) -> Tensor:
         return torch._scaled_grouped_mm(
-            p.a.data, p.weight.mT, of_rows, of_columns, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+            *(p.a.data, p.weight.mT, p.a.scales, p.weight_scales),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast,
         )
 
     named = {"dense fast": (dense, True), "dense two-level": (dense, False)}
@@ -176,6 +189,16 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
         for name, (function, fast) in named.items()
     }
     return {name: function for name, function in functions.items() if _runs(name, function)}
+
+
+def _deepgemm_forward(p: ScaledGemm) -> dict[str, Function]:
+    """DeepGEMM's, where it is installed and runs; its result has rows of padding."""
+    why = deepgemm.PEER.refusal(p.out.device, torch.bfloat16)
+    if why is not None:
+        print(f"deepgemm is left out: {why}")
+        return {}
+    function = deepgemm.float8_product(p)
+    return {"deepgemm": function} if _runs("deepgemm", function) else {}
 
 
 def _runs(name: str, function: Function) -> bool:
@@ -248,7 +271,7 @@ def check(functions: dict[str, Function]) -> dict[str, float]:
     """
     want, errors = functions["bf16"]().clone(), {}
     for name in functions:
-        if name == "ours" or name.startswith("tile"):
+        if name.startswith(("ours", "tile", "rows")):
             got = functions[name]()
             total = sum(float((g.float() - w.float()).square().sum()) for g, w in _chunks(got, want))
             errors[name] = (total / sum(float(w.float().square().sum()) for _, w in _chunks(want, want))) ** 0.5

@@ -136,6 +136,7 @@ PYBIND11_MODULE(_C, module) {
              "tokens"_a, "m"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "The configuration that grouped_gemm chooses, in words.");
   def<fusible::ScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights with scales of blocks.");
+  def<fusible::RowScaledGemmLaunch>(module, "One grouped GEMM (NT) of e4m3 rows and weights whose rows have scales.");
   def<fusible::ScaledActivationLaunch>(
       module,
       "scaled_gemm whose epilogue is an activation times row scales, in e4m3; `out` 0: the product is not kept.");
@@ -203,6 +204,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  def<fusible::PackedGemmLaunch>(
+      module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);

@@ -28,6 +28,7 @@ from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
 from .quantized.copies import Columns, TransposedWeight, WeightOperand
+from .quantized.packed import PackedWeight
 from .quantized.recipe import NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
@@ -248,18 +249,18 @@ class GroupedLinear(WeightGrads):
             rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
         assert rows.rows is not None
-        y = product(rows.rows, weight, split_sizes, rows.dtype, **factors)
+        y = product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
     def _weight_operands(
         self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand, WeightOperand | TransposedWeight | Copy | None]:
+    ) -> tuple[WeightOperand | PackedWeight, WeightOperand | TransposedWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
-            return operands.of_rowwise(recipe, copy), copy if back else None
+            return operands.of_staying(recipe, copy), copy if back else None
         matrices = self.matrices("weight")
         if delayed_scales.is_delayed(recipe):
             weight = kernels.problem.stacked(matrices)
@@ -389,7 +390,7 @@ def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Ten
         assert dy.rows is not None
         assert saved.recipe is not None
         weight = quantized.transposed_operand(saved.recipe, saved.weight)
-        return quantized.product(dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
+        return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
     dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
     assert isinstance(dx, Tensor)
     return dx

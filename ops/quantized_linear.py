@@ -21,6 +21,7 @@ from ..fuser.replay import capture
 from . import kernels
 from .activation_spec import ActivationSpec
 from .kernels import Layout, Matrices
+from .kernels.packed import packed_gemm
 from .kernels.problem import nbytes, stacked
 from .kernels.quantized import (
     quantize_activation,
@@ -35,7 +36,8 @@ from .quantized import operands
 from .quantized.copies import Columns, ColumnValues, QuantizedRows, Rows, RowValues, TransposedWeight, WeightOperand
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
-from .quantized.recipe import Float8Block, Float8Tensor, NoRecipe, Recipe
+from .quantized.packed import PackedWeight
+from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
 
@@ -97,8 +99,6 @@ def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
         return None
     why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
     if why is None:
-        if getattr(recipe, "fast_accumulation", False):
-            trace.note("fast_accumulation has no kernel: sums are promoted every 128 values")
         followed: Recipe = recipe
         return followed
     if active_config().strict:
@@ -192,18 +192,28 @@ def is_power_of_two(recipe: Float8Block) -> bool:
     return recipe.scales == "power_of_two"
 
 
-def product(rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any) -> Tensor:
+def product(
+    recipe: Recipe,
+    rows: Rows,
+    weight: WeightOperand | PackedWeight,
+    split_sizes: Tensor,
+    dtype: torch.dtype,
+    **options: Any,
+) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
     if isinstance(rows, RowValues):
         options["alpha"] = _factors(rows.amax, weight.amax)
+        if isinstance(weight, PackedWeight):
+            return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.format, **options)
         y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
         assert isinstance(y, Tensor)
         return y
+    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
-    if weight.column_scale is not None:
-        options["column_scale"] = weight.column_scale
+    if isinstance(recipe, Float8Row | Float8Tensor):
+        options["fast_accumulation"] = recipe.fast_accumulation
     return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
 
 
@@ -261,31 +271,32 @@ def quantized_hidden(
 
 
 def activating(
-    recipe: Recipe, activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
+    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
     """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation."""
-    options = {"recipe": recipe, "activation": activation, "scales": scales, "keep_preact": keep_preact}
+    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact}
     return partial(_activated_product, **options)  # type: ignore[arg-type]
 
 
 def _activated_product(
+    recipe: Recipe,
     rows: Rows,
-    weight: WeightOperand,
+    weight: WeightOperand | PackedWeight,
     split_sizes: Tensor,
     dtype: torch.dtype,
     *,
-    recipe: Recipe,
     activation: ActivationSpec,
     scales: Tensor | None,
     keep_preact: bool,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
     if not isinstance(recipe, Float8Block):
-        preact = product(rows, weight, split_sizes, dtype, **terms)
+        preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
         hidden = quantized_hidden(recipe, preact, split_sizes, activation, scales, True)
         assert isinstance(hidden, TokenCopies)
         return preact if keep_preact else None, hidden
     assert isinstance(rows, QuantizedRows)
+    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
     out = scaled_gemm_activation(
         rows.data,
@@ -345,7 +356,7 @@ def through_activation(
 ) -> ThroughActivation:
     """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
     assert dy.rows is not None
-    dpostact = product(dy.rows, weight, split_sizes, dy.dtype)
+    dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
     if wanted.values or not has_kernels(recipe, True) or not wgrad_is_quantized(recipe):
         return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
     assert isinstance(recipe, Float8Block)

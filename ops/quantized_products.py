@@ -22,7 +22,7 @@ def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor
     sizes = _sizes(x, weight)
     options = {"halves": weight.halves} if _has_blocks_of_rows(weight) else {}
     operand = operands.of_rowwise(weight.recipe, _present(weight, "rowwise"), weight.halves)
-    return product(_rows(x, sizes), operand, sizes, x.dtype, **options)
+    return product(x.recipe, _rows(x, sizes), operand, sizes, x.dtype, **options)
 
 
 def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
@@ -42,7 +42,7 @@ def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Te
         operand = operands.turned(weight.recipe, _present(weight, "rowwise"), weight.halves)
     else:
         operand = operands.of_columnwise(weight.recipe, _present(weight, "columnwise"))
-    return product(_rows(dy, sizes), operand, sizes, dy.dtype)
+    return product(dy.recipe, _rows(dy, sizes), operand, sizes, dy.dtype)
 
 
 def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -408,12 +408,13 @@ def test_delayed_scales_need_a_linear_that_keeps_them():
     assert any("keeps the scales of steps before only for" in note for note in notes)
 
 
-def test_fast_accumulation_changes_nothing_and_says_so():
-    op, sizes = linear(fusible.Float8Tensor(fast_accumulation=True)), torch.tensor(SIZES)
-    notes = fusible.explain(op, tensor(T, K), split_sizes=sizes).steps[0].notes
+@pytest.mark.parametrize("recipe", [fusible.Float8Tensor, fusible.Float8Row])
+def test_fast_accumulation_is_asked_for_and_changes_nothing_on_a_cpu(recipe):
+    op, sizes = linear(recipe(fast_accumulation=True)), torch.tensor(SIZES)
 
-    assert any("fast_accumulation has no kernel" in note for note in notes)
-    assert_equal(run(op), run(linear(fusible.Float8Tensor())))
+    assert "fast accumulation" in str(fusible.explain(op, tensor(T, K), split_sizes=sizes))
+    assert "fast accumulation" not in str(fusible.explain(linear(recipe()), tensor(T, K), split_sizes=sizes))
+    assert_equal(run(op), run(linear(recipe())))
 
 
 # ---- what has no blocks
@@ -503,9 +504,7 @@ def test_products_in_16_bits_are_those_of_the_bytes(name):
     }
 
     def rows(out):
-        problem = ScaledGemm(dy.rows, weight.data, weight.scales, 1, sizes, out, **factors)
-        problem.column_scale = weight.column_scale
-        return problem
+        return ScaledGemm(dy.rows, weight.data, weight.scales, 1, sizes, out, **factors)
 
     for make in (rows, lambda out: ScaledWgrad(dy.columns, x.columns, sizes, T, out, True)):
         shape = (T, N) if make is rows else (E, K, N)

@@ -67,12 +67,29 @@ def test_blocks_that_restart_at_the_second_half(dtype: torch.dtype) -> None:
     check(halves=2, n=512, out_dtype=dtype)
 
 
-def test_sums_of_equal_signs_keep_their_bits() -> None:
-    scaled.check_same_sign("cpu")
+@pytest.mark.parametrize("fast", [False, True])
+def test_whole_rows_with_one_scale(fast: bool) -> None:
+    check(whole_rows=True, fast=fast)
+    check((300, 0, 129), k=144, n=520, tail=0, whole_rows=True, fast=fast)
+    check((300, 0, 129), k=16, n=8, tail=1, whole_rows=True, fast=fast)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fast", [False, True])
+def test_results_of_whole_rows(dtype: torch.dtype, fast: bool) -> None:
+    check(out_dtype=dtype, bias=torch.bfloat16, factors=True, whole_rows=True, fast=fast)
+    check((300, 1, 129), out_dtype=dtype, n=520, k=128, index=torch.int64, whole_rows=True, one_scale=True, fast=fast)
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_sums_of_equal_signs_keep_their_bits(whole_rows: bool) -> None:
+    scaled.check_same_sign("cpu", whole_rows=whole_rows)
 
 
 def test_rows_of_other_groups_do_not_matter() -> None:
     scaled.check_poisoned_rows("cpu")
+    scaled.check_poisoned_rows("cpu", whole_rows=True)
+    scaled.check_poisoned_rows("cpu", whole_rows=True, fast=True)
     scaled.check_groups_alone("cpu")
 
 
@@ -101,13 +118,15 @@ def test_blocks_of_other_groups_do_not_matter() -> None:
 def test_no_rows() -> None:
     problem, _, _ = scaled.make_gemm("cpu", Case((0, 0), tail=0))
     hopper.launch_gemm(problem)
+    hopper.launch_gemm(scaled.make_gemm("cpu", Case((0, 0), tail=0, whole_rows=True))[0])
     wgrad, _, _ = scaled.make_wgrad("cpu", WgradCase((0, 0), tail=0))
     hopper.launch_wgrad(wgrad)
     assert not wgrad.out.any()  # type: ignore[union-attr]
 
 
-def test_new_results_have_zeros_in_their_tails() -> None:
-    problem, _, _ = scaled.make_gemm("cpu", Case((70, 3), tail=9))
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_new_results_have_zeros_in_their_tails(whole_rows: bool) -> None:
+    problem, _, _ = scaled.make_gemm("cpu", Case((70, 3), tail=9, whole_rows=whole_rows))
     problem.fresh = True
     hopper.launch_gemm(problem)
     assert not problem.out[73:].any()
@@ -149,6 +168,11 @@ def test_operands_that_are_refused() -> None:
     assert "scales of weights of shape" in (hopper.refusal(replace(problem, weight_scales=torch.ones(1, 1, 1))) or "")
     assert "float8_e4m3fn operands" in (hopper.refusal(replace(problem, weight=problem.weight.float())) or "")
     assert "aligned to 16 bytes" in (hopper.refusal(replace(problem, out=problem.out[:, 1:])) or "")
+    whole, _, _ = scaled.make_gemm("cpu", Case((30,), whole_rows=True))
+    assert hopper.refusal(whole) is None
+    assert "scales of rows of shape" in (hopper.refusal(replace(whole, a=whole.a._replace(scales=torch.ones(3)))) or "")
+    blocks = replace(whole, weight_scales=problem.weight_scales)
+    assert "scales of weights of shape" in (hopper.refusal(blocks) or "")
     wgrad, _, _ = scaled.make_wgrad("cpu", WgradCase((30,)))
     assert hopper.refusal(wgrad) is None
     assert "accumulates in float32" in (hopper.refusal(replace(wgrad, accumulate=True)) or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -52,6 +53,24 @@ def test_results(dtype: torch.dtype, factors: bool) -> None:
     check_gemm("cuda", Case(RAGGED, k=400, n=720, out_dtype=dtype, factors=factors, transposed_scales=True))
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_whole_rows_with_one_scale(fast: bool) -> None:
+    for k, n in [(16, 8), (128, 128), (144, 136), (272, 264), (528, 392), (2064, 1536), (2880, 200)]:
+        check_gemm("cuda", Case(RAGGED, k=k, n=n, whole_rows=True, fast=fast and k < 500))
+    for size in (1, 2, 64, 65, 127, 128, 129, 193, 257, 1000):
+        check_gemm("cuda", Case((size,), n=520, tail=size % 3, whole_rows=True, fast=fast))
+
+
+@pytest.mark.parametrize(("dtype", "factors"), list(product(DTYPES, [False, True])), ids=str)
+def test_results_of_whole_rows(dtype: torch.dtype, factors: bool) -> None:
+    bias = torch.bfloat16 if factors else None
+    case = Case(RAGGED, k=1040, n=1544, out_dtype=dtype, bias=bias, factors=factors, whole_rows=True)
+    check_gemm("cuda", case)
+    check_gemm("cuda", replace(case, k=272, one_scale=True, fast=True))
+    check_gemm("cuda", replace(case, sizes=(1,) * 70, k=144, n=136, tail=0))
+    check_gemm("cuda", replace(case, sizes=tuple(i * 37 % 131 for i in range(512)), k=144, n=136))
+
+
 @pytest.mark.parametrize("variant", TILES)
 def test_weight_gradients(variant: int) -> None:
     for m, n in [(8, 8), (72, 136), (264, 200), (768, 2048), (2880, 520)]:
@@ -81,14 +100,20 @@ def test_neighbours_do_not_matter(variant: int) -> None:
     scaled.check_groups_alone("cuda")
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_neighbours_do_not_matter_to_whole_rows(fast: bool) -> None:
+    scaled.check_poisoned_rows("cuda", whole_rows=True, fast=fast)
+
+
 @pytest.mark.parametrize("variant", TILES)
 def test_other_groups_do_not_matter_to_weight_gradients(variant: int) -> None:
     scaled.check_poisoned_group("cuda", variant)
 
 
+@pytest.mark.parametrize("whole_rows", [False, True])
 @pytest.mark.parametrize("variant", [-1, 0])
-def test_sums_of_equal_signs_keep_their_bits(variant: int) -> None:
-    scaled.check_same_sign("cuda", variant)
+def test_sums_of_equal_signs_keep_their_bits(variant: int, whole_rows: bool) -> None:
+    scaled.check_same_sign("cuda", variant, whole_rows)
 
 
 def test_accumulators_keep_13_fraction_bits() -> None:

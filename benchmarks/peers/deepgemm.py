@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fusible.ops.kernels.quantized_problem import ScaledGemm
 
 from ..contestant import Contestant, leaf, swiglu
 from ..problem import Problem
@@ -109,6 +112,22 @@ def contestant(problem: Problem) -> Contestant:
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
     rows = SortedRows(x, scales, problem.split_sizes)
     return Contestant(partial(experts, rows, w1, w2, padding), (x, scales, w1, w2), problem.dy)
+
+
+def float8_product(p: ScaledGemm) -> Callable[[], Tensor]:
+    """The product of e4m3 rows and weights with scales of blocks, and how its rows are padded is known beforehand."""
+    library = _library()
+    padding = padding_of(p.split_sizes, library.get_mk_alignment_for_contiguous_layout())
+    data = _padded(p.a.data.view(torch.uint8), padding).view(p.a.data.dtype)
+    scales = _padded(p.a.scales[:, : p.rows].mT.contiguous(), padding)
+    rows = data, library.get_mn_major_tma_aligned_tensor(scales)
+    y = p.out.new_empty(len(data), p.out.shape[1])
+
+    def run() -> Tensor:
+        library.m_grouped_fp8_gemm_nt_contiguous(rows, (p.weight, p.weight_scales), y, padding.group_of_padded_row)
+        return y
+
+    return run
 
 
 PEER = Peer(

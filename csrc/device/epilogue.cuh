@@ -15,9 +15,14 @@ namespace fusible {
 
 constexpr int kSubtileBytes = 64 * 128, kConsumers = 2;
 
-// The bias and scales that one tile needs, in shared memory.
-template <int kTileM, int kTileN>
-struct EpilogueStage {
+struct NoColumnScales {};
+template <int kTileN>
+struct ColumnScales {
+  float column_scale[kTileN];  // of the product
+};
+// The bias and scales that one tile needs, in shared memory; those of columns where the operands' rows have scales.
+template <int kTileM, int kTileN, bool kScalesColumns>
+struct EpilogueStage : std::conditional_t<kScalesColumns, ColumnScales<kTileN>, NoColumnScales> {
   float bias[kTileN];
   float scale[kTileM], bias_scale[kTileM];  // of the product and of the bias, for each row
 };
@@ -79,18 +84,24 @@ DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int 
   }
 }
 
-// acc = scale * acc + bias_scale * bias, for the 64 rows of the tile that begin at `first`.
-template <int kTileM, int kTileN>
-DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTileN / 2], int first, int warp, int lane) {
+// acc = scale * column_scale * acc + bias_scale * bias, for the 64 rows of the tile that begin at `first`, and for
+// kColumns of its columns: part number `part`.
+template <int kColumns, int kTileM, int kTileN, bool kScalesColumns>
+DEVICE void apply(const EpilogueStage<kTileM, kTileN, kScalesColumns>& stage, float (&acc)[kTileN / 2], int part,
+                  int first, int warp, int lane) {
   const int row = first + warp * 16 + lane / 4;
   const float scale[2] = {stage.scale[row], stage.scale[row + 8]},
               of_bias[2] = {stage.bias_scale[row], stage.bias_scale[row + 8]};
 #pragma unroll
-  for (int vector = 0; vector < kTileN / 8; ++vector) {
+  for (int vector = part * (kColumns / 8); vector < (part + 1) * (kColumns / 8); ++vector) {
     const float2 bias = *reinterpret_cast<const float2*>(&stage.bias[vector * 8 + lane % 4 * 2]);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       float* x = acc + vector * 4 + lower * 2;
+      if constexpr (kScalesColumns) {
+        const float2 of_column = *reinterpret_cast<const float2*>(&stage.column_scale[vector * 8 + lane % 4 * 2]);
+        x[0] *= of_column.x, x[1] *= of_column.y;
+      }
       x[0] = fmaf(x[0], scale[lower], bias.x * of_bias[lower]);
       x[1] = fmaf(x[1], scale[lower], bias.y * of_bias[lower]);
     }
@@ -98,8 +109,9 @@ DEVICE void apply(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTile
 }
 
 // Fills a stage for one tile; by one warp.
-template <int kTileM, int kTileN>
-DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& source, const WorkTile& tile, int lane) {
+template <int kTileM, int kTileN, bool kScalesColumns>
+DEVICE void fill(EpilogueStage<kTileM, kTileN, kScalesColumns>& stage, const EpilogueParams& source,
+                 const WorkTile& tile, int lane) {
   for (int i = lane; i < kTileN; i += 32) {
     int column = tile.column * kTileN + i;
     bool exists = column < source.columns;
@@ -115,6 +127,10 @@ DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& sou
       bias = read_number(biases, source.bias_type, at);
     }
     stage.bias[i] = bias;
+    if constexpr (kScalesColumns) {
+      const OperandScales& scales = source.operands;
+      stage.column_scale[i] = exists ? scales.of_b[tile.group * scales.b_group + column * scales.b_row] : 0.f;
+    }
   }
   const float alpha = source.alphas ? source.alphas[tile.group] : source.alpha;
   for (int i = lane; i < kTileM; i += 32) {
@@ -122,6 +138,8 @@ DEVICE void fill(EpilogueStage<kTileM, kTileN>& stage, const EpilogueParams& sou
     const int token = tile.tokens_start + tile.row + i;
     const float scale = exists && source.row_scale ? source.row_scale[token] : 1.f;
     stage.scale[i] = scale * alpha;
+    if constexpr (kScalesColumns)
+      if (exists) stage.scale[i] *= source.operands.of_a[token];
     stage.bias_scale[i] = exists && source.bias_scale ? scale * source.bias_scale[token] : scale;
   }
 }

@@ -26,12 +26,11 @@ DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float
                       int warp, int lane, PipelineState<K::Layout::kSlots>& slot, uint32_t phase) {
   using Layout = typename K::Layout;
   using Out = typename K::Out;
-  if constexpr (K::kScaleBias) {
-    barrier_wait(&s.epilogue.full, phase);
-    apply(s.epilogue.stage, acc, (consumer + kBlock * kConsumers) * 64, warp, lane);
-  }
+  if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, phase);
 #pragma unroll
   for (int part = 0; part < Layout::kParts; ++part) {
+    if constexpr (K::kScaleBias)
+      apply<K::kTileN / Layout::kParts>(s.epilogue.stage, acc, part, (consumer + kBlock * kConsumers) * 64, warp, lane);
     uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
     bool fetches = false;
     if constexpr (K::kFetchesOld) fetches = p.accumulate;

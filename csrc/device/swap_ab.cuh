@@ -68,7 +68,7 @@ DEVICE void multiply_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s,
 
 // acc = scale * acc + bias_scale * bias, for a block of 64 weights and all tokens.
 template <int kTileM, int kTileN>
-DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN>& stage, float (&acc)[kTileM / 2], int first_weight,
+DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN, false>& stage, float (&acc)[kTileM / 2], int first_weight,
                           int warp, int lane) {
   const int weight = first_weight + warp * 16 + lane / 4;
   const float bias[2] = {stage.bias[weight], stage.bias[weight + 8]};

@@ -65,6 +65,30 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
   WGMMA(192, type, REGISTERS96, "%96", "%97", "%98", "%99", "%100", ACC32(0), ACC32(32), ACC32(64))
 #define WGMMA_256(type) \
   WGMMA(256, type, REGISTERS128, "%128", "%129", "%130", "%131", "%132", ACC32(0), ACC32(32), ACC32(64), ACC32(96))
+#define WGMMA_E4M3(n, registers, a_, b_, accumulate_, ...)                                              \
+  if constexpr (kSize == n / 2)                                                                         \
+  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_                      \
+               ", 0;\n"                                                                                 \
+               " wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, " a_ ", " b_ \
+               ", accumulate, 1, 1;\n}"                                                                 \
+               : __VA_ARGS__                                                                            \
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
+// Of e4m3; both operands are K-major.
+template <int kSize>
+DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kSize % 8 == 0 && (kSize <= 64 || kSize == 128), "products are 16 to 128 columns wide, by 16, or 256");
+  WGMMA_E4M3(16, REGISTERS8, "%8", "%9", "%10", ACC8(0));
+  WGMMA_E4M3(32, REGISTERS16, "%16", "%17", "%18", ACC8(0), ACC8(8));
+  WGMMA_E4M3(48, REGISTERS24, "%24", "%25", "%26", ACC8(0), ACC8(8), ACC8(16));
+  WGMMA_E4M3(64, REGISTERS32, "%32", "%33", "%34", ACC32(0));
+  WGMMA_E4M3(80, REGISTERS40, "%40", "%41", "%42", ACC32(0), ACC8(32));
+  WGMMA_E4M3(96, REGISTERS48, "%48", "%49", "%50", ACC32(0), ACC8(32), ACC8(40));
+  WGMMA_E4M3(112, REGISTERS56, "%56", "%57", "%58", ACC32(0), ACC8(32), ACC8(40), ACC8(48));
+  WGMMA_E4M3(128, REGISTERS64, "%64", "%65", "%66", ACC32(0), ACC32(32));
+  WGMMA_E4M3(256, REGISTERS128, "%128", "%129", "%130", ACC32(0), ACC32(32), ACC32(64), ACC32(96));
+}
+#undef WGMMA_E4M3
+
 #define WGMMA_OF_SIZE(n)                    \
   if constexpr (kSize == n / 2) {           \
     if constexpr (kBf16) WGMMA_##n("bf16"); \
@@ -92,28 +116,11 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   WGMMA_OF_SIZE(192)
   WGMMA_OF_SIZE(256)
 }
-#define WGMMA_E4M3(n, registers, a_, b_, accumulate_, ...)                                              \
-  if constexpr (kSize == n / 2)                                                                         \
-  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_                      \
-               ", 0;\n"                                                                                 \
-               " wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" registers "}, " a_ ", " b_ \
-               ", accumulate, 1, 1;\n}"                                                                 \
-               : __VA_ARGS__                                                                            \
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
-// Of e4m3, up to 128 columns; both operands are K-major.
-template <int kSize>
-DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kSize % 8 == 0 && kSize <= 64, "products are 16 to 128 columns wide, by 16");
-  WGMMA_E4M3(16, REGISTERS8, "%8", "%9", "%10", ACC8(0));
-  WGMMA_E4M3(32, REGISTERS16, "%16", "%17", "%18", ACC8(0), ACC8(8));
-  WGMMA_E4M3(48, REGISTERS24, "%24", "%25", "%26", ACC8(0), ACC8(8), ACC8(16));
-  WGMMA_E4M3(64, REGISTERS32, "%32", "%33", "%34", ACC32(0));
-  WGMMA_E4M3(80, REGISTERS40, "%40", "%41", "%42", ACC32(0), ACC8(32));
-  WGMMA_E4M3(96, REGISTERS48, "%48", "%49", "%50", ACC32(0), ACC8(32), ACC8(40));
-  WGMMA_E4M3(112, REGISTERS56, "%56", "%57", "%58", ACC32(0), ACC8(32), ACC8(40), ACC8(48));
-  WGMMA_E4M3(128, REGISTERS64, "%64", "%65", "%66", ACC32(0), ACC32(32));
+template <class T, int kTransposeA, int kTransposeB, int kSize>
+  requires(sizeof(T) == 1)
+DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  wgmma_e4m3(d, a, b, accumulate);
 }
-#undef WGMMA_E4M3
 #undef WGMMA_OF_SIZE
 #undef WGMMA_256
 #undef WGMMA_192

@@ -97,6 +97,10 @@ GemmConfig choose_scaled_config(const GemmProblem& p, int multiprocessors, int v
   return complete(p, multiprocessors, may_halve, variant, variants);
 }
 
+GemmConfig row_scaled_config(const GemmProblem& p, int multiprocessors) {
+  return complete(p, multiprocessors, false, 0, &kRowScaledVariant);
+}
+
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {
   constexpr const char* kLayouts[] = {"NT", "NN", "TN"};
   out << "grouped GEMM " << kLayouts[static_cast<int>(p.layout)] << " " << name(p.operand) << " -> " << name(p.output)

@@ -123,6 +123,23 @@ struct ScaledLaunch : OnStream {
     visit_sizes(v, gemm.sizes), v.field("output", p.output), v.field("out", gemm.out.data);
     v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
   }
+  // Of products of rows.
+  template <class Visitor>
+  void visit_row_operands(Visitor& v) {
+    visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
+    v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
+  }
+  template <class Visitor>
+  void visit_bias(Visitor& v) {
+    EpilogueArguments& e = gemm.epilogue;
+    v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
+    v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
+  }
+  template <class Visitor>
+  void visit_factors(Visitor& v) {
+    EpilogueArguments& e = gemm.epilogue;
+    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
+  }
   void complete(Layout layout) {
     GemmProblem& p = gemm.problem;
     p.layout = layout, p.operand = gemm.a.type = gemm.b.type = DType::kE4M3, gemm.out.type = p.output;
@@ -140,16 +157,9 @@ struct ScaledRowsLaunch : ScaledLaunch {
 
   template <class Visitor>
   void visit_rows(Visitor& v) {
-    visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
-    v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
+    visit_row_operands(v);
     v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
     v.field("b_scales_column", b_scales_column), v.field("halves", halves);
-  }
-  template <class Visitor>
-  void visit_bias(Visitor& v) {
-    EpilogueArguments& e = gemm.epilogue;
-    v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
-    v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
@@ -166,9 +176,7 @@ struct ScaledGemmLaunch : ScaledRowsLaunch {
 
   template <class Visitor>
   void fields(Visitor& v) {
-    EpilogueArguments& e = gemm.epilogue;
-    visit_rows(v), v.optional(), visit_bias(v);
-    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
+    visit_rows(v), v.optional(), visit_bias(v), visit_factors(v);
   }
   void run() const { scaled_gemm(product(), device, stream); }
 };
@@ -189,6 +197,24 @@ struct ScaledActivationLaunch : ScaledRowsLaunch {
     visit_bias(v), visit_scales(v, scales), v.field("zero_tail", gemm.zero_tail);
   }
   void run() const { scaled_activation({product(), activation, scales, power_of_two, rows}, device, stream); }
+};
+
+struct RowScaledGemmLaunch : ScaledLaunch {
+  static constexpr const char* kName = "row_scaled_gemm";
+  int64_t b_scales_group = 0, b_scales_row = 0;
+  bool fast = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_row_operands(v), v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
+    v.field("fast", fast);
+    v.optional(), visit_bias(v), visit_factors(v);
+  }
+  void complete() {
+    ScaledLaunch::complete(Layout::kNT);
+    gemm.problem.scale_bias = true;
+  }
+  void run() const { row_scaled_gemm({gemm, a_scales, b_scales, b_scales_group, b_scales_row, fast}, device, stream); }
 };
 
 struct ScaledWgradLaunch : ScaledLaunch {

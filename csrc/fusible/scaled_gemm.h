@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Grouped GEMMs of e4m3 operands with scales of blocks of 128 values. All scales decode: a value is its byte times its
-// scale. Products of a block are summed by the tensor cores, blocks in fp32.
+// Grouped GEMMs of e4m3 operands with scales of blocks of 128 values, or of whole rows. All scales decode: a value is
+// its byte times its scale. Products of a block are summed by the tensor cores, blocks in fp32.
 #pragma once
 #include "fusible/grouped_gemm.h"
 #include "fusible/quantize.h"
@@ -14,6 +14,15 @@ struct ScaledGemm {
   const float* b_scales;  // [E, blocks of n, blocks of k], at these distances
   int64_t b_scales_group, b_scales_row, b_scales_column;
   bool halves = false;  // the rows of b are two halves, at each of which its blocks begin
+};
+
+// out[t, :] = the epilogue of a_scale[t] * b_scale[g, :] * (a[t] b[g]^T).
+struct RowScaledGemm {
+  GroupedGemm gemm;       // kNT
+  const float* a_scales;  // [T]
+  const float* b_scales;  // [E, n], at these distances
+  int64_t b_scales_group, b_scales_row;
+  bool fast = false;  // all of the depth is summed by the tensor cores
 };
 
 // activation(preact) * scales, rounded to the type of `preact` and quantised, where preact is the product: into its
@@ -37,6 +46,7 @@ struct ScaledWgrad {
 // All throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
 // zero, or what it was when accumulating.
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream);
+void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream);
 void scaled_activation(const ScaledActivation& call, int device, cudaStream_t stream);
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream);
 

@@ -44,7 +44,7 @@ struct GroupedGemmKernel {
 
   struct NoEpilogueStage {};
   struct EpilogueArguments {
-    EpilogueStage<kTileM, kTileN> stage;
+    EpilogueStage<kTileM, kTileN, Scaling::kScalesColumns> stage;
     uint64_t full, empty;
   };
   struct __align__(1024) Storage {
@@ -113,7 +113,7 @@ struct GroupedGemmKernel {
       constexpr int i = block.value;
       if constexpr (kScaleBias) {
         barrier_wait(&s.epilogue.full, epilogue_phase);
-        apply(s.epilogue.stage, acc[i], (consumer + i * kConsumers) * 64, warp, lane);
+        apply<kTileN>(s.epilogue.stage, acc[i], 0, (consumer + i * kConsumers) * 64, warp, lane);
       }
 #pragma unroll
       for (int part = 0; part < Layout::kParts; ++part) {

@@ -27,6 +27,12 @@ struct WorkShape {
   const GroupCoordinate* coordinates;  // of each group; null where the matrices are one tensor
 };
 
+// Scales of whole rows of both operands, [T] and those of all weights, in floats: products are multiplied with them.
+struct OperandScales {
+  const float *of_a, *of_b;
+  int64_t b_group, b_row;
+};
+
 // Operands of `y = row_scale[t] * (alpha[g] * acc + bias_scale[t] * bias[g, n])`. A null pointer stands for ones
 // (scales) or zeros (bias); where `alphas` is null, `alpha` holds for every group. Biases that are not one tensor are
 // found through `biases`.
@@ -40,6 +46,7 @@ struct EpilogueParams {
   const float *row_scale, *bias_scale;  // [T]
   const float* alphas;                  // [groups]
   float alpha;
+  OperandScales operands;  // where they have scales of whole rows
 };
 
 struct GemmParams {

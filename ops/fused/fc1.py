@@ -63,7 +63,7 @@ def forward(
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent = bias_scale, grad_input
         if copied:
-            activate = activating(recipe, activation, flat(scales), keep_preact)
+            activate = activating(activation, flat(scales), keep_preact)
             (kept, copies), saved = fc1.quantized_fwd(
                 recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
             )

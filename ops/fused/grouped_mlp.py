@@ -162,7 +162,7 @@ class GroupedMLP(FusedOp):
         tokens = x.tokens if isinstance(x, GatheredTokens) else x
         copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
         bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
-        activate = activating(recipe, spec, flat(scales), reads_preact(needs_grad))
+        activate = activating(spec, flat(scales), reads_preact(needs_grad))
         (preact, hidden), first = self.fc1.quantized_fwd(
             recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
         )

@@ -37,8 +37,7 @@ def _multiply_rows(p: ScaledGemm) -> None:
 
 def _weight(p: ScaledGemm) -> Tensor:
     """bfloat16 [E, N, K]."""
-    values = p.weight.float() * reference.weight_scales(p.weight_scales, p.weight.shape, p.halves)
-    return (values if p.column_scale is None else values * p.column_scale.unsqueeze(-1)).bfloat16()
+    return (p.weight.float() * reference.weight_scales(p.weight_scales, p.weight.shape, p.halves)).bfloat16()
 
 
 def _multiply_columns(p: ScaledWgrad) -> None:

@@ -239,7 +239,7 @@ def quantize_activation_backward(
     return out._replace(dscales=grads.scales)
 
 
-@kernel(new_scaled_product, only_without_out=("out_dtype",), added=("column_scale",))
+@kernel(new_scaled_product, only_without_out=("out_dtype",), added=("fast_accumulation",))
 def scaled_gemm(
     a: Tensor,
     a_scales: Tensor,
@@ -253,21 +253,24 @@ def scaled_gemm(
     bias: Matrices | None = None,
     bias_scale: Tensor | None = None,
     row_scale: Tensor | None = None,
-    column_scale: Tensor | None = None,
+    fast_accumulation: bool = False,
 ) -> Tensor:
-    """``row_scale * (column_scale * A W^T + bias_scale * bias)`` of quantised operands; see :class:`ScaledGemm`.
+    """``row_scale * (A W^T + bias_scale * bias)`` of quantised operands; see :class:`ScaledGemm`.
 
     Args:
         a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
         weight: e4m3 [E, N, K], or the transposed bytes of a weight, with transposed scales, for the gradient of rows.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; bfloat16 by default.
+        fast_accumulation: sums need not be promoted, where scales are of whole rows.
     """
     fresh = out is None
     if out is None:
         out = new_scaled_product(a, weight, out_dtype)
     rows, factors = QuantizedRows(a, a_scales), (row_scale, None, bias_scale)
-    _multiply(ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, *factors, fresh, column_scale))
+    _multiply(
+        ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, *factors, fresh, fast_accumulation)
+    )
     return out
 
 

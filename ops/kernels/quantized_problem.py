@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from ..quantized.packed import PackedFormat
 from .problem import Matrices, first, nbytes
 
 
@@ -164,23 +165,24 @@ class PermuteQuantizedRows:
 
 @dataclass(slots=True)
 class ScaledGemm:
-    """``out = row_scale * (alpha * column_scale * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
+    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
 
     The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
-    S_b is the product of the bytes. It is rounded once.
+    S_b is the product of the bytes. It is rounded once. Scales of whole rows are factors of the sum of all S_b.
 
     Attributes:
         a: [T, K].
         weight: e4m3 [E, N, K]. The gradient of rows passes :attr:`QuantizedWeight.transposed`.
         weight_scales: float32 [E, blocks of N, blocks of K], with any strides, since both orientations of a weight
-            have one tensor of scales.
+            have one tensor of scales. Or [E, N], where each row of a weight and of ``a`` has one scale.
         halves: 2 where the N rows are two halves that no block spans, of as many blocks each; else 1.
         split_sizes: int32 or int64 [E].
         out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
         bias: [E, N], or E vectors [N]; None: there is none.
         row_scale: [T], a factor of each row; ``alpha``: [E], a factor of each product; ``bias_scale``: [T], a factor of
-            the bias in each row; ``column_scale``: float32 [E, N], a factor of each column of a group's product.
+            the bias in each row.
         fresh: ``out`` was allocated for this. Its rows past the last group must become zero.
+        fast_accumulation: all S_b may be summed by the tensor cores, where scales are of whole rows.
     """
 
     a: QuantizedRows
@@ -194,7 +196,7 @@ class ScaledGemm:
     alpha: Tensor | None = None
     bias_scale: Tensor | None = None
     fresh: bool = False
-    column_scale: Tensor | None = None
+    fast_accumulation: bool = False
 
     @property
     def rows(self) -> int:
@@ -222,7 +224,7 @@ class ScaledGemm:
         return read + nbytes(self.out)
 
     def __str__(self) -> str:
-        return f"NT {' x '.join(map(str, self.mnk))}"
+        return f"NT {' x '.join(map(str, self.mnk))}{', fast accumulation' if self.fast_accumulation else ''}"
 
 
 @dataclass(slots=True)
@@ -296,6 +298,63 @@ class ScaledWgrad:
 
     def __str__(self) -> str:
         return f"TN {' x '.join(map(str, self.mnk))}"
+
+
+@dataclass(slots=True)
+class PackedGemm:
+    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: bfloat16 rows times weights of 8 or 4 bits.
+
+    Attributes:
+        a: bfloat16 [T, K].
+        data: [E, N, K] or [E, N, K / 2], with ``scales`` [E, N, blocks of K]: the fields of :class:`PackedWeight`.
+        split_sizes: int32 or int64 [E].
+        out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
+        bias: [E, N]; None: there is none.
+        row_scale, alpha, bias_scale, fresh: as of :class:`ScaledGemm`.
+    """
+
+    a: Tensor
+    data: Tensor
+    scales: Tensor
+    format: PackedFormat
+    split_sizes: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    row_scale: Tensor | None = None
+    alpha: Tensor | None = None
+    bias_scale: Tensor | None = None
+    fresh: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the products, with T for the rows of all groups."""
+        return self.rows, self.data.shape[1], self.a.shape[1]
+
+    @property
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """Of the bias in each row, of each row, of each group."""
+        return self.bias_scale, self.row_scale, self.alpha
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
+        return nbytes(self.a, self.data, self.scales, self.bias, *self.factors, self.out)
+
+    def __str__(self) -> str:
+        return f"NT {' x '.join(map(str, self.mnk))}, {self.format.value}, {self.bytes / 1e6:.1f} MB"
 
 
 Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows

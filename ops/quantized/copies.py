@@ -14,11 +14,12 @@ AMAX = "weight_amax"
 
 
 class QuantizedRows(NamedTuple):
-    """Rows of tokens, scaled in blocks of 1 x 128.
+    """Rows of tokens, scaled in blocks of 1 x 128, or whole.
 
     Attributes:
         data: e4m3 [T, K].
         scales: float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of token t, block b at [b, t].
+            Or [T], one for each whole row.
     """
 
     data: Tensor
@@ -61,14 +62,13 @@ class WeightOperand(NamedTuple):
 
     Attributes:
         data: [E, M, K], contracted over K: bytes of 8 bits, or the values in bfloat16.
-        scales: of bytes, float32 [E, blocks of M, blocks of K]; None: ``data`` are values.
-        column_scale: float32 [E, M], a factor of each column of the product.
+        scales: of bytes, float32 [E, blocks of M, blocks of K], with any strides; or [E, M], one for each whole row,
+            where rows of tokens have one too; None: ``data`` are values.
         amax: float32 [E], from which the product has a factor of each group, under NVFP4.
     """
 
     data: Tensor
     scales: Tensor | None = None
-    column_scale: Tensor | None = None
     amax: Tensor | None = None
 
 

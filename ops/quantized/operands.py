@@ -1,9 +1,9 @@
 """What the products of a linear read under each recipe.
 
-Kernels multiply bytes with scales of blocks of 128: those of ``Float8Block`` as they are, and those of other recipes
-where such scales say the same. The scale of a row or of a group is that of all its blocks. The scale of a weight's row
-is a factor of a column of the product. MXFP8 is regrouped if ``compute="fast"``. Else it is exact in bfloat16, as NVFP4
-is but for the scales of groups, and is multiplied there.
+Kernels multiply bytes with scales of blocks of 128, as ``Float8Block`` has them, or with one scale for each whole row
+of both operands. The scale of a group is that of all its rows, and in a weight gradient that of all its blocks. MXFP8
+is regrouped to blocks if ``compute="fast"``. Else it is exact in bfloat16, as NVFP4 is but for the scales of groups,
+and is multiplied there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from . import mxfp8, nvfp4, per_tensor
 from .copies import (
-    BLOCK,
     BlockedColumns,
     Columns,
     ColumnValues,
@@ -29,6 +28,7 @@ from .copies import (
 from .formats import E4M3, FORMATS
 from .mxfp8 import MXColumns, MXRows
 from .nvfp4 import NVFP4Data
+from .packed import PackedFormat, PackedWeight, unpacked
 from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .reference import Blocks, groups_of, token_blocks
 from .schemes import Copy, scheme_of
@@ -101,20 +101,12 @@ def _of_groups(
     return TokenOperands(by_row, of_column_copy(recipe, Copy(blocks, scales), split_sizes, x.shape[0]))
 
 
-def _constant_along_rows(data: Tensor, scales: Tensor) -> QuantizedRows:
-    """Rows with one scale each [T]."""
-    padded = F.pad(scales, (0, -scales.shape[0] % 4), value=1.0)
-    return QuantizedRows(data, padded.expand(_blocks(data.shape[1]), -1).contiguous())
-
-
 def of_row_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor) -> Rows:
     """What a product of rows reads of a rowwise copy of tokens."""
     match recipe:
         case Float8Tensor():
             group = groups_of(split_sizes, copy.data.shape[0])
-            return _constant_along_rows(copy.data, F.pad(copy.scales, (0, 1), value=1.0)[group])
-        case Float8Row():
-            return _constant_along_rows(copy.data, copy.scales)
+            return QuantizedRows(copy.data, F.pad(copy.scales, (0, 1), value=1.0)[group])
         case MXFP8(compute="exact"):
             return RowValues(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
         case MXFP8():
@@ -175,18 +167,26 @@ def has_one_copy(recipe: Recipe) -> bool:
 def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
     """For the forward; regrouped so that no block spans two of the ``halves`` of the rows."""
     match recipe:
-        case Float8Row():
-            return WeightOperand(copy.data, _ones(copy.data), copy.scales)
         case Float8Tensor():
-            return WeightOperand(copy.data, _of_all_blocks(copy.data, copy.scales))
-        case MXFP8(compute="exact"):
-            return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
-        case MXFP8():
+            return WeightOperand(copy.data, copy.scales.unsqueeze(-1).expand(copy.data.shape[:2]))
+        case MXFP8(compute="fast"):
             regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), halves)
             return WeightOperand(regrouped.data, regrouped.scales)
-        case NVFP4():
-            return WeightOperand(_without_group_scales(copy), amax=copy.amax)
+        case MXFP8() | NVFP4():
+            packed = of_staying(recipe, copy)
+            assert isinstance(packed, PackedWeight)
+            return WeightOperand(unpacked(packed.data, packed.scales, packed.format), amax=packed.amax)
     return WeightOperand(copy.data, copy.scales)
+
+
+def of_staying(recipe: Recipe, copy: Copy) -> WeightOperand | PackedWeight:
+    """For the forward, of a weight that stays as it is: packed where its values are exact in 16 bits."""
+    match recipe:
+        case MXFP8(compute="exact"):
+            return PackedWeight(copy.data, copy.scales, PackedFormat.MXFP8)
+        case NVFP4():
+            return PackedWeight(copy.data, copy.scales, PackedFormat.NVFP4, copy.amax)
+    return of_rowwise(recipe, copy)
 
 
 def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:
@@ -209,18 +209,6 @@ def turned(recipe: Recipe, rowwise: Copy, halves: int = 1) -> WeightOperand:
     if operand.scales is None:
         return operand._replace(data=operand.data.mT)
     data = operand.data.view(torch.uint8).mT.contiguous().view(operand.data.dtype)
+    if isinstance(recipe, Float8Tensor):
+        return of_rowwise(recipe, Copy(data, rowwise.scales))
     return TransposedWeight(data, operand.scales).operand
-
-
-def _blocks(size: int) -> int:
-    return -(-size // BLOCK)
-
-
-def _of_all_blocks(data: Tensor, scales: Tensor) -> Tensor:
-    """The scale of each matrix [E] as one of each of its blocks, without memory of its own."""
-    experts, rows, columns = data.shape
-    return scales.view(-1, 1, 1).expand(experts, _blocks(rows), _blocks(columns))
-
-
-def _ones(data: Tensor) -> Tensor:
-    return _of_all_blocks(data, torch.ones(data.shape[0], device=data.device))

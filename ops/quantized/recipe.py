@@ -73,8 +73,9 @@ class Float8Row:
 
     Attributes:
         scales, gradient, wgrad: as for :class:`Float8Block`.
-        fast_accumulation: whole products may be summed in the tensor core's short accumulator, where sums of one sign
-            lose some percent. No kernel does: sums are promoted every 128 values.
+        fast_accumulation: whole products of rows and weights are summed in the tensor core's short accumulator, where
+            sums of one sign lose some percent; else sums are promoted every 128 values, as those of weight gradients
+            always are.
 
     Raises:
         ValueError: another value.

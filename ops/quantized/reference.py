@@ -151,6 +151,8 @@ def split(x: Tensor, dim: int, size: int) -> Tensor:
 def dequantize_rows(rows: QuantizedRows) -> Tensor:
     """float32 [T, K]."""
     tokens, features = rows.data.shape
+    if rows.scales.dim() == 1:
+        return rows.data.float() * rows.scales.unsqueeze(-1)
     scales = rows.scales[:, :tokens].t().repeat_interleave(BLOCK, 1)[:, :features]
     return rows.data.float() * scales
 
@@ -166,7 +168,9 @@ def dequantize_weight(weight: QuantizedWeight, halves: int) -> Tensor:
 
 
 def weight_scales(scales: Tensor, shape: torch.Size, halves: int) -> Tensor:
-    """The scale of each element of E matrices [E, N, K]."""
+    """The scale of each element of E matrices [E, N, K], or of each row [E, N, 1] where rows have one each."""
+    if scales.dim() == 2:
+        return scales.unsqueeze(-1)
     experts, rows, features = shape
     by_half = scales.reshape(experts, halves, scales.shape[1] // halves, scales.shape[2])
     by_row = by_half.repeat_interleave(BLOCK, 2)[:, :, : rows // halves].flatten(1, 2)

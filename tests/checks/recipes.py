@@ -19,6 +19,10 @@ MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 
     "block": fusible.Float8Block(),
     "block float32": fusible.Float8Block(scales="float32"),
     "block bfloat16 wgrad": fusible.Float8Block(wgrad="bfloat16"),
+    "row": fusible.Float8Row(),
+    "row float32": fusible.Float8Row(scales="float32"),
+    "row fast": fusible.Float8Row(fast_accumulation=True),
+    "row bfloat16 wgrad": fusible.Float8Row(wgrad="bfloat16"),
     "tensor": fusible.Float8Tensor(),
     "tensor bfloat16 wgrad": fusible.Float8Tensor(wgrad="bfloat16"),
     "delayed": fusible.Float8Tensor(delayed=fusible.Delayed(history=4)),
@@ -28,10 +32,7 @@ MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 
 }
 DEQUANTISED: dict[str, Recipe] = {
     "block e5m2": fusible.Float8Block(gradient="e5m2"),
-    "row": fusible.Float8Row(),
-    "row float32": fusible.Float8Row(scales="float32"),
     "row e5m2": fusible.Float8Row(gradient="e5m2"),
-    "row bfloat16 wgrad": fusible.Float8Row(wgrad="bfloat16"),
     "tensor e5m2": fusible.Float8Tensor(gradient="e5m2"),
 }
 ALL = MULTIPLIED | DEQUANTISED
@@ -180,7 +181,7 @@ def check_refused(kernels: Kernels, layers: Layers, name: str) -> None:
         model = layers.linear(DEQUANTISED[name]).to(kernels.device)
         x, dy, sizes = layers.call(kernels.device, layers.hidden)
         explanation = str(fusible.explain(model, x, split_sizes=sizes))
-        with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match=r"e4m3fn operands|no factors of"):
+        with fusible.config(strict=True), pytest.raises(fusible.RefusedError, match="e4m3fn operands"):
             model(x, split_sizes=sizes).backward(dy)
 
     assert "multiplied in 16 bits: hopper" in explanation

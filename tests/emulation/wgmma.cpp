@@ -106,7 +106,7 @@ float sum_of_products(const Factor* a, const Factor* b, float c) {
 }
 
 void multiply_e4m3(const Product& p, float* const accumulators[128]) {
-  static Factor a[64][kDepth8], b[128][kDepth8];
+  static Factor a[64][kDepth8], b[256][kDepth8];
   load_factors(p.a, 64, a);
   load_factors(p.b, p.columns, b);
   each_accumulator(p.columns, [&](int t, int i, int row, int column) {

@@ -1,4 +1,4 @@
-"""Products of e4m3 operands with scales of blocks of 128, by our own kernels."""
+"""Products of e4m3 operands with scales of blocks of 128, or of whole rows, by our own kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
     """
     bias_scale, row_scale, alphas = map(as_float32, (p.bias_scale, p.row_scale, p.alpha))
     workspace = new_workspace(p)
-    compiled().scaled_gemm(
+    launch = compiled().row_scaled_gemm if scales_whole_rows(p) else compiled().scaled_gemm
+    launch(
         **row_fields(p, workspace, variant),
         **bias_fields(p.bias, bias_scale),
         row_scale=address(row_scale),
@@ -51,20 +52,30 @@ def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
         torch.autograd.graph.increment_version(p.out)
 
 
+def scales_whole_rows(p: ScaledGemm) -> bool:
+    """Whether both operands have one scale for each row, and not for blocks."""
+    return p.a.scales.dim() == 1
+
+
 def row_fields(p: ScaledGemm, workspace: Tensor, variant: int = -1) -> dict[str, Any]:
     """The fields of a product of rows, in their order, up to those that are optional."""
-    scale_strides = p.weight_scales.stride()
     return {
         **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
         "k": p.mnk[2],
         "a_pitch": p.a.data.stride(0),
         "b_pitch": p.weight.stride(1),
         "b_group": p.weight.stride(0),
-        "b_scales_group": scale_strides[0],
-        "b_scales_row": scale_strides[1],
-        "b_scales_column": scale_strides[2],
-        "halves": p.halves == 2,
+        **_scale_fields(p),
     }
+
+
+def _scale_fields(p: ScaledGemm) -> dict[str, Any]:
+    """Where the scales of weights lie, and what else depends on their kind."""
+    strides = p.weight_scales.stride()
+    fields = {"b_scales_group": strides[0], "b_scales_row": strides[1]}
+    if scales_whole_rows(p):
+        return {**fields, "fast": p.fast_accumulation}
+    return {**fields, "b_scales_column": strides[2], "halves": p.halves == 2}
 
 
 def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
@@ -151,24 +162,32 @@ def _operands_refusal(p: Multiplying) -> str | None:
 
 
 def _gemm_refusal(p: ScaledGemm) -> str | None:
-    tokens, n, k = p.mnk
+    _, n, k = p.mnk
     if k % 16 or n % 8:
         return f"needs a depth that is a multiple of 16 and columns of 8, got {k} and {n}"
     if n // p.halves % 8:
         return f"needs halves of the columns that are multiples of 8, got {n // 2}"
-    blocks, pitch = ceil_blocks(k), -(-tokens // 4) * 4
-    if p.a.scales.shape != (blocks, pitch) or not p.a.scales.is_contiguous():
-        return f"needs contiguous scales of rows of shape {[blocks, pitch]}, got {list(p.a.scales.shape)}"
-    grid = [p.groups, p.halves * ceil_blocks(n // p.halves), blocks]
-    if list(p.weight_scales.shape) != grid:
-        return f"needs scales of weights of shape {grid}, got {list(p.weight_scales.shape)}"
-    if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
-        return "needs float32 scales"
-    if p.column_scale is not None:
-        return "has no factors of columns"
+    if (why := _scales_refusal(p)) is not None:
+        return why
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
     return _layout_refusal("a", p.a.data) or _layout_refusal("the weight", p.weight) or _vectors_refusal(p)
+
+
+def _scales_refusal(p: ScaledGemm) -> str | None:
+    """Scales must be of blocks, or of whole rows, of both operands."""
+    tokens, n, k = p.mnk
+    of_rows, of_weights = [tokens], [p.groups, n]
+    if not scales_whole_rows(p):
+        of_rows = [ceil_blocks(k), -(-tokens // 4) * 4]
+        of_weights = [p.groups, p.halves * ceil_blocks(n // p.halves), of_rows[0]]
+    if list(p.a.scales.shape) != of_rows or not p.a.scales.is_contiguous():
+        return f"needs contiguous scales of rows of shape {of_rows}, got {list(p.a.scales.shape)}"
+    if list(p.weight_scales.shape) != of_weights:
+        return f"needs scales of weights of shape {of_weights}, got {list(p.weight_scales.shape)}"
+    if any(scales.dtype != torch.float32 for scales in (p.a.scales, p.weight_scales)):
+        return "needs float32 scales"
+    return None
 
 
 def _wgrad_refusal(p: ScaledWgrad) -> str | None:

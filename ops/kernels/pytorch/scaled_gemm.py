@@ -38,7 +38,7 @@ def _multiply_rows(p: ScaledGemm) -> None:
     for group, (start, end) in enumerate(loop.row_bounds(p.split_sizes, p.rows)):
         if start < end:
             rows = slice(start, end)
-            a = reference.dequantize_rows(QuantizedRows(p.a.data[rows], p.a.scales[:, rows]))
+            a = reference.dequantize_rows(QuantizedRows(p.a.data[rows], p.a.scales[..., rows]))
             loop.multiply(
                 a,
                 _weight_of(p, group).t(),
@@ -56,8 +56,7 @@ def _weight_of(p: ScaledGemm, group: int) -> Tensor:
     """The matrix [N, K] of a group, float32."""
     weight = p.weight[group : group + 1]
     scales = reference.weight_scales(p.weight_scales[group : group + 1], weight.shape, p.halves)
-    values = (weight.float() * scales)[0]
-    return values if p.column_scale is None else values * p.column_scale[group].unsqueeze(-1)
+    return (weight.float() * scales)[0]
 
 
 def _multiply_columns(p: ScaledWgrad) -> None:

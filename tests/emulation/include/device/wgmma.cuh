@@ -17,6 +17,11 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
          static_cast<uint64_t>(stride_offset >> 4) << 32 | 1ull << 62;
 }
 
+template <int kSize>
+DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(kSize % 8 == 0 && (kSize <= 64 || kSize == 128), "16 to 128 columns, or 256");
+  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, false, false, emulation::Elements::kE4M3});
+}
 template <class T, int kTransposeA, int kTransposeB, int kSize>
 DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
@@ -25,10 +30,10 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, kTransposeA != 0, kTransposeB != 0,
                                                 kBf16 ? emulation::Elements::kBFloat16 : emulation::Elements::kFloat16});
 }
-template <int kSize>
-DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kSize % 8 == 0 && kSize <= 64, "16 to 128 columns");
-  emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, false, false, emulation::Elements::kE4M3});
+template <class T, int kTransposeA, int kTransposeB, int kSize>
+  requires(sizeof(T) == 1)
+DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
+  wgmma_e4m3(d, a, b, accumulate);
 }
 
 }  // namespace fusible
