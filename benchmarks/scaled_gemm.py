@@ -23,8 +23,8 @@ from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
 from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.quantized_problem import (
+    ActivatedScaledGemm,
     QuantizeActivation,
-    ScaledActivation,
     ScaledGemm,
     ScaledWgrad,
     ceil_blocks,
@@ -243,11 +243,11 @@ def activation(o: GemmOperands) -> dict[str, Function]:
     product = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, preact)
     scales = torch.empty(ceil_blocks(columns // 2), -(-tokens // 4) * 4, device="cuda")
     rows = QuantizedRows(torch.empty(tokens, columns // 2, dtype=E4M3, device="cuda"), scales)
-    fused = ScaledActivation(product, swiglu, None, True, rows)
+    fused = ActivatedScaledGemm(product, swiglu, None, True, rows)
     not_kept = replace(fused, product=replace(product, out=preact[:0]))
     apart = QuantizeActivation(preact, o.sizes, swiglu, None, True, rows, None)
 
-    def in_epilogue(problem: ScaledActivation) -> Tensor:
+    def in_epilogue(problem: ActivatedScaledGemm) -> Tensor:
         scaled_activation.run(problem)
         return scales
 

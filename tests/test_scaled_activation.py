@@ -14,7 +14,7 @@ from checks.scaled import Case
 from emulation import build
 
 from fusible.ops.kernels.hopper import scaled_activation as hopper
-from fusible.ops.kernels.quantized_problem import ScaledActivation
+from fusible.ops.kernels.quantized_problem import ActivatedScaledGemm
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -67,7 +67,7 @@ def test_no_rows() -> None:
     hopper.run(checks.make("cpu", Case((0, 0), n=256, tail=0), "silu glu"))
 
 
-def problem(name: str = "silu glu", n: int = 256) -> ScaledActivation:
+def problem(name: str = "silu glu", n: int = 256) -> ActivatedScaledGemm:
     return checks.make("cpu", Case((30,), n=n), name)
 
 

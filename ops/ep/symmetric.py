@@ -81,8 +81,8 @@ class SymmetricLane:
         on = shared.bytes.device
         self._settings, self.regions, self._shared = settings, regions, shared
         state = torch.zeros(kernels.STATE_BYTES, dtype=torch.uint8, device=on)
-        report = memory.for_reports(on, len(kernels.Report._fields))
-        self.launch = kernels.Lane(on.index or 0, rank, shared.addresses, state, report)
+        report = memory.for_reports(on, len(kernels.LaneReport._fields))
+        self.launch = kernels.LaneLaunch(on.index or 0, rank, shared.addresses, state, report)
         self._read: set[str] = set()
 
     def view(self, region: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -108,16 +108,16 @@ class SymmetricLane:
         if region in self._read:
             self.meet(exchange, _KINDS[-1], frozenset())
 
-    def report(self) -> kernels.Report:
+    def report(self) -> kernels.LaneReport:
         """What kernels have said so far."""
-        return kernels.Report(*self.launch.report.tolist())
+        return kernels.LaneReport(*self.launch.report.tolist())
 
     def reset(self) -> None:
         """As new; nobody may use it meanwhile."""
         size = 2 * len(self.launch.buffers) * kernels.SIGNAL_BYTES
         self.view("signals", torch.uint8, size).zero_()
         self.launch.state[: kernels.STATE_OF_SIGNALS].zero_()
-        self.launch.report[: kernels.Report._fields.index("required")].zero_()
+        self.launch.report[: kernels.LaneReport._fields.index("required")].zero_()
         self._read.clear()
 
 
@@ -271,7 +271,7 @@ class SymmetricTransport:
             if report.failure:
                 raise self._error(number, report)
 
-    def _error(self, lane: int, report: kernels.Report) -> Exception:
+    def _error(self, lane: int, report: kernels.LaneReport) -> Exception:
         exchange, kind = Exchange(lane, report.exchange), _kind_of(report.kind)
         named = exchange.named(kind)
         if report.failure == kernels.OVERFLOW:

@@ -37,7 +37,7 @@ from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
-from .quantized_problem import Multiplying, PackedGemm, Quantizing, ScaledActivation, source
+from .quantized_problem import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, source
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -242,7 +242,7 @@ def packed_refusal(problem: PackedGemm) -> str | None:
     return hopper_packed.refusal(problem)
 
 
-def scaled_epilogue_refusal(problem: ScaledActivation) -> str | None:
+def scaled_epilogue_refusal(problem: ActivatedScaledGemm) -> str | None:
     """Why the activation behind a product of quantised operands is a kernel of its own; None: it is the epilogue."""
     backend, why = scaled_products(problem.product)
     return hopper_scaled_activation.refusal(problem) if backend is hopper_scaled else why

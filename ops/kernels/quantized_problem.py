@@ -228,7 +228,7 @@ class ScaledGemm:
 
 
 @dataclass(slots=True)
-class ScaledActivation:
+class ActivatedScaledGemm:
     """``activation(product) * scales``, rounded to the dtype of the product and then quantised.
 
     Attributes:

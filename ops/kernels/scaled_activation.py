@@ -15,7 +15,7 @@ from .dispatch import scaled_epilogue_refusal
 from .hopper import scaled_activation as hopper
 from .problem import Matrices
 from .quantized import E4M3, quantize_activation, scaled_gemm
-from .quantized_problem import ScaledActivation, ScaledGemm, ceil_blocks
+from .quantized_problem import ActivatedScaledGemm, ScaledGemm, ceil_blocks
 
 
 class ActivatedRows(NamedTuple):
@@ -68,7 +68,7 @@ def scaled_gemm_activation(
     preact = a.new_empty((0, weight.shape[1]), dtype=dtype) if out.preact is None else out.preact
     rows = QuantizedRows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
-    problem = ScaledActivation(product, activation, scales, power_of_two, out.rows)
+    problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows)
     why = scaled_epilogue_refusal(problem)
     if why is None:
         _run(problem)
@@ -83,7 +83,7 @@ def scaled_gemm_activation(
     return ActivatedRows(values if keep_preact else None, *hidden)
 
 
-def _run(problem: ScaledActivation) -> None:
+def _run(problem: ActivatedScaledGemm) -> None:
     """Launches it, or tells a trace of it."""
     if trace.active():
         configuration = f"{problem}, {problem.bytes / 1e6:.1f} MB"

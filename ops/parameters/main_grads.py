@@ -126,8 +126,8 @@ def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
         p.__dict__ if type(p) is parameter_type else {name: getattr(p, name, None) for name in names}
         for p in parameters
     ]
-    found, nothing = set().union(*attributes), [None] * len(attributes)
-    return [list(map(dict.get, attributes, repeat(name))) if name in found else nothing for name in names]
+    present, nothing = set().union(*attributes), [None] * len(attributes)
+    return [list(map(dict.get, attributes, repeat(name))) if name in present else nothing for name in names]
 
 
 def _forget(

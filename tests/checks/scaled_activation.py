@@ -14,7 +14,7 @@ from torch import Tensor
 from fusible import check_device_errors
 from fusible.ops.kernels.hopper import rows, scaled_gemm
 from fusible.ops.kernels.hopper import scaled_activation as hopper
-from fusible.ops.kernels.quantized_problem import ScaledActivation, ScaledGemm
+from fusible.ops.kernels.quantized_problem import ActivatedScaledGemm, ScaledGemm
 
 from .device import synchronize
 from .quantize import SPECS, assert_rows, rows_copy
@@ -23,7 +23,7 @@ from .scaled import Case, bits, make_gemm
 
 def make(
     device: str, case: Case, name: str, *, scales: torch.dtype | None = torch.float32, power_of_two: bool = True
-) -> ScaledActivation:
+) -> ActivatedScaledGemm:
     """A row is NaN, another one zero; what must not be read or written is poison."""
     product, _, _ = make_gemm(device, replace(case, factors=False))
     used = sum(case.sizes)
@@ -38,7 +38,7 @@ def make(
         factors = factors.to(scales)
     spec = SPECS[name]
     copies = rows_copy(len(product.out), spec.out_features(case.n), device)
-    return ScaledActivation(product, spec, factors, power_of_two, copies)
+    return ActivatedScaledGemm(product, spec, factors, power_of_two, copies)
 
 
 def check_activation(device: str, case: Case, name: str, **asked: object) -> None:
@@ -57,7 +57,7 @@ def check_activation(device: str, case: Case, name: str, **asked: object) -> Non
     _check_without_preact(device, problem)
 
 
-def _values(device: str, problem: ScaledActivation) -> Tensor:
+def _values(device: str, problem: ActivatedScaledGemm) -> Tensor:
     """The product by the kernel that ends with it."""
     whole: ScaledGemm = replace(problem.product, out=torch.full_like(problem.product.out, math.nan))
     scaled_gemm.launch_gemm(whole)
@@ -65,7 +65,7 @@ def _values(device: str, problem: ScaledActivation) -> Tensor:
     return whole.out
 
 
-def _check_without_preact(device: str, problem: ScaledActivation) -> None:
+def _check_without_preact(device: str, problem: ActivatedScaledGemm) -> None:
     copies = rows_copy(*problem.rows.data.shape, device)
     none_kept = replace(problem.product, out=problem.product.out[:0])
     hopper.run(replace(problem, product=none_kept, rows=copies))

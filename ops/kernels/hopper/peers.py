@@ -20,7 +20,7 @@ STATE_OF_SIGNALS = 16  # bytes; behind them stands what statistics say
 LATE, OTHER, OVERFLOW = 1, 2, 3  # failures
 
 
-class Report(NamedTuple):
+class LaneReport(NamedTuple):
     """What kernels tell the host: the fields of ``LaneReport``. It is read from a tensor of as many integers.
 
     Attributes:
@@ -47,7 +47,7 @@ class Report(NamedTuple):
         return self.seen & 0xFFFF
 
 
-class Lane(NamedTuple):
+class LaneLaunch(NamedTuple):
     """What all launches of a lane share.
 
     Attributes:
@@ -129,7 +129,7 @@ def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype
 
 
 def publish(
-    lane: Lane, exchange: int, kind: int, signals_at: int, timeout: float, published: Published | None = None
+    lane: LaneLaunch, exchange: int, kind: int, signals_at: int, timeout: float, published: Published | None = None
 ) -> None:
     """Signals to all ranks that what came before on the stream is there, and waits for their signals.
 
@@ -159,7 +159,7 @@ def publish(
 
 
 def divide_rows(
-    lane: Lane, exchange: int, tokens_per_expert: Tensor, capacity: int, fails: bool
+    lane: LaneLaunch, exchange: int, tokens_per_expert: Tensor, capacity: int, fails: bool
 ) -> tuple[Tensor, Tensor]:
     """The first row of each rank, int32 [R + 1], and the split sizes of this one, int32 [E / R].
 
@@ -181,12 +181,12 @@ def divide_rows(
     return firsts, split_sizes
 
 
-def stage_rows(lane: Lane, exchange: int, rows: Tensor, slots: Slots, at: int) -> None:
+def stage_rows(lane: LaneLaunch, exchange: int, rows: Tensor, slots: Slots, at: int) -> None:
     """Copies the rows [Q, H] that this rank keeps to ``at`` in its buffer."""
     compiled().stage_rows(**_rows(lane, exchange, rows, slots, at), source=rows.data_ptr(), pitch=rows.stride(0))
 
 
-def pull(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool) -> None:
+def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool) -> None:
     """The rows [Q, H] of this rank from the tokens [T, H] of all, which are at ``at`` in the buffers.
 
     Args:
@@ -196,7 +196,7 @@ def pull(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, fill: bo
     compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
 
 
-def pull_sum(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:
+def pull_sum(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:
     """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers.
 
     Args:
@@ -205,17 +205,17 @@ def pull_sum(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor, bloc
     compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks)
 
 
-def numbers_to_rows(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
+def numbers_to_rows(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
     """The numbers [Q] of the rows of this rank, from those of the slots of all ranks. The tail is zero."""
     compiled().numbers_to_rows(**_numbers(lane, exchange, slots, at, out))
 
 
-def pull_numbers(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
+def pull_numbers(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
     """The numbers [T, k] of the slots of this rank, from those of rows; 0 for those without a row."""
     compiled().pull_numbers(**_numbers(lane, exchange, slots, at, out))
 
 
-def _rows(lane: Lane, exchange: int, out: Tensor, slots: Slots, at: int, ranks: int = 1) -> dict[str, Any]:
+def _rows(lane: LaneLaunch, exchange: int, out: Tensor, slots: Slots, at: int, ranks: int = 1) -> dict[str, Any]:
     tokens, top_k = slots.row_of_slot.shape
     return {
         **lane.arguments(exchange),
@@ -229,7 +229,7 @@ def _rows(lane: Lane, exchange: int, out: Tensor, slots: Slots, at: int, ranks: 
     }
 
 
-def _numbers(lane: Lane, exchange: int, slots: Slots, at: int, out: Tensor) -> dict[str, Any]:
+def _numbers(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> dict[str, Any]:
     return {
         **lane.arguments(exchange),
         "number_bytes": out.element_size(),

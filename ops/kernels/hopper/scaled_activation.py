@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...quantized.copies import BLOCK
-from ..quantized_problem import ScaledActivation
+from ..quantized_problem import ActivatedScaledGemm
 from . import scaled_gemm
 from .extension import TYPE_CODES, compiled
 from .rows import activation, scale_arguments
@@ -15,7 +15,7 @@ _TILE = 256  # columns: a block of gate and as much of up must fit in
 _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
 
-def refusal(problem: ScaledActivation) -> str | None:
+def refusal(problem: ActivatedScaledGemm) -> str | None:
     """Why the activation needs a kernel of its own behind a product that runs here; None: it does not."""
     product, spec, scales, preact = problem.product, problem.activation, problem.scales, problem.product.out
     features = spec.out_features(product.mnk[1])
@@ -41,7 +41,7 @@ def _block_refusal(block: int | None, features: int) -> str | None:
     return f"has no tile for blocks of {block} columns"
 
 
-def run(problem: ScaledActivation) -> None:
+def run(problem: ActivatedScaledGemm) -> None:
     """Fills ``rows``, and ``product.out`` unless that has no rows."""
     product, rows = problem.product, problem.rows
     scales, scales_type = scale_arguments(problem.scales)
