@@ -10,26 +10,10 @@
 
 #include "fusible/activation_kind.h"
 #include "fusible/groups.h"
+#include "fusible/quantized_copies.h"
 #include "fusible/scale_block.h"
 
 namespace fusible {
-
-// Scales of neighbouring tokens are neighbours; those of a block of features begin this many after the block before.
-constexpr int64_t row_scales_pitch(int64_t tokens) { return (tokens + 3) / 4 * 4; }
-// Blocks of 128 tokens that groups can have.
-constexpr int64_t token_blocks(int64_t tokens, int64_t groups) { return tokens / kScaleBlock + groups; }
-
-// Bytes [tokens, features] and scales [blocks of features, row_scales_pitch(tokens)]; null if not wanted.
-struct QuantizedRows {
-  uint8_t* data;
-  float* scales;
-  int64_t scales_pitch;  // derived
-};
-// Bytes [token_blocks, features, 128] and scales [token_blocks, features]; null if not wanted.
-struct BlockedColumns {
-  uint8_t* data;
-  float* scales;
-};
 
 struct QuantizeRows {
   DType type;  // bf16 or fp16

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters of products of e4m3 operands, and their kernels.
 #pragma once
-#include "fusible/quantize.h"
+#include "fusible/quantized_copies.h"
 #include "kernels/activation_params.h"
 
 namespace fusible {
