@@ -73,12 +73,6 @@ FUNCTIONS = {
     "glu of a column": Pointwise(learned_slope, halves="concat", columns={"beta": (1, 1)}),
     "two columns": op_of_columns("shift"),
     "bias of gate and up": chain(Bias(2), SwiGLU()),
-    "bias of 16 bits": chain(Bias(2, dtype=torch.bfloat16), SwiGLU()),
-    "glu of two columns": Pointwise(
-        lambda gate, up, beta, shift: gate * torch.sigmoid(gate * beta) * (up + shift),
-        halves="concat",
-        columns={"beta": torch.ones(1, 1, dtype=torch.bfloat16), "shift": (1, 1)},
-    ),
     "narrow biases": chain(Bias(2), SwiGLU(layout=interleaved(1)), Bias(1)),
     "glu of a column of 16 bits": Pointwise(
         learned_slope, halves="concat", columns={"beta": torch.zeros(1, 1, dtype=torch.bfloat16)}
