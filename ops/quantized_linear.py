@@ -21,7 +21,6 @@ from ..fuser.replay import capture
 from . import kernels
 from .activation_spec import ActivationSpec
 from .kernels import Layout, Matrices
-from .kernels.packed import packed_gemm
 from .kernels.problem import nbytes, stacked
 from .kernels.quantized import (
     quantize_activation,
@@ -36,7 +35,6 @@ from .quantized import operands
 from .quantized.copies import Columns, ColumnValues, QuantizedRows, Rows, RowValues, TransposedWeight, WeightOperand
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
-from .quantized.packed import PackedWeight
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
@@ -193,24 +191,16 @@ def is_power_of_two(recipe: Float8Block) -> bool:
 
 
 def product(
-    recipe: Recipe,
-    rows: Rows,
-    weight: WeightOperand | PackedWeight,
-    split_sizes: Tensor,
-    dtype: torch.dtype,
-    **options: Any,
+    recipe: Recipe, rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any
 ) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
     if isinstance(rows, RowValues):
         options["alpha"] = _factors(rows.amax, weight.amax)
-        if isinstance(weight, PackedWeight):
-            return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.format, **options)
         y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
         assert isinstance(y, Tensor)
         return y
-    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
     if isinstance(recipe, Float8Row | Float8Tensor):
         options["fast_accumulation"] = recipe.fast_accumulation
@@ -281,7 +271,7 @@ def activating(
 def _activated_product(
     recipe: Recipe,
     rows: Rows,
-    weight: WeightOperand | PackedWeight,
+    weight: WeightOperand,
     split_sizes: Tensor,
     dtype: torch.dtype,
     *,
@@ -296,7 +286,6 @@ def _activated_product(
         assert isinstance(hidden, TokenCopies)
         return preact if keep_preact else None, hidden
     assert isinstance(rows, QuantizedRows)
-    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
     out = scaled_gemm_activation(
         rows.data,
