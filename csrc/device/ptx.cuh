@@ -135,13 +135,6 @@ DEVICE float2 unpack<__half>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// Two products of bf16.
-DEVICE uint32_t multiply_bf16x2(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
 // Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8.
 DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]),

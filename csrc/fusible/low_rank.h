@@ -25,13 +25,13 @@ struct LowRankPass {
   bool by_columns;
   const int32_t* slot_of_row;  // row t is row slot_of_row[t] / top_k of what `rows` points to; null: row t
   int top_k;
-  void* gathered;        // [tokens, columns], dense: the rows
-  const void* factor;    // and with it
-  void* product;         // [tokens, rank]: the rows times it
-  const void* low;       // [tokens, rank], and with it
-  void* gradient;        // as a factor: the sum over a group's rows of row times `low`; zero for an empty group
+  void* gathered;      // [tokens, columns], dense: the rows
+  const void* factor;  // and with it
+  void* product;       // [tokens, rank]: the rows times it
+  const void* low;     // [tokens, rank], and with it
+  void* gradient;      // as a factor: the sum over a group's rows of row times `low`; zero for an empty group
   DType gradient_type;
-  void* workspace;       // low_rank_workspace() bytes
+  void* workspace;  // low_rank_workspace() bytes
 };
 
 // Of rows of which `gradient` is wanted, or not.

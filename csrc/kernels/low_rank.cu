@@ -117,9 +117,7 @@ struct Schedule : GroupTable {
   DEVICE bool has_whole(const RowTile& tile) const {
     return has_start(tile) && tile.slice * tiles + first_tile[tile.group + 1] <= last;
   }
-  DEVICE bool has_start(const RowTile& tile) const {
-    return tile.slice * tiles + first_tile[tile.group] >= first;
-  }
+  DEVICE bool has_start(const RowTile& tile) const { return tile.slice * tiles + first_tile[tile.group] >= first; }
 };
 
 // Shared memory of a block, behind one another: the stages' barriers; stages of rows; stages of `low`; slots of rows to
@@ -342,8 +340,8 @@ struct Pass {
     const int columns = static_cast<int>(c.rows.columns), rank = static_cast<int>(c.rank);
     constexpr int kLine = Memory::kLine, kShortLine = Memory::kShortLine;
     float* const scratch = memory.products(warp());
-    float* const put = scratch + (c.by_columns ? lane() % 4 * 2 * kLine + lane() / 4
-                                               : lane() / 4 * kShortLine + lane() % 4 * 2);
+    float* const put =
+        scratch + (c.by_columns ? lane() % 4 * 2 * kLine + lane() / 4 : lane() / 4 * kShortLine + lane() % 4 * 2);
     const int next_column = c.by_columns ? kLine : 1, next_rank = c.by_columns ? 8 : 8 * kShortLine;
     // Eight numbers of half the lanes: eight ranks of a column, or eight columns of a rank.
     const int r = c.by_columns ? lane() % 2 * 8 : lane() % 16, across = c.by_columns ? lane() % 16 / 2 : 0;
@@ -457,8 +455,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
     const int begin = tasks.block_of(first), end = tasks.block_of(last);
     if (begin == end) return;
     for (int block = begin; block <= end; ++block) {
-      const float* part = p.parts + (block * 2 + (block == begin)) * p.division.part_numbers + first_rank * width +
-                          column % width;
+      const float* part =
+          p.parts + (block * 2 + (block == begin)) * p.division.part_numbers + first_rank * width + column % width;
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[i] += part[i * width];
     }

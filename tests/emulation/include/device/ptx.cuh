@@ -83,10 +83,6 @@ DEVICE float2 unpack(uint32_t bits) {
   return {static_cast<float>(pair[0]), static_cast<float>(pair[1])};
 }
 
-DEVICE uint32_t multiply_bf16x2(uint32_t x, uint32_t y) {
-  const float2 a = unpack<__nv_bfloat16>(x), b = unpack<__nv_bfloat16>(y);
-  return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
-}
 DEVICE void store_matrix_x4(uint32_t address, const uint32_t (&m)[4]) {
   emulation::check(address % 16 == 0, "stmatrix is not aligned to 16 bytes");
   const uint64_t* addresses = emulation::exchange(address, "stmatrix");
