@@ -19,7 +19,7 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .ready import ReadyCall
+from .repeated_call import RepeatedCall
 from .replay.calls import CallKey, CaptureSession, call_key
 from .replay.guards import REPLAYED, GuardedCache
 from .runtime.autograd import Runtime
@@ -41,17 +41,17 @@ class CallCache:
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls = GuardedCache()
-        self.ready: ReadyCall | None = None
+        self.repeated: RepeatedCall | None = None
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
         """Binds the arguments, finds the plan, and runs it; on the host, a call like the last one runs at once."""
-        ready, is_simple = self.ready, op_kwargs is None
-        if ready is not None and is_simple:
-            values = ready.values(x, extra, shared)
+        repeated, is_simple = self.repeated, op_kwargs is None
+        if repeated is not None and is_simple:
+            values = repeated.values(x, extra, shared)
             if values is not None:
-                self.last = ready.last
-                return ready.run(values)
-            self.ready = None
+                self.last = repeated.last
+                return repeated.run(values)
+            self.repeated = None
         runtime, call = Runtime.of(x), bind(self.layout, x, extra, op_kwargs, shared)
         if not is_simple or x.device.type in current_stream:
             return self.run(call, runtime)
@@ -59,7 +59,7 @@ class CallCache:
         last = self.last = LastCall.of(plan, call, runtime, "")
         result = plan(call.values, runtime)
         if before is not None and before.plan is plan and before.shapes == last.shapes:
-            self.ready = ReadyCall.of(self.layout, [*shared], [x, *extra, *shared.values()], values, last)
+            self.repeated = RepeatedCall.of(self.layout, [*shared], [x, *extra, *shared.values()], values, last)
         return result
 
     def run(self, call: BoundArguments, runtime: Runtime) -> Any:

@@ -10,14 +10,14 @@ from torch import nn
 
 from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.fuser import call_cache
-from fusible.fuser.ready import ReadyCall
+from fusible.fuser.repeated_call import RepeatedCall
 
 E, K, F, SIZES = 2, 8, 8, torch.tensor([3, 1])
 
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Grows by one whenever a call is bound: none that is ready is."""
+    """Grows by one whenever a call is bound: none that is repeated is."""
     calls, bind = [], call_cache.bind
     monkeypatch.setattr(call_cache, "bind", lambda *args: calls.append(1) or bind(*args))
     return calls
@@ -33,10 +33,10 @@ def arguments(rows=4):
 
 
 def warm(model, call):
-    """The model, whose next call like this one is ready."""
+    """The model, whose next call like this one is repeated."""
     for _ in range(2):
         model(**call)
-    assert isinstance(model._compiled.ready, ReadyCall)
+    assert isinstance(model._compiled.repeated, RepeatedCall)
     return model
 
 
@@ -120,7 +120,7 @@ def test_switches_are_noticed(bound, switch):
 
 @pytest.fixture
 def two_scales():
-    """A container that reads two tensors of one form, ready, and its arguments."""
+    """A container that reads two tensors of one form, called before, and its arguments."""
     model = Sequential(GroupedLinear(E, K, K, scale_bias=True), Scale())
     call = {"x": torch.randn(4, K), "split_sizes": SIZES, "bias_scale": torch.rand(4), "scales": torch.rand(4)}
     return warm(model, call), call
@@ -157,7 +157,7 @@ def test_values_are_checked_at_each_call():
         model(**call | {"split_sizes": torch.tensor([8, 1])})
 
 
-def test_explain_tells_of_the_ready_call():
+def test_explain_tells_of_the_repeated_call():
     model, call, other = experts(), arguments(), arguments(6)
     warm(model, call)
     sizes = {"split_sizes": SIZES}

@@ -1,4 +1,4 @@
-"""The last call of a container, ready to be made again: calls like it are neither bound nor planned anew."""
+"""The last call of a container, to be repeated: calls like it are neither bound nor planned anew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Noted(Protocol):
     runtime: Runtime
 
 
-class ReadyCall:
+class RepeatedCall:
     """A plan, and what calls must be like to run it at once. All that it depends on is looked at again at each.
 
     That is the form of tensors, arguments and parameters, by torch's own guards, which see autocast and inference mode
@@ -50,7 +50,7 @@ class ReadyCall:
     @classmethod
     def of(
         cls, layout: FlatContainer, names: list[str], arguments: Sequence[Any], values: Sequence[Any], last: Any
-    ) -> ReadyCall | None:
+    ) -> RepeatedCall | None:
         """None where something else may count, or an argument is no tensor, or is one with another.
 
         Args:
@@ -62,11 +62,11 @@ class ReadyCall:
             return None
         if any([step.replay_refusal is not None for step in last.plan.steps]) or last.runtime.autocast_dtype:
             return None
-        ready = cls(layout, names, arguments, last)
+        call = cls(layout, names, arguments, last)
         positions = [ids.index(id(value)) for value in values]
         if positions != [*range(len(ids))]:
-            ready._values = itemgetter(*positions)
-        return ready
+            call._values = itemgetter(*positions)
+        return call
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
         """What the plan takes, if it is that of a call with these arguments, whose shapes have passed its checks.
