@@ -14,7 +14,7 @@ from .kernels import Layout
 from .kernels.custom_ops import kernel
 from .kernels.dispatch import low_rank_refusal
 from .kernels.hopper import low_rank as hopper
-from .kernels.low_rank import LowRank, LowRankPass
+from .kernels.low_rank import LowRank, LowRankPass, rank_of
 from .routing import Routing, permute
 
 __all__ = ["ALL_PASSES", "PASSES", "LowRank", "low_rank_pass"]
@@ -59,11 +59,11 @@ def low_rank_pass(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     slots, top_k = (None, 1) if routing is None else (routing.slot_of_row, routing.row_of_slot.shape[1])
-    options = x, layout, split_sizes, slots, top_k, factor, low, gradient_dtype, want_rows
     if factor is not None or low is not None:
-        p = _statement(*options, out=_NOTHING)
+        wanted = factor, low, gradient_dtype or x.dtype, want_rows
+        p = LowRankPass(layout, x, split_sizes, slots, top_k, *wanted, out=_NOTHING)
         if p.kind in PASSES and low_rank_refusal(p) is None:
-            return one_pass(*options)
+            return one_pass(x, layout, split_sizes, slots, top_k, *wanted)
     rows = x if routing is None else permute(x, routing, fill=False)
     return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
 
@@ -83,32 +83,11 @@ def _new_low_rank(
 ) -> LowRank:
     rows, columns = (x if slot_of_row is None else slot_of_row).shape[0], x.shape[1]
     gathered = x.new_empty(rows, columns) if want_rows else None
-    product = None if factor is None else x.new_empty(rows, _rank(layout, factor))
+    product = None if factor is None else x.new_empty(rows, rank_of(layout, factor))
     if low is None:
         return LowRank(gathered, product, None)
     shape = (low.shape[1], columns) if layout is Layout.NT else (columns, low.shape[1])
     return LowRank(gathered, product, x.new_empty(split_sizes.shape[0], *shape, dtype=gradient_dtype or x.dtype))
-
-
-def _rank(layout: Layout, factor: Tensor) -> int:
-    return factor.shape[1 if layout is Layout.NT else 2]
-
-
-def _statement(
-    x: Tensor,
-    layout: Layout,
-    split_sizes: Tensor,
-    slot_of_row: Tensor | None,
-    top_k: int,
-    factor: Tensor | None,
-    low: Tensor | None,
-    gradient_dtype: torch.dtype | None,
-    want_rows: bool,
-    out: LowRank,
-) -> LowRankPass:
-    rank = low.shape[1] if low is not None else 0 if factor is None else _rank(layout, factor)
-    options = gradient_dtype or x.dtype, want_rows
-    return LowRankPass(layout, x, split_sizes, slot_of_row, top_k, factor, low, rank, *options, out)
 
 
 @kernel(_new_low_rank, name="low_rank_pass", obeys_switches=False)
@@ -125,8 +104,8 @@ def one_pass(
 ) -> LowRank:
     """:func:`low_rank_pass` by our own kernel, with the indices of a routing that our own kernels made."""
     out = _new_low_rank(x, layout, split_sizes, slot_of_row, factor, low, gradient_dtype, want_rows)
-    options = x, layout, split_sizes, slot_of_row, top_k, factor, low, gradient_dtype, want_rows
-    p = _statement(*options, out=out)
+    wanted = factor, low, gradient_dtype or x.dtype, want_rows
+    p = LowRankPass(layout, x, split_sizes, slot_of_row, top_k, *wanted, out)
     if trace.active():
         trace.record(trace.KernelCall(hopper.NAME, "", p.flops, p.bytes))
     elif low_rank_refusal(p) is None:

@@ -25,6 +25,11 @@ class LowRank(NamedTuple):
     gradient: Tensor | None
 
 
+def rank_of(layout: Layout, factor: Tensor) -> int:
+    """R of a factor [E, R, C] (NT) or [E, C, R] (NN)."""
+    return factor.shape[1 if layout is Layout.NT else 2]
+
+
 @final
 @dataclass(slots=True)
 class LowRankPass:
@@ -37,7 +42,6 @@ class LowRankPass:
         slot_of_row: [T]: row t is row ``slot_of_row[t] // top_k`` of ``x``; None: row t.
         factor: what ``out.product`` is the product with.
         low: [T, R], what ``out.gradient`` is the product with.
-        rank: R.
         gradient_dtype: of ``out.gradient``.
         want_rows: whether ``out.rows`` are wanted.
     """
@@ -49,10 +53,16 @@ class LowRankPass:
     top_k: int
     factor: Tensor | None
     low: Tensor | None
-    rank: int
     gradient_dtype: torch.dtype
     want_rows: bool
     out: LowRank
+
+    @property
+    def rank(self) -> int:
+        """R; 0 where rows are gathered for nothing."""
+        if self.low is not None:
+            return self.low.shape[1]
+        return 0 if self.factor is None else rank_of(self.layout, self.factor)
 
     @property
     def kind(self) -> str:

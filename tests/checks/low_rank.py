@@ -67,7 +67,6 @@ def problem(device: str, case: Case) -> LowRankPass:
         max(1, case.top_k),
         None if out.product is None else numbers(groups, *factor_shape),
         None if out.gradient is None else low,
-        case.rank,
         case.gradient_dtype or case.dtype,
         out.rows is not None,
         out,
