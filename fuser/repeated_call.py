@@ -25,11 +25,11 @@ class Noted(Protocol):
 
 
 class RepeatedCall:
-    """A plan, and what calls must be like to run it at once. All that it depends on is looked at again at each.
+    """A plan, and the guards of a call that runs it at once.
 
-    That is the form of tensors, arguments and parameters, by torch's own guards, which see autocast and inference mode
-    as well; what was assigned to ops; hooks; and switches. It is for plans whose ops promise that nothing else counts:
-    see :attr:`Op.replayable`.
+    Every call checks all that the plan depends on: the form of arguments and parameters, by torch's own guards, which
+    see autocast and inference mode as well; assignments to ops; hooks; and switches. Only plans are taken whose ops
+    promise that nothing else counts: see :attr:`Op.replayable`.
 
     Attributes:
         last: what ``explain()`` needs of the call.
@@ -69,7 +69,7 @@ class RepeatedCall:
         return call
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
-        """What the plan takes, if it is that of a call with these arguments, whose shapes have passed its checks.
+        """What the plan takes, where all guards pass; else None.
 
         Every short call on a CPU is looked at here, so all is written out.
         """

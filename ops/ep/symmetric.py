@@ -53,7 +53,7 @@ class SymmetricTable(NamedTuple):
 
 
 class Regions(NamedTuple):
-    """Where what stands in the buffer of a lane."""
+    """Offsets, in bytes, of the parts of a lane's buffer."""
 
     signals: int
     ids: int
@@ -65,7 +65,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings, ranks: int, capacity: int, first: int) -> Regions:
-        """From ``first`` on."""
+        """Those of a lane whose first part begins at byte ``first``."""
         slots, row = settings.max_tokens * settings.top_k, settings.hidden * settings.dtype.itemsize
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
@@ -93,7 +93,7 @@ class SymmetricLane:
     def meet(
         self, exchange: Exchange, kind: str, wanted: frozenset[str], published: kernels.Published | None = None
     ) -> None:
-        """All ranks come to this; what each wrote before is there for the others."""
+        """Waits on the device until all ranks have come here. Each then sees what the others wrote before."""
         code = _KINDS.index(kind) | messages.flags_of(wanted) << _WANTED_BIT
         signals, timeout = self.regions.signals, self._settings.timeout
         kernels.publish(self.launch, exchange.number, code, signals, timeout, published)
@@ -104,7 +104,7 @@ class SymmetricLane:
         self._read.update(regions)
 
     def will_write(self, region: str, exchange: Exchange) -> None:
-        """Ranks meet if others may still be reading the region."""
+        """Call it before a region is written: ranks meet first if others may still be reading it."""
         if region in self._read:
             self.meet(exchange, _KINDS[-1], frozenset())
 
@@ -113,7 +113,7 @@ class SymmetricLane:
         return kernels.LaneReport(*self.launch.report.tolist())
 
     def reset(self) -> None:
-        """As new; nobody may use it meanwhile."""
+        """Puts the lane back to its first state. Nobody may use it meanwhile."""
         size = 2 * len(self.launch.buffers) * kernels.SIGNAL_BYTES
         self.view("signals", torch.uint8, size).zero_()
         self.launch.state[: kernels.STATE_OF_SIGNALS].zero_()
