@@ -89,8 +89,9 @@ def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> T
 
 
 def far(ours: Tensor, theirs: Tensor) -> float:
-    """The relative distance."""
-    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+    """The distance, relative to theirs unless that is zero."""
+    norm = theirs.double().norm()
+    return float((ours.double() - theirs.double()).norm() / (norm if norm else 1))
 
 
 def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
