@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from ..hopper.routed_mlp import Experts
 from ..problem import ActivationGrads, GroupedGemm, Layout
 from . import activation, few_rows, grouped_mm_cpu, loop
+
+_MOST_NUMBERS = 256
 
 
 class Order(NamedTuple):
@@ -140,14 +143,14 @@ class Backward:
 def _order(top_k_index: Tensor, groups: int) -> Order | None:
     slots = top_k_index.shape[1]
     ids, slot_of_row = top_k_index.reshape(-1).sort(stable=True)
-    ends = torch.searchsorted(ids, torch.arange(groups, dtype=ids.dtype), right=True, out_int32=True)
-    if type(ends) is not Tensor:
+    if type(ids) is not Tensor:
         return None
+    ends = torch.searchsorted(ids, _numbers(groups, 1, ids.dtype), right=True, out_int32=True)
     end = int(ends[-1])
     if end < ids.shape[0]:
         ids.clamp_(max=groups - 1)
     token_of_row = slot_of_row if slots == 1 else torch.floor_divide(slot_of_row, slots)
-    row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, torch.arange(ids.shape[0]))
+    row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, _numbers(ids.shape[0]))
     return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots), ids, ends, end)
 
 
@@ -185,8 +188,13 @@ def _multiply(problem: GroupedGemm, order: Order, shape: tuple[int, ...]) -> Ten
 def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
     _zero_tail(rows, order)
     slots, count = order.row_of_slot.view(-1), order.row_of_slot.shape[1]
-    starts = torch.arange(0, slots.shape[0], count)
-    return torch.embedding_bag(rows, slots, starts)[0]
+    return torch.embedding_bag(rows, slots, _numbers(slots.shape[0], count))[0]
+
+
+@lru_cache(_MOST_NUMBERS)
+def _numbers(end: int, step: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``arange``, kept: nothing writes into it, and a short call is a few operations long."""
+    return torch.arange(0, end, step, dtype=dtype, device="cpu")
 
 
 def _zero_tail(rows: Tensor, order: Order) -> None:
