@@ -31,6 +31,7 @@ WITHOUT_CODE = {
         "index",
         "kernels",
         "measured",
+        "roadmap",
         "support",
     )
 }
