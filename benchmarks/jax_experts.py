@@ -134,6 +134,7 @@ LAYERS: dict[str, Callable[[], Layer]] = {
 }
 PYTORCH = "fusible (PyTorch)"
 CONTESTANTS = (*LAYERS, PYTORCH)
+WARM_UP = 3
 
 
 def compiled(layer: Layer, problem: Problem, configurations: int = 0) -> CompiledLayer:
@@ -231,12 +232,12 @@ def measure(
 
 
 def _calls_of(function: Callable[[], Any], least: float) -> int:
-    """How many calls take so many seconds."""
-    once = _finished(function, 1)
-    once()
+    """How many calls take so many seconds, after the first ones, in which PyTorch's side records what it replays."""
+    several = _finished(function, WARM_UP)
+    several()
     start = time.perf_counter()
-    once()
-    return max(1, round(least / (time.perf_counter() - start)))
+    several()
+    return max(1, round(least * WARM_UP / (time.perf_counter() - start)))
 
 
 def _finished(function: Callable[[], Any], calls: int) -> Callable[[], None]:
