@@ -1,8 +1,8 @@
 """The products of a grouped linear whose operands are quantised, forward and backward, on tensors.
 
 Forward ``y = x W^T`` reads rows of ``x``; ``dx = dy W`` rows of ``dy`` and the transposed bytes of the weight; ``dW =
-dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise for
-``Float8Block``; for other recipes PyTorch does, into the operands of ``quantized/operands.py``.
+dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise to e4m3
+with scales in float32; for other formats PyTorch does, into the operands of ``quantized/operands.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,19 @@ from .kernels.quantized import (
     scaled_wgrad,
     zero_tail,
 )
+from .kernels.quantized_whole import quantize_whole_rows, quantize_whole_weight
 from .kernels.scaled_activation import scaled_gemm_activation
 from .quantized import operands
-from .quantized.copies import Columns, ColumnValues, QuantizedRows, Rows, RowValues, TransposedWeight, WeightOperand
+from .quantized.copies import (
+    Columns,
+    ColumnValues,
+    QuantizedRows,
+    Rows,
+    RowValues,
+    Scaling,
+    TransposedWeight,
+    WeightOperand,
+)
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
@@ -125,9 +135,9 @@ def refusal(linear: Any, recipe: Recipe) -> str | None:
     return operands.format_refusal(recipe, linear.in_features, linear.out_features)
 
 
-def has_kernels(recipe: Recipe, is_gradient: bool) -> bool:
-    """Whether our own kernels quantise rows for this recipe."""
-    return isinstance(recipe, Float8Block) and not (is_gradient and recipe.gradient != "e4m3")
+def quantises_activations(recipe: Recipe, is_gradient: bool) -> bool:
+    """Whether a kernel may quantise what an activation, or its backward, gives: a block of it is all that it needs."""
+    return operands.scaling_of(recipe, is_gradient) is Scaling.BLOCKS
 
 
 def wgrad_is_quantized(recipe: Recipe) -> bool:
@@ -164,10 +174,12 @@ def copies_of(
     kept = tokens if not options and (values or (wgrad and not columns)) else None
     if not rows and not columns:
         return TokenCopies(number, tokens.dtype, kept, None, None)
-    if has_kernels(recipe, is_gradient):
-        assert isinstance(recipe, Float8Block)
+    if (scaling := operands.scaling_of(recipe, is_gradient)) is not None:
         options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
-        copies = quantize_rows(tokens, split_sizes, **options)
+        if scaling is Scaling.BLOCKS:
+            copies = quantize_rows(tokens, split_sizes, **options)
+        else:
+            copies = quantize_whole_rows(tokens, split_sizes, scaling=scaling, encode=encode, **options)
         return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
@@ -185,9 +197,9 @@ def note_quantiser(recipe: Recipe, copies: str, size: int) -> None:
         trace.record(trace.KernelCall("torch (quantise)", why, 0, size, f"torch, {copies}, {size / 1e6:.1f} MB"))
 
 
-def is_power_of_two(recipe: Float8Block) -> bool:
-    """Whether scales are powers of two."""
-    return recipe.scales == "power_of_two"
+def is_power_of_two(recipe: Recipe) -> bool:
+    """Whether scales in float32 are powers of two."""
+    return getattr(recipe, "scales", None) == "power_of_two"
 
 
 def product(
@@ -346,9 +358,8 @@ def through_activation(
     """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
     assert dy.rows is not None
     dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
-    if wanted.values or not has_kernels(recipe, True) or not wgrad_is_quantized(recipe):
+    if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
         return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
-    assert isinstance(recipe, Float8Block)
     out = quantize_activation_backward(
         *(dpostact, preact, split_sizes, activation),
         scales=scales,
@@ -408,7 +419,12 @@ def hidden_for_wgrad(
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor | None = None) -> WeightOperands:
-    """A weight that PyTorch quantises, as products read it."""
+    """A weight as products read it, quantised with scales of more than blocks: by kernels, or else by PyTorch."""
+    if (scaling := operands.scaling_of(recipe, False)) is not None:
+        options = {"scaling": scaling, "power_of_two": is_power_of_two(recipe), "both": both, "encode": encode}
+        copies = quantize_whole_weight(weight, **options)  # type: ignore[arg-type]
+        back = None if copies.transposed is None else WeightOperand(copies.transposed, copies.transposed_scales)
+        return WeightOperands(WeightOperand(copies.data, copies.scales), back)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
     size = nbytes(weight, *read.forward, *(read.backward or ()))
