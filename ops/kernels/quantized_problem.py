@@ -49,7 +49,8 @@ class QuantizeRows:
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.x, self.slot_of_row) + copy_bytes(self.rows, self.columns)
+        read = nbytes(self.x) * _reads(self.scaling) + nbytes(self.slot_of_row)
+        return read + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:
         return f"rows {'+'.join(copy_names(self.rows, self.columns))}{_scales_of(self.scaling)}"
@@ -78,7 +79,7 @@ class QuantizeWeight:
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.weight, *self.out)
+        return nbytes(self.weight) * _reads(self.scaling) + nbytes(*self.out)
 
     def __str__(self) -> str:
         return f"weight {'both' if self.out.transposed is not None else 'rows'}{_scales_of(self.scaling)}"
@@ -327,6 +328,11 @@ def source(problem: Quantizing) -> Tensor:
     if isinstance(problem, PermuteQuantizedRows):
         return problem.source.data
     return problem.x if isinstance(problem, QuantizeRows) else problem.preact
+
+
+def _reads(scaling: Scaling) -> int:
+    """How often values are read: once more where the scale of a value is that of many blocks."""
+    return 1 if scaling is Scaling.BLOCKS else 2
 
 
 def _scales_of(scaling: Scaling) -> str:
