@@ -53,6 +53,11 @@ def encode_of_tokens(
     return linear.get_buffer(f"{tensor}_encode")
 
 
+def scales_of_forward(linear: nn.Module, recipe: Recipe | None) -> Tensor | None:
+    """What the last forward has multiplied the values of x by, which its backward may need after other forwards."""
+    return linear.get_buffer("x_encode").clone() if is_delayed(recipe) else None
+
+
 def encode_of_weight(linear: nn.Module, recipe: Recipe, weight: Tensor) -> Tensor | None:
     """As :func:`encode_of_tokens`, of a weight [E, N, K]."""
     if not isinstance(recipe, Float8Tensor) or recipe.delayed is None:

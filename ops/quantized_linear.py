@@ -70,6 +70,11 @@ class TokenCopies(NamedTuple):
         return self.values if self.columns is None else self.columns
 
 
+EncodeOf = Callable[[Recipe, Tensor, Tensor], Tensor | None]
+"""From rows and their split sizes, what the values of each group are multiplied by, where steps before tell: it is a
+step itself. None: nothing has told."""
+
+
 class GatheredTokens(NamedTuple):
     """Rows of experts that are read where their tokens lie.
 
@@ -254,29 +259,40 @@ def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
     return operand
 
 
-def quantized_hidden(
+def hidden_rows(preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None) -> Tensor:
+    """``act(preact) * scales``, rounded; zero in the tail."""
+    postact = kernels.activate(preact, activation, scales)
+    zero_tail(postact, split_sizes)
+    return postact
+
+
+def _hidden_copies(
     recipe: Recipe,
     preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None,
-    copied: bool,
-) -> Tensor | TokenCopies:
-    """``act(preact) * scales``, rounded; ``copied``: the copy that a product of rows reads, and no more."""
-    if copied and isinstance(recipe, Float8Block):
+    encode_of: EncodeOf,
+) -> TokenCopies:
+    """Of :func:`hidden_rows`, the copy that a product of rows reads, and no more."""
+    if isinstance(recipe, Float8Block):
         power_of_two = is_power_of_two(recipe)
         copies = quantize_activation(preact, split_sizes, activation, scales=scales, power_of_two=power_of_two)
         return TokenCopies(preact.shape[0], preact.dtype, None, copies.rows, None)
-    postact = kernels.activate(preact, activation, scales)
-    zero_tail(postact, split_sizes)
-    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False) if copied else postact
+    postact = hidden_rows(preact, split_sizes, activation, scales)
+    encode = encode_of(recipe, postact, split_sizes)
+    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False, encode=encode)
 
 
 def activating(
-    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
+    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool, encode_of: EncodeOf
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
-    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation."""
-    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact}
+    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation.
+
+    Args:
+        encode_of: of the activation.
+    """
+    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact, "encode_of": encode_of}
     return partial(_activated_product, **options)  # type: ignore[arg-type]
 
 
@@ -290,12 +306,12 @@ def _activated_product(
     activation: ActivationSpec,
     scales: Tensor | None,
     keep_preact: bool,
+    encode_of: EncodeOf,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
     if not isinstance(recipe, Float8Block):
         preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
-        hidden = quantized_hidden(recipe, preact, split_sizes, activation, scales, True)
-        assert isinstance(hidden, TokenCopies)
+        hidden = _hidden_copies(recipe, preact, split_sizes, activation, scales, encode_of)
         return preact if keep_preact else None, hidden
     assert isinstance(rows, QuantizedRows)
     assert weight.scales is not None
@@ -354,12 +370,20 @@ def through_activation(
     activation: ActivationSpec,
     scales: Tensor | None,
     wanted: Wanted,
+    encode_of: EncodeOf,
+    hidden_encode: Tensor | None,
 ) -> ThroughActivation:
-    """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
+    """Through the linear after an activation, and the activation: in one pass unless something reads its values.
+
+    Args:
+        encode_of: of the gradient of the pre-activation.
+        hidden_encode: what the values of the activation have been multiplied by in the forward, if steps before told.
+    """
     assert dy.rows is not None
     dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
     if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
-        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
+        encodes = encode_of, hidden_encode
+        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted, *encodes)
     out = quantize_activation_backward(
         *(dpostact, preact, split_sizes, activation),
         scales=scales,
@@ -382,33 +406,42 @@ def _by_two_passes(
     activation: ActivationSpec,
     scales: Tensor | None,
     wanted: Wanted,
+    encode_of: EncodeOf,
+    hidden_encode: Tensor | None,
 ) -> ThroughActivation:
     grads = kernels.activate_backward(
         dpostact, preact, activation, scales, want_scales=wanted.scales, want_postact=wanted.weight
     )
+    is_read = wanted.inner_rows or wanted.inner_weight or wanted.values
     copies = copies_of(
         *(recipe, grads.preact, split_sizes),
         rows=wanted.inner_rows,
         wgrad=wanted.inner_weight,
         values=wanted.values,
         is_gradient=True,
+        encode=encode_of(recipe, grads.preact, split_sizes) if is_read else None,
     )
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
     postact = grads.postact
     if postact is None:
         return ThroughActivation(dy, copies, grads.scales, None)
-    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True)
+    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=hidden_encode)
     return ThroughActivation(dy, copies, grads.scales, kept.for_wgrad)
 
 
 def hidden_for_wgrad(
-    recipe: Recipe, preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None
+    recipe: Recipe,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    encode: Tensor | None,
 ) -> Tensor | Columns | None:
-    """``act(preact) * scales`` as the gradient of a weight reads it."""
+    """``act(preact) * scales`` as the gradient of a weight reads it; ``encode`` as of :func:`copies_of`."""
     if not isinstance(recipe, Float8Block) or not wgrad_is_quantized(recipe):
         postact = kernels.activate(preact, activation, scales)
-        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True).for_wgrad
+        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=encode).for_wgrad
     return quantize_activation(
         *(preact, split_sizes, activation),
         scales=scales,
