@@ -93,6 +93,14 @@ def test_numbers_of_columns(name: str) -> None:
     fused.check_backward("cpu", replace(case, sizes=(0, 0)))
 
 
+def test_kernels_without_scales_are_those_of_calls_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epilogue, "knows_scales", True)
+    case = fused.case_of(op_of_columns("shift"), OF_COLUMNS["shift"][0], sizes=SIZES, features=40, columns=72)
+    for scales in (None, torch.float32):
+        fused.check_forward("cpu", replace(case, scales=scales))
+        fused.check_backward("cpu", replace(case, scales=scales))
+
+
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
     op = op_of_columns("slope", interleaved(block))

@@ -129,6 +129,15 @@ def test_numbers_of_columns(name, vectors):
     fused.check_backward("cuda", replace(case, sizes=(0, 0, 0)))
 
 
+def test_kernels_without_scales_are_those_of_calls_without(monkeypatch):
+    monkeypatch.setattr(epilogue, "knows_scales", True)
+    case = fused.case_of(op_of_columns("slope"), learned_slope)
+    for scales in (None, torch.float32):
+        for variant in _C.ACTIVATION_VARIANTS:
+            fused.check_forward("cuda", replace(case, scales=scales, variant=variant))
+        fused.check_backward("cuda", replace(case, scales=scales))
+
+
 @pytest.mark.parametrize("block", [1, 2, 8, 32])
 def test_numbers_of_columns_where_gate_and_up_alternate(block):
     case = fused.case_of(op_of_columns("slope", interleaved(block)), learned_slope, dtype=torch.float16)

@@ -19,6 +19,7 @@ struct ColumnFloats {
 template <class Operands, bool kNarrow, int kInput = 0>
 struct ColumnNumbers {
   DEVICE void fetch(const ActivationParams&, int, int) {}
+  DEVICE void stay_as_stored() {}
   template <int kCount>
   DEVICE void convert_to(ColumnFloats<kCount>&) const {}
 };
@@ -40,6 +41,14 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
       numbers = read_vector<Number, 8>(from + (Operand::kOfBoth ? gate_column(column, p.block) : column));
     }
     others.fetch(p, group, column);
+  }
+  // Numbers of 16 bits take twice the registers once they are converted, which the compiler now cannot do earlier.
+  DEVICE void stay_as_stored() {
+    if constexpr (sizeof(Number) == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&numbers)[i]));
+    }
+    others.stay_as_stored();
   }
   template <int kCount>
   DEVICE void convert_to(ColumnFloats<kCount>& floats) const {

@@ -93,7 +93,7 @@ struct ActivationEpilogue {
     const int first_column = smem_out_column * kColumns + lane % 8 * 8;
     T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column;
     for (int at = 0; at < rows.rows; at += 4, postact += static_cast<size_t>(4) * p.columns) {
-      const float scale = scales.of(at, lane);
+      const float scale = Functions::kScales ? scales.of(at, lane) : 1.f;
       const int row = at + lane / 8;
 #pragma unroll
       for (int i = 0; i < kColumns / 64; ++i) {
@@ -120,7 +120,7 @@ struct ActivationEpilogue {
       T* to =
           static_cast<T*>(p.postact) + static_cast<size_t>(rows.token + lane / 8) * p.columns + first_column + i * 64;
       for (int at = 0; at < rows.rows; at += 4, to += static_cast<size_t>(4) * p.columns) {
-        const float scale = scales.of(at, lane);
+        const float scale = Functions::kScales ? scales.of(at, lane) : 1.f;
         const int row = at + lane / 8;
         uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
         if constexpr (kGated) {

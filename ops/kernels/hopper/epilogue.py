@@ -16,7 +16,7 @@ from ..jit.operands import Input, inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import ActivationFields, activation, column_sums, scale_arguments
+from .rows import ActivationFields, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -103,7 +103,8 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     types = tuple([vector.dtype for vector, inputs in of_operands if vector is not None for _ in inputs])
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
-    return functions.form_of(program, backward, *layout, *extras, types, sums)
+    scales = ending is not None and ending.scales is not None
+    return functions.form_of(program, backward, *layout, *extras, types, sums, scales)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
@@ -194,7 +195,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     program = epilogue.spec.program
     dvectors = None
     if program is not None and grads.vectors is not None:
-        dvectors = _ColumnGradients.of(program, grads.vectors, p.groups, columns)
+        dvectors = _ColumnGradients.of(program, grads.vectors, columns)
     scales, scales_type = scale_arguments(epilogue.scales)
     size = library.backward_workspace_bytes(
         groups=p.groups,
@@ -252,39 +253,31 @@ def second_fields(second: OperandPair | None) -> dict[str, int]:
 
 
 class _ColumnGradients(NamedTuple):
-    """Where the kernel puts the gradients of numbers of columns: ``out``, or sums by group to be summed over these."""
+    """Where the kernel puts the gradients of numbers of columns: ``out``, or what is dense and copied to it."""
 
     out: list[Tensor | None]
-    by_group: list[Tensor | None]
+    dense: list[Tensor | None]
 
     @classmethod
-    def of(cls, program: Program, out: Operands, groups: int, columns: int) -> _ColumnGradients:
-        gradients, by_group = columns_of(program, out, columns), list[Tensor | None]()
-        for name, gradient in zip(program.column_operands, gradients, strict=False):
-            if gradient is None or (name[0] == "b" and gradient.is_contiguous()):
-                by_group.append(gradient)
-            else:
-                by_group.append(gradient.new_empty((groups, gradient.shape[1]), dtype=torch.float32))
-        return cls(gradients, by_group)
+    def of(cls, program: Program, out: Operands, columns: int) -> _ColumnGradients:
+        gradients = columns_of(program, out, columns)
+        return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
 
     def fields(self, program: Program, block: int) -> dict[str, list[int]]:
         """As the extension wants them."""
-        inputs = inputs_of(program.column_operands, self.by_group, block)
+        inputs = inputs_of(program.column_operands, self.dense, block)
         return {
             "dvectors": [each.address for each in inputs],
             "dvector_types": [TYPE_CODES[each.tensor.dtype] if each.tensor is not None else 0 for each in inputs],
             "dvectors_of_both": [int(name[-1] in "gu") for name in program.columns],
+            "dvectors_of_all_rows": [int(name[0] == "a") for name in program.columns],
         }
 
     def finish(self) -> None:
-        """Sums those of all rows over the groups."""
-        for gradient, by_group in zip(self.out, self.by_group, strict=True):
-            if gradient is None or by_group is None or gradient is by_group:
-                continue
-            if gradient.shape[0] == 1 and gradient.is_contiguous():
-                column_sums(by_group, None, gradient, None)
-            else:
-                gradient.copy_(by_group)
+        """Copies what is not dense."""
+        for gradient, dense in zip(self.out, self.dense, strict=True):
+            if gradient is not None and dense is not None and dense is not gradient:
+                gradient.copy_(dense)
 
 
 def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from .operands import column_types
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector
+knows_scales = False
+"""Whether a call without scales has kernels of its own, in which they are 1: fewer instructions. Awaits measurement."""
 _log = logging.getLogger("fusible")
 
 
@@ -36,6 +38,7 @@ class EpilogueForm(NamedTuple):
         second: it has a second pair of operands.
         vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
+        scales: there may be a number of the row; without one it is 1.
     """
 
     program: Program
@@ -48,6 +51,7 @@ class EpilogueForm(NamedTuple):
     second: bool = False
     vectors: tuple[torch.dtype, ...] = ()
     sums_vectors: bool = False
+    scales: bool = True
 
 
 def form_of(
@@ -61,11 +65,13 @@ def form_of(
     second: bool = False,
     vectors: tuple[torch.dtype, ...] = (),
     sums_vectors: bool = False,
+    scales: bool = True,
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors)
+    scales = scales or not knows_scales
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors, scales)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -150,7 +156,8 @@ def _variants(form: EpilogueForm) -> list[int]:
 def _epilogue(form: EpilogueForm) -> str:
     types = column_types(form.program.columns, form.vectors)
     vectors = (types, boolean(form.sums_vectors)) if form.vectors else ()
-    functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
+    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors
+    functions = f"OneFunction<{', '.join(arguments)}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"
