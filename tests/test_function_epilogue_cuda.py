@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from checks import fused
 from checks.device import skip_module_without_hopper
-from checks.functions import ACTS_OF_COLUMNS, OF_COLUMNS, PUBLISHED, learned_slope, op_of_columns, random_function
+from checks.functions import (
+    ACTS_OF_COLUMNS,
+    ACTS_OF_MATRICES,
+    OF_COLUMNS,
+    PUBLISHED,
+    learned_slope,
+    op_of_columns,
+    random_function,
+)
 from checks.functions import op_of as op_of_function
 from test_pointwise import FUNCTIONS
 
@@ -108,6 +116,24 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
     for variant in (-1, *_C.ACTIVATION_VARIANTS):
         fused.check_forward("cuda", replace(case, variant=variant))
     fused.check_backward("cuda", case)
+
+
+@pytest.mark.parametrize("name", ACTS_OF_MATRICES)
+@pytest.mark.parametrize("halves", ["concat", interleaved(8)], ids=str)
+def test_matrices(name, halves):
+    build, function = ACTS_OF_MATRICES[name]
+    case = fused.case_of(build(halves), function)
+    for variant in (-1, *_C.ACTIVATION_VARIANTS):
+        fused.check_forward("cuda", replace(case, variant=variant))
+        fused.check_forward("cuda", replace(case, variant=variant, columns=320, scales=None, matrices=torch.float32))
+    fused.check_forward("cuda", replace(case, dtype=torch.float16, transposed=True, bias=torch.float32))
+    fused.check_forward("cuda", replace(case, sizes=(0, 0, 0)))
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_matrices_beside_narrow_blocks_of_gate_and_up(block):
+    build, function = ACTS_OF_MATRICES["residual"]
+    fused.check_forward("cuda", fused.case_of(build(interleaved(block)), function, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("sizes", [(5000, 0, 3), tuple(range(200))], ids=["long", "many"])

@@ -57,15 +57,19 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
   }
 };
 
-// All numbers that a function reads in a column of the eight: the scale of the row, and those of the column.
-template <int kCount>
+// All numbers that a function reads in a column of the eight: the scale of the row, those of the column, and those of
+// the element.
+template <int kCount, int kMatrices = 0>
 struct FunctionNumbers {
-  float values[1 + kCount];
+  float values[1 + kCount + kMatrices];
 
-  DEVICE FunctionNumbers(float scale, const ColumnFloats<kCount>& columns, int i) {
+  DEVICE FunctionNumbers(float scale, const ColumnFloats<kCount>& columns, const ColumnFloats<kMatrices>& elements,
+                         int i) {
     values[0] = scale;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[1 + j] = columns.of[j][i];
+#pragma unroll
+    for (int j = 0; j < kMatrices; ++j) values[1 + kCount + j] = elements.of[j][i];
   }
 };
 

@@ -181,7 +181,7 @@ struct ActivationBackwardEpilogue {
     unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const FunctionNumbers numbers(scale, floats, i);
+      const FunctionNumbers numbers(scale, floats, ColumnFloats<0>(), i);
       const Gradients<1 + Functions::kColumns> d = function.backward(gate[i], up[i], numbers.values, grad[i]);
       share += d.dr[0];
 #pragma unroll

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ...programs.columns import columns_of
+from ...programs.columns import columns_of, matrices_of
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
 from ..jit.operands import Input, inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
+from ..problem import Activate, ActivateBackward, Epilogue, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
 
@@ -61,6 +61,7 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     rows = (postact,) if preact is None else (postact, preact)
     why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
     why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, postact.shape[-1])
+    why = why or _matrices_refusal(epilogue, postact.shape[-1])
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
@@ -104,7 +105,9 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
     scales = ending is not None and ending.scales is not None
-    return functions.form_of(program, backward, *layout, *extras, types, sums, scales)
+    matrices = _matrices_of(program, ending, columns)
+    of_elements = tuple([each.tensor.dtype for each in matrices if each.tensor is not None])
+    return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
@@ -130,6 +133,32 @@ def _vectors_refusal(spec: ActivationSpec, vectors: Operands, columns: int) -> s
         if not vector.is_contiguous() or addresses(vector)[0] % 16:
             return "needs numbers of columns that are dense and aligned to 16 bytes"
     return None
+
+
+def _matrices_refusal(epilogue: Activate, columns: int) -> str | None:
+    """They are read in pieces of 16 bytes, beside the numbers of columns."""
+    program, block = epilogue.spec.program, epilogue.spec.block
+    if program is None or epilogue.matrices is None:
+        return None
+    if len(program.columns + program.matrices) > MOST_OPERANDS:
+        count = len(program.columns + program.matrices)
+        return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
+    if block in _NARROW and any(len(inputs) == 2 for inputs in program.matrix_operands.values()):
+        return f"has no loads of matrices of gate and up for blocks of {block} columns"
+    for matrix in matrices_of(program, epilogue.matrices, columns):
+        if matrix is None or matrix.dtype not in TYPE_CODES:
+            return "needs matrices of 16 or 32 bits"
+        if not matrix.is_contiguous() or addresses(matrix)[0] % 16:
+            return "needs matrices that are dense and aligned to 16 bytes"
+    return None
+
+
+def _matrices_of(program: Program, epilogue: Epilogue, columns: int) -> tuple[Input, ...]:
+    """The inputs of a program that are numbers of elements."""
+    if not isinstance(epilogue, Activate) or epilogue.matrices is None:
+        return ()
+    operands = matrices_of(program, epilogue.matrices, columns)
+    return inputs_of(program.matrix_operands, operands, epilogue.spec.block or columns)
 
 
 def _vectors_of(program: Program, vectors: Operands, block: int | None, columns: int) -> tuple[Input, ...]:
@@ -228,8 +257,10 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
 
 def _vector_addresses(epilogue: Activate | ActivateBackward, columns: int) -> list[int]:
     spec = epilogue.spec
-    vectors = () if spec.program is None else _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
-    return [each.address for each in vectors]
+    if spec.program is None:
+        return []
+    vectors = _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
+    return [each.address for each in (*vectors, *_matrices_of(spec.program, epilogue, columns))]
 
 
 def second_depth(problem: GroupedGemm) -> int:

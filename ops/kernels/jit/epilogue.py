@@ -18,7 +18,7 @@ from ..problem import Layout
 from .compilation import ELEMENTS, compiled
 from .compiler import CompileError
 from .driver import LoadedKernel
-from .operands import column_types
+from .operands import column_types, matrix_types
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector
@@ -39,6 +39,7 @@ class EpilogueForm(NamedTuple):
         vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
         scales: there may be a number of the row; without one it is 1.
+        matrices: the types of the inputs that are numbers of elements.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class EpilogueForm(NamedTuple):
     vectors: tuple[torch.dtype, ...] = ()
     sums_vectors: bool = False
     scales: bool = True
+    matrices: tuple[torch.dtype, ...] = ()
 
 
 def form_of(
@@ -66,12 +68,14 @@ def form_of(
     vectors: tuple[torch.dtype, ...] = (),
     sums_vectors: bool = False,
     scales: bool = True,
+    matrices: tuple[torch.dtype, ...] = (),
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
     scales = scales or not knows_scales
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors, scales)
+    operands = vectors, sums_vectors, scales, matrices
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -155,8 +159,9 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 def _epilogue(form: EpilogueForm) -> str:
     types = column_types(form.program.columns, form.vectors)
-    vectors = (types, boolean(form.sums_vectors)) if form.vectors else ()
-    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors
+    vectors = (types, boolean(form.sums_vectors)) if form.vectors or form.matrices else ()
+    matrices = (matrix_types(form.program.matrices, form.matrices),) if form.matrices else ()
+    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors, *matrices
     functions = f"OneFunction<{', '.join(arguments)}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
