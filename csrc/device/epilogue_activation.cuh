@@ -29,8 +29,8 @@ struct ActivationEpilogue {
                        [[maybe_unused]] Elements elements[kRowsAhead];
                        if constexpr (Functions::kMatrices > 0) {
                          const int column = first_column<K>(p, K::smem_out_column(tile, consumer), lane);
-                         for (int j = 0; j < kRowsAhead; ++j)
-                           fetch_row(elements[j], p, rows, j * 4 + lane / 8, column);
+#pragma unroll
+                         for (int j = 0; j < kRowsAhead; ++j) fetch_row(elements[j], p, rows, j * 4 + lane / 8, column);
                        }
                        wait();
                        if (p.keep_preact && ptx::elect_one())
@@ -87,8 +87,8 @@ struct ActivationEpilogue {
  private:
   using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
   using Elements = ElementNumbers<typename Functions::Matrices, Functions::kColumns>;
-  // A lane has numbers of the elements of so many vectors on their way, each of which is four rows below the one before:
-  // as many as registers suffice for.
+  // A lane has numbers of the elements of so many vectors on their way, each of which is four rows below the one
+  // before: as many as registers suffice for.
   static constexpr int kRowsAhead = Elements::kBytes > 32 ? 2 : 4;
 
   // Of a lane, in the postact rows.
@@ -171,8 +171,8 @@ struct ActivationEpilogue {
           elements[j].convert_to(now);
           if (below || more) fetch_row(elements[j], p, rows, next + j * 4 + lane / 8, next_column);
           const float scale = Functions::kScales ? scales.of(at + j * 4, lane) : 1.f;
-          const uint4 result = vector_of_numbers<T, kGated>(function, subtiles, row, vector, distance, block, scale,
-                                                            floats, now);
+          const uint4 result =
+              vector_of_numbers<T, kGated>(function, subtiles, row, vector, distance, block, scale, floats, now);
           if (row < rows.rows && exists) *reinterpret_cast<uint4*>(to) = result;
         }
       }
