@@ -98,7 +98,7 @@ void sum_columns(const LinearActivationBackward& call, const ActivationParams& p
           .of_all_rows = to.of_all_rows,
           .out = to.data,
           .type = to.type,
-          .block = to.of_both ? call.activation.block : 0};
+          .block = to.of_both ? static_cast<int>(call.activation.block) : 0};
   }
   sum_column_partials(sums, stream);
 }
