@@ -28,6 +28,7 @@ from test_replay import Runs, runs, same
 from torch import Tensor
 
 from fusible import (
+    AddExtraInput,
     Combine,
     ConstantScale,
     Dispatch,
@@ -243,7 +244,25 @@ class ChainOfColumns(OfColumns):
         return Sequential(self.fc1, SwiGLU(), sloped, ConstantScale(0.75), self.fc2)
 
 
-KINDS = [Experts, Routed, OfColumns, RoutedOfColumns, ChainOfColumns]
+class OfMatrices(Experts):
+    """A linear alone, and a chain that reads another matrix in each call."""
+
+    fusion = "GroupedLinearResidual"
+
+    def build(self) -> Sequential:
+        return Sequential(self.fc1, SwiGLU(), AddExtraInput(), Pointwise(torch.tanh))
+
+    def give(self, rows: int = T) -> None:
+        super().give(rows)
+        self.numbers, self.dy = torch.randn(2, rows, H, dtype=torch.bfloat16)
+        self.numbers.requires_grad_()
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes, extra=self.numbers)
+        return y
+
+
+KINDS = [Experts, Routed, OfColumns, RoutedOfColumns, ChainOfColumns, OfMatrices]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,15 +100,19 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
     backward = isinstance(ending, ActivateBackward)
-    vectors = columns_of(program, None if ending is None else ending.vectors, columns)
-    of_operands = zip(vectors, program.column_operands.values(), strict=False)
-    types = tuple([vector.dtype for vector, inputs in of_operands if vector is not None for _ in inputs])
+    types = _types(columns_of(program, None if ending is None else ending.vectors, columns), program.column_operands)
+    matrices = ending.matrices if isinstance(ending, Activate) else None
+    of_elements = _types(matrices_of(program, matrices, columns), program.matrix_operands)
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
     scales = ending is not None and ending.scales is not None
-    matrices = _matrices_of(program, ending, columns)
-    of_elements = tuple([each.tensor.dtype for each in matrices if each.tensor is not None])
     return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
+
+
+def _types(operands: Sequence[Tensor | None], inputs: Mapping[str, tuple[str, ...]]) -> tuple[torch.dtype, ...]:
+    """Of each input that an operand is."""
+    of_operands = zip(operands, inputs.values(), strict=False)
+    return tuple([operand.dtype for operand, names in of_operands if operand is not None for _ in names])
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
