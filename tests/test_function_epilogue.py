@@ -95,8 +95,7 @@ def test_numbers_of_columns(name: str) -> None:
     fused.check_backward("cpu", replace(case, sizes=(0, 0)))
 
 
-def test_kernels_without_scales_are_those_of_calls_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epilogue, "knows_scales", True)
+def test_kernels_without_scales_are_those_of_calls_without() -> None:
     case = fused.case_of(op_of_columns("shift"), OF_COLUMNS["shift"][0], sizes=SIZES, features=40, columns=72)
     for scales in (None, torch.float32):
         fused.check_forward("cpu", replace(case, scales=scales))

@@ -136,9 +136,10 @@ def test_matrices_beside_narrow_blocks_of_gate_and_up(block):
     fused.check_forward("cuda", fused.case_of(build(interleaved(block)), function, dtype=torch.float16))
 
 
+@pytest.mark.parametrize("name", ["slopes of gate and up", "bias"])
 @pytest.mark.parametrize("sizes", [(5000, 0, 3), tuple(range(200))], ids=["long", "many"])
-def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time(sizes):
-    build, function = ACTS_OF_COLUMNS["biases"]
+def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time(name, sizes):
+    build, function = ACTS_OF_COLUMNS[name]
     fused.check_backward("cuda", fused.case_of(build("concat"), function, sizes=sizes))
 
 
@@ -155,8 +156,7 @@ def test_numbers_of_columns(name, vectors):
     fused.check_backward("cuda", replace(case, sizes=(0, 0, 0)))
 
 
-def test_kernels_without_scales_are_those_of_calls_without(monkeypatch):
-    monkeypatch.setattr(epilogue, "knows_scales", True)
+def test_kernels_without_scales_are_those_of_calls_without():
     case = fused.case_of(op_of_columns("slope"), learned_slope)
     for scales in (None, torch.float32):
         for variant in _C.ACTIVATION_VARIANTS:

@@ -89,7 +89,7 @@ struct ActivationEpilogue {
   using Elements = ElementNumbers<typename Functions::Matrices, Functions::kColumns>;
   // A lane has numbers of the elements of so many vectors on their way, each of which is four rows below the one
   // before: as many as registers suffice for.
-  static constexpr int kRowsAhead = Elements::kBytes > 32 ? 2 : 4;
+  static constexpr int kRowsAhead = Elements::kBytes > 16 ? 2 : 4;
 
   // Of a lane, in the postact rows.
   template <class K>

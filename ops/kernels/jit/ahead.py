@@ -25,7 +25,7 @@ def compile_ahead(
     """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
 
     Those over rows, and with ``spec``, where the extension is built, those in the grouped GEMM: both directions,
-    weights of either orientation, with a bias and without.
+    weights of either orientation, with a bias and without, and so with scales unless the function reads a row anyway.
 
     Args:
         columns: the types of the numbers of columns that the function reads.
@@ -40,7 +40,7 @@ def compile_ahead(
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
         return len(rows)
     scales = (True,) if program.rows else (False, True)
-    forms = {form for each in scales for form in _forms(spec.program, spec.block, dtype, columns, each)}
+    forms = [form for each in scales for form in _forms(spec.program, spec.block, dtype, columns, each)]
     return len(rows) + sum(map(epilogue.compile_ahead, forms))
 
 

@@ -22,8 +22,6 @@ from .operands import column_types, matrix_types
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector
-knows_scales = False
-"""Whether a call without scales has kernels of its own, in which they are 1: fewer instructions. Awaits measurement."""
 _log = logging.getLogger("fusible")
 
 
@@ -38,7 +36,7 @@ class EpilogueForm(NamedTuple):
         second: it has a second pair of operands.
         vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
-        scales: there may be a number of the row; without one it is 1.
+        scales: there is a number of the row; without one it is 1.
         matrices: the types of the inputs that are numbers of elements.
     """
 
@@ -73,7 +71,6 @@ def form_of(
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    scales = scales or not knows_scales
     operands = vectors, sums_vectors, scales, matrices
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
 
