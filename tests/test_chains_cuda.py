@@ -21,7 +21,7 @@ from fusible.fuser import replay
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-UNFUSED = {"PointwiseChain", "GLUScale", "GroupedMLP", "GroupedLinearGLU"}
+UNFUSED = {"PointwiseChain", "GLUScale", "GroupedMLP", "GroupedLinearGLU", "GroupedLinearResidual"}
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 needs_extension = pytest.mark.skipif(not extension.is_built(), reason="the extension is not built")
 
@@ -133,6 +133,36 @@ def test_a_chain_in_the_epilogue(dtype, kind):
     assert "GroupedMLP" in explained
     if torch.cuda.get_device_capability()[0] == 9:
         assert "function" in explained
+
+
+@needs_extension
+@pytest.mark.parametrize("kind", ["behind the gate", "before the gate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_residual_in_the_epilogue(dtype, kind):
+    experts, sizes, rows, behind = 4, torch.tensor([70, 0, 130, 56], device="cuda"), 256, kind == "behind the gate"
+    ops = [SwiGLU(), Scale(), AddExtraInput(), Activation("silu")] if behind else [AddExtraInput(), SwiGLU(), Bias(128)]
+    linear = GroupedLinear(experts, 128, 256, dtype=dtype, device="cuda")
+    model = Sequential(linear, *[op.to("cuda", dtype) for op in ops])
+    x = torch.randn(rows, 128, device="cuda").to(dtype).requires_grad_()
+    extra = torch.randn(rows, 128 if behind else 256, device="cuda").to(dtype).requires_grad_()
+    scales, dy = torch.rand(rows, device="cuda", requires_grad=True), torch.randn(rows, 128, device="cuda").to(dtype)
+    tensors = [x, extra, *([scales] if behind else []), *model.parameters()]
+    keywords = {"split_sizes": sizes, "extra": extra, **({"scales": scales} if behind else {})}
+
+    def step():
+        y = model(x, **keywords)
+        return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
+
+    with config(disable_fusions=UNFUSED):
+        apart = step()
+    fused = step()
+    assert_close(fused, apart, torch.bfloat16)
+    explained = str(model.explain())
+    assert "GroupedLinearResidual" in explained
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert "in the epilogue" in explained
+        again = [step() for _ in range(3)][-1]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, fused, strict=True))
 
 
 def test_nothing_runs_without_rows():

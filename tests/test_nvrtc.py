@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from checks.functions import Act, chain, learned_slope, op_of_columns, phish, telu
+from checks.functions import ACTS_OF_MATRICES, Act, chain, learned_slope, op_of_columns, phish, telu
 from emulation import build
 
 from fusible import Bias, Pointwise, SwiGLU, interleaved
@@ -50,11 +50,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         cache.cache_clear()
 
 
-def form_of(op: Act, backward: bool, dtype: torch.dtype = torch.bfloat16) -> epilogue.EpilogueForm:
-    """Of hidden rows of 512 columns, as a fused layer asks for it."""
-    assert op.spec is not None
-    assert op.spec.program is not None
-    layout, program = Layout.NN if backward else Layout.NT, op.spec.program
+def form_of(op: Act, backward: bool, scales: bool = True) -> epilogue.EpilogueForm:
+    """Of hidden rows of 512 columns in bf16, as a fused layer asks for it."""
+    assert op.link is not None
+    spec = op.link.forward_spec
+    assert spec is not None
+    assert spec.program is not None
+    layout, program = Layout.NN if backward else Layout.NT, spec.program
     types = tuple(
         [
             v.dtype
@@ -62,8 +64,9 @@ def form_of(op: Act, backward: bool, dtype: torch.dtype = torch.bfloat16) -> epi
             for _ in inputs
         ]
     )
-    of_columns = types, bool(types) and backward
-    return epilogue.form_of(program, backward, layout, dtype, op.spec.block, 512, False, False, *of_columns)
+    of_matrices = (torch.bfloat16,) * len(program.matrices)
+    operands = types, bool(types) and backward, scales, of_matrices
+    return epilogue.form_of(program, backward, layout, torch.bfloat16, spec.block, 512, False, False, *operands)
 
 
 FUNCTIONS = {
@@ -118,6 +121,22 @@ def test_sources_compile_without_a_spill_in_seconds(compilations: list[Compilati
     assert len(loaded) == len(compilations) == len(variants)
     assert not any(each.spilled for each in compilations)
     assert max(each.seconds for each in compilations) < 10
+
+
+@pytest.mark.parametrize("name", ["clamped silu glu", "two columns", "bias of gate and up"])
+def test_two_vectors_at_a_time_fit_without_scales(compilations: list[Compilation], name: str) -> None:
+    loaded = epilogue.handles(form_of(FUNCTIONS[name], backward=True, scales=False))
+
+    assert isinstance(loaded, tuple), loaded
+    assert all(not each.spilled and (each.vectors == 2 or name == "two columns") for each in compilations)
+
+
+@pytest.mark.parametrize("name", ACTS_OF_MATRICES)
+def test_matrices_compile_without_a_spill(compilations: list[Compilation], name: str) -> None:
+    loaded = epilogue.handles(form_of(ACTS_OF_MATRICES[name][0]("concat"), backward=False))
+
+    assert isinstance(loaded, tuple), loaded
+    assert not any(each.spilled for each in compilations)
 
 
 @pytest.mark.parametrize(
