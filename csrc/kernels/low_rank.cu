@@ -88,9 +88,11 @@ struct RowTile {
   bool has_start, has_whole;  // whether these are the first of the group; and all
 };
 
-// What a block does, tile by tile.
+// What a block does, tile by tile: its last group's first, if it has the beginning of that. Then blocks that have about
+// a group each, which is the end of one and the beginning of the next, go through their groups from beginning to end at
+// the same time. Rows of a group are in the order of their tokens, so what several of them gather stays in the cache.
 struct Schedule : GroupTable {
-  int groups, tiles, first, last;
+  int groups, tiles, first, last, turn;  // `turn`: the task that the block begins with
 
   // By one warp.
   DEVICE void find(const Params& p) {
@@ -102,27 +104,33 @@ struct Schedule : GroupTable {
     if (threadIdx.x % 32) return;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
     const Tasks tasks(tiles, p.division);
-    first = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
+    first = turn = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
+    if (count()) turn = max(first, start_of(group_of(last - 1), last - 1));
   }
   DEVICE int count() const { return last - first; }
-
-  DEVICE RowTile operator[](int i) const {
-    const int task = first + i;
-    if (task >= last) return {};
-    const int slice = task / tiles, tile = task - slice * tiles;
+  DEVICE int group_of(int task) const {
+    const int tile = task % tiles;
     int group = 0;
     for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
-    const int start = first_tile[group], end = first_tile[group + 1], row = first_row[group] + (tile - start) * kRows;
-    const bool has_start = slice * tiles + start >= first;
+    return group;
+  }
+  // The first task of a group, in the slice of another task.
+  DEVICE int start_of(int group, int task) const { return task / tiles * tiles + first_tile[group]; }
+
+  DEVICE RowTile operator[](int i) const {
+    if (i >= count()) return {};
+    const int task = i < last - turn ? turn + i : i - (last - turn) + first;
+    const int group = group_of(task), start = start_of(group, task), end = start_of(group + 1, task),
+              row = first_row[group] + (task - start) * kRows;
     return {group,
-            slice,
+            task / tiles,
             row,
             min(kRows, first_row[group + 1] - row),
-            i == 0 || tile == start,
-            task + 1 == last || tile + 1 == end,
-            has_start,
-            has_start && slice * tiles + end <= last};
+            task == first || task == start,
+            task + 1 == last || task + 1 == end,
+            start >= first,
+            start >= first && end <= last};
   }
 };
 
