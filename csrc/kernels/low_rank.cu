@@ -24,9 +24,8 @@
 
 // To be measured.
 static int low_rank_nearby = 0;
-static bool low_rank_turns = true;
-extern "C" __attribute__((visibility("default"))) void fusible_low_rank_nearby(int percent, int turns) {
-  low_rank_nearby = percent, low_rank_turns = turns;
+extern "C" __attribute__((visibility("default"))) void fusible_low_rank_nearby(int percent) {
+  low_rank_nearby = percent;
 }
 
 namespace fusible {
@@ -45,7 +44,6 @@ struct Division {
   int row_bytes, stage_bytes;                // in shared memory
   int64_t part_numbers;                      // of a gradient of all ranks of a slice
   int nearby;                                // of a share, in percent: how far its end moves to that of a group
-  bool turns;
 };
 
 struct Params {
@@ -130,7 +128,7 @@ struct Schedule : GroupTable {
     first = turn = moved(tasks.first(blockIdx.x), tasks.count, nearby);
     last = moved(tasks.first(blockIdx.x + 1), tasks.count, nearby);
     p.first_tasks[blockIdx.x] = first;
-    if (count() && p.division.turns) turn = max(first, start_of(group_of(last - 1), last - 1));
+    if (count()) turn = max(first, start_of(group_of(last - 1), last - 1));
   }
   DEVICE int count() const { return last - first; }
   DEVICE int group_of(int task) const {
@@ -702,7 +700,7 @@ Division divide(int64_t columns, int64_t rank, int device) {
   d.warp_columns = static_cast<int>(of_warp) * kChunkColumns, d.slice_columns = d.warps * d.warp_columns;
   d.slices = static_cast<int>(blocks_of(columns, d.slice_columns));
   d.part_numbers = int64_t{16} * d.units * d.slice_columns;
-  d.nearby = low_rank_nearby, d.turns = low_rank_turns;
+  d.nearby = low_rank_nearby;
   d.row_bytes = d.slice_columns * 2 + 16;  // then eight rows of a warp do not meet in a bank
   d.stage_bytes = kRows * (d.row_bytes + static_cast<int>(rank) * 2);
   const int room = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(BlockState));
