@@ -22,12 +22,6 @@
 #include "fusible/low_rank.h"
 #include "fusible/wrong_sizes.h"
 
-// To be measured.
-static int low_rank_nearby = 0;
-extern "C" __attribute__((visibility("default"))) void fusible_low_rank_nearby(int percent) {
-  low_rank_nearby = percent;
-}
-
 namespace fusible {
 namespace {
 
@@ -43,14 +37,12 @@ struct Division {
   int warp_columns, slice_columns;           // those of the warps of a block together
   int row_bytes, stage_bytes;                // in shared memory
   int64_t part_numbers;                      // of a gradient of all ranks of a slice
-  int nearby;                                // of a share, in percent: how far its end moves to that of a group
 };
 
 struct Params {
   LowRankPass call;
   Division division;
   int32_t* first_tiles;     // of each group, and the number of all, for the kernel that adds parts
-  int32_t* first_tasks;     // of each block, and the number of all, for the same
   float *parts, *products;  // of gradients, two for each block; of slices [slices, tokens, rank]
 };
 
@@ -76,8 +68,7 @@ DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
 }
 
 // Tasks are the tiles of all groups, for one slice of the columns after the other. They are dealt to blocks, or to as
-// many of these as there are tasks, in their order; the first blocks may have one more than the others. Then the ends
-// of shares move to those of groups that are near: a group that one block has whole leaves no parts to add.
+// many of these as there are tasks, in their order; the first blocks may have one more than the others.
 struct Tasks {
   int count, blocks, share, longer;
   DEVICE Tasks(int tiles, const Division& division) : count(tiles * division.slices) {
@@ -88,17 +79,6 @@ struct Tasks {
   DEVICE int block_of(int task) const {
     const int of_longer = longer * (share + 1);
     return task < of_longer ? task / (share + 1) : longer + (task - of_longer) / share;
-  }
-  // The same after the ends have moved, which is not by more than half a share.
-  DEVICE int block_of(int task, const int32_t* first_tasks) const {
-    const int before = block_of(task);
-    int block = max(0, before - 2);
-#pragma unroll
-    for (int i = -1; i <= 2; ++i) {
-      const int other = min(max(0, before + i), blocks - 1);
-      if (first_tasks[other] <= task) block = max(block, other);
-    }
-    return block;
   }
 };
 
@@ -124,10 +104,7 @@ struct Schedule : GroupTable {
     if (threadIdx.x % 32) return;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
     const Tasks tasks(tiles, p.division);
-    const int nearby = tasks.share * p.division.nearby / 100;
-    first = turn = moved(tasks.first(blockIdx.x), tasks.count, nearby);
-    last = moved(tasks.first(blockIdx.x + 1), tasks.count, nearby);
-    p.first_tasks[blockIdx.x] = first;
+    first = turn = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
     if (count()) turn = max(first, start_of(group_of(last - 1), last - 1));
   }
   DEVICE int count() const { return last - first; }
@@ -137,13 +114,6 @@ struct Schedule : GroupTable {
     for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
     return group;
-  }
-  // The end of a share, or that of a group that is not farther away than so many tasks.
-  DEVICE int moved(int task, int tasks, int nearby) const {
-    if (task == 0 || task == tasks) return task;
-    const int group = group_of(task), start = start_of(group, task), end = start_of(group + 1, task);
-    const int nearest = task - start <= end - task ? start : end;
-    return abs(task - nearest) <= nearby ? nearest : task;
   }
   // The first task of a group, in the slice of another task.
   DEVICE int start_of(int group, int task) const { return task / tiles * tiles + first_tile[group]; }
@@ -662,7 +632,7 @@ __global__ void __launch_bounds__(kPartThreads) add_parts_kernel(const __grid_co
   const int first = slice * tiles + p.first_tiles[group], last = slice * tiles + p.first_tiles[group + 1] - 1;
   float sums[8] = {};
   if (first <= last) {
-    const int begin = tasks.block_of(first, p.first_tasks), end = tasks.block_of(last, p.first_tasks);
+    const int begin = tasks.block_of(first), end = tasks.block_of(last);
     if (begin == end) return;
     for (int block = begin; block <= end; ++block) {
       const float* part =
@@ -700,7 +670,6 @@ Division divide(int64_t columns, int64_t rank, int device) {
   d.warp_columns = static_cast<int>(of_warp) * kChunkColumns, d.slice_columns = d.warps * d.warp_columns;
   d.slices = static_cast<int>(blocks_of(columns, d.slice_columns));
   d.part_numbers = int64_t{16} * d.units * d.slice_columns;
-  d.nearby = low_rank_nearby;
   d.row_bytes = d.slice_columns * 2 + 16;  // then eight rows of a warp do not meet in a bank
   d.stage_bytes = kRows * (d.row_bytes + static_cast<int>(rank) * 2);
   const int room = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(BlockState));
@@ -710,7 +679,7 @@ Division divide(int64_t columns, int64_t rank, int device) {
   return d;
 }
 
-int64_t table_bytes(const Division& d) { return 4 * (kMaxGroups + 4 + blocks_of(d.blocks, 4) * 4); }
+constexpr int64_t kTableBytes = 4 * (kMaxGroups + 4);
 int64_t parts_bytes(const Division& d) { return 2 * d.blocks * d.part_numbers * static_cast<int64_t>(sizeof(float)); }
 
 template <class T, int kUnits, bool kProduct, bool kGradient>
@@ -757,7 +726,7 @@ void launch_all(const Params& p, cudaStream_t stream) {
 
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device) {
   const Division d = divide(columns, rank, device);
-  return table_bytes(d) + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
+  return kTableBytes + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
 }
 
 void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
@@ -769,13 +738,8 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
   FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
                 c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);
-  uint8_t* const parts = workspace + table_bytes(division);
-  auto* const table = reinterpret_cast<int32_t*>(workspace);
-  Params p{c,
-           division,
-           table,
-           table + kMaxGroups + 4,
-           reinterpret_cast<float*>(parts),
+  uint8_t* const parts = workspace + kTableBytes;
+  Params p{c, division, reinterpret_cast<int32_t*>(workspace), reinterpret_cast<float*>(parts),
            reinterpret_cast<float*>(parts + (c.gradient ? parts_bytes(division) : 0))};
   p.call.sizes.wrong = wrong_size_word(device);
   dispatch_dtype_of_16_bits(c.rows.type, [&](auto type) { launch_all<Element<decltype(type)::value>>(p, stream); });
