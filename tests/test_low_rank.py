@@ -33,6 +33,13 @@ def test_ranks_and_columns(rank: int, columns: int) -> None:
         low_rank.check("cpu", case)
 
 
+@pytest.mark.parametrize("layout", list(Layout)[:2])
+def test_warps_with_several_chunks_of_columns(layout: Layout) -> None:
+    """Six warps with 192 columns each, of which the last has fewer."""
+    for wants in ("rows product", "rows product gradient"):
+        low_rank.check("cpu", Case(layout, (33, 0, 40), 1096, top_k=2, wants=wants))
+
+
 @pytest.mark.parametrize(("rank", "columns"), [(64, 776), (16, 2056)])
 @pytest.mark.parametrize("layout", list(Layout)[:2])
 def test_columns_of_several_blocks(layout: Layout, rank: int, columns: int) -> None:
