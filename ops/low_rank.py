@@ -33,7 +33,7 @@ ALL_PASSES = frozenset(
 """What the rows of an adapter are read for: :attr:`LowRankPass.kind`."""
 
 PASSES: frozenset[str] = frozenset()
-"""Those that one kernel makes: none until its tests have run on a GPU; all but a product or a gradient alone are faster."""
+"""Those that one kernel makes: none until its tests have run on a GPU."""
 
 
 def low_rank_pass(
