@@ -50,7 +50,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
-  constexpr bool kAhead = K::kSpareRegisters;
+  constexpr bool kAhead = K::kSpareRegisters && K::kHeldSteps == 0;
   constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
   WorkTile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {

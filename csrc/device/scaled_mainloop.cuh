@@ -14,6 +14,15 @@ namespace fusible {
 
 constexpr int kUnits = 2;
 
+// 64 rows of a stage of A, as wgmma has them in registers.
+template <int kSteps>
+DEVICE void load_fragments(uint32_t (*fragments)[4], const uint8_t* a, int warp, int lane) {
+  const uint32_t base = ptx::smem_address(a);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    ptx::load_matrix_x4(fragments[step], base + in_subtile(warp * 16 + lane % 16, step * 2 + lane / 16));
+}
+
 // acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile` is called when the first product is
 // under way, and before `acc` is written.
 template <class K, int kUsed, class Meanwhile>
@@ -31,6 +40,10 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   float part[64];
   const auto stage = [&](auto steps, auto first) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
+    // Not of a tile's first stage, beside which the tile before is in registers.
+    constexpr int kHeld = first.value && kOverlaps ? 0 : K::kHeldSteps;
+    [[maybe_unused]] uint32_t fragments[kHeld + 1][4];
+    if constexpr (kHeld > 0) load_fragments<kHeld>(fragments, s.stages.a[state.stage] + consumer * kBlockBytes, warp, lane);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
       const uint8_t* a =
@@ -38,13 +51,15 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       const uint8_t* b = s.stages.b[state.stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns * kSwizzleBytes;
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < steps.value; ++step)
-        wgmma_e4m3(part, A::descriptor(a) + step * (A::kStep / 16), B::descriptor(b) + step * (B::kStep / 16),
-                   step != 0);
+      for (int step = 0; step < steps.value; ++step) {
+        const uint64_t of_b = B::descriptor(b) + step * (B::kStep / 16);
+        if (step < kHeld) wgmma_e4m3(part, fragments[min(step, kHeld)], of_b, step != 0);
+        else wgmma_e4m3(part, A::descriptor(a) + step * (A::kStep / 16), of_b, step != 0);
+      }
       wgmma_commit();
       if (first.value && kOverlaps && unit == 0) meanwhile();
       if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
-      factors.begin_unit(unit);
+      factors.begin_unit(unit, s, state.stage, lane);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);

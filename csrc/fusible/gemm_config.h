@@ -28,6 +28,8 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
+  int held_steps = 0;     // of e4m3 operands: of A, in registers for both units (device/scaled_mainloop.cuh)
+  int vectors_ahead = 0;  // of scales of columns, loaded while their unit is multiplied (device/scaling.cuh)
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -46,9 +48,11 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr TileVariant kScaledVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}};
 inline constexpr TileVariant kRowScaledVariant = {128, 256, 2, 1, 3, 8};  // of those whose rows have one scale each
-inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr TileVariant kScaledWgradVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 0, 10}};
 inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
 inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).

@@ -28,6 +28,7 @@ struct GroupedGemmKernel {
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
+  static constexpr int kHeldSteps = kVariant.held_steps, kVectorsAhead = kVariant.vectors_ahead;
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -217,7 +218,7 @@ struct GroupedGemmKernel {
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   // Two scales for each element leave less beside the accumulators.
-  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth;
+  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kHeldSteps > 0);
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72
