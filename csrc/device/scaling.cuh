@@ -39,11 +39,12 @@ struct RowFactors {
   float values[K::kRowBlocks][2];  // upper and lower rows
   // From `apart` floats for each 128 rows.
   DEVICE void read(const float* of_tile, int apart, int consumer, int warp, int lane) {
+    const int first = K::kConsumers == 2 ? consumer * 64 : consumer / 2 * apart + consumer % 2 * 64;
 #pragma unroll
     for (int i = 0; i < K::kRowBlocks; ++i)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        values[i][lower] = of_tile[i * apart + consumer * 64 + warp * 16 + lane / 4 + lower * 8];
+        values[i][lower] = of_tile[i * apart + first + warp * 16 + lane / 4 + lower * 8];
   }
 };
 
@@ -67,7 +68,7 @@ struct Scaling1D2D {
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {
-    static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
+    static constexpr int kBoxes = (kTileM + 127) / 128, kApart = 160;                   // floats, of boxes
     static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
     alignas(128) float a[kStages][kBoxes * kApart];
     float2 b[kStages];  // of a weight's first and last 128 rows in the tile
