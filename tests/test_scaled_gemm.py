@@ -24,7 +24,7 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TILES = range(3)
+TILES = range(4)
 
 
 def check(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:

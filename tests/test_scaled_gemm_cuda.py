@@ -17,7 +17,7 @@ skip_module_without_hopper()
 
 RAGGED = (131, 0, 77, 304, 1, 512)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TILES = [-1, 0, 1]
+TILES = [-1, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("variant", TILES)
