@@ -151,6 +151,8 @@ def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
     rowwise = whole_rows(o, out)
     fast = replace(rowwise, fast_accumulation=True)
     functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
+    if tiles:
+        functions["rows tile 1"] = lambda: _ran(rowwise, 1)
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
@@ -243,10 +245,13 @@ def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
     (dy, _), (x, _) = (quantized(operand.mT.contiguous()) for operand in (o.dy, o.x))
     ends = o.sizes.cumsum(0) // 16 * 16
     ends[-1] = len(o.x)
-    ends, scales = ends.to(torch.int32), [torch.ones(len(o.sizes) * len(rows), device="cuda") for rows in (dy, x)]
+    ends = ends.to(torch.int32)
+    of_dy, of_x = (torch.ones(len(o.sizes) * len(columns), device="cuda") for columns in (dy, x))
 
     def grouped(fast: bool) -> Tensor:
-        return torch._scaled_grouped_mm(dy, x.mT, *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return torch._scaled_grouped_mm(
+            *(dy, x.mT, of_dy, of_x), offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
 
     functions: dict[str, Function] = {
         "grouped fast": lambda: grouped(True),

@@ -180,6 +180,7 @@ struct Scaling1D1D {
     }
     DEVICE void begin_unit(int unit, const typename K::Storage& s, int stage, int lane) {
       const float* columns = of_columns(unit, s, stage, lane);
+      if (K::kUnitsAreRows && unit > 0) return;  // the same columns
 #pragma unroll
       for (int vector = 0; vector < kAhead; ++vector) ahead_[vector] = pair_of(columns, vector);
     }

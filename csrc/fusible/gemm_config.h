@@ -51,9 +51,9 @@ inline constexpr TileVariant kTileVariants[] = {
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {
     {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}, {192, 128, 1, 2, 4, 8, false, 0, 0, 3}};
-inline constexpr TileVariant kRowScaledVariant = {128, 256, 2, 1, 3, 8};  // of those whose rows have one scale each
+inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}};  // of those whose rows have one scale each
 inline constexpr TileVariant kScaledWgradVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 0, 10}, {192, 128, 1, 2, 4, 8, false, 0, 6, 3}};
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 0, 10}, {192, 128, 1, 2, 4, 8, false, 0, 6, 3}, {256, 128, 1, 2, 3, 8, false, 0, 8}};
 inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
 inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
@@ -112,7 +112,7 @@ struct GemmConfig {
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 // Of e4m3 operands.
 GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
-GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors);
+GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors, int variant);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);
