@@ -1,12 +1,13 @@
 """Products of e4m3 operands with scales of blocks of 128 or of whole rows, against bfloat16 and others' fp8.
 
-    python -m fusible.benchmarks.scaled_gemm                      the first linear of five models, and its gradient
-    python -m fusible.benchmarks.scaled_gemm --tiles 0 1 --rounds 7   some tiles
+    python -m fusible.benchmarks.scaled_gemm            the first linear of five models, and its gradients
+    python -m fusible.benchmarks.scaled_gemm --wgrad-tiles 0 1 --rounds 7   some tiles
 
 Random normals are quantised; the rows are spread unevenly. ``rows`` are our products of operands that have one scale
 for each row. ``dense`` is one product of as many operations by ``torch._scaled_mm`` with one scale for each operand:
 ``fast`` leaves all sums to the tensor cores, ``two-level`` does not. ``grouped`` is ``torch._scaled_grouped_mm`` of the
-operands of ``rows``. ``deepgemm`` has scales of blocks, and rows that are padded: groups start at multiples of 128.
+operands of ``rows``; groups of weight gradients are rounded to multiples of 16 rows for it. ``deepgemm`` has scales of
+blocks, and rows that are padded: groups start at multiples of 128.
 """
 
 from __future__ import annotations
@@ -139,20 +140,19 @@ def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
     return BlockedColumns(data, scales)
 
 
-def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
+def forward(o: GemmOperands) -> dict[str, Function]:
     """The contestants of the product of rows and weights."""
     rows, columns = len(o.x), o.weight.shape[1]
     bytes_, grid = quantized_weight(o.weight)
     out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     problem = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, out)
-    functions: dict[str, Function] = {} if tiles else {"ours": lambda: _ran(problem)}
-    for tile in tiles:
-        functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
     rowwise = whole_rows(o, out)
     fast = replace(rowwise, fast_accumulation=True)
-    functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
-    if tiles:
-        functions["rows tile 1"] = lambda: _ran(rowwise, 1)
+    ours = {"ours": problem, "rows": rowwise, "rows fast": fast}
+    functions: dict[str, Function] = {
+        name: lambda product=product: _ran(product)  # type: ignore[misc]
+        for name, product in ours.items()
+    }
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
@@ -164,7 +164,7 @@ def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
 
 def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
     if isinstance(problem, ScaledGemm):
-        scaled_gemm.launch_gemm(problem, tile)
+        scaled_gemm.launch_gemm(problem)
     else:
         scaled_gemm.launch_wgrad(problem, tile)
     assert isinstance(problem.out, Tensor)
@@ -332,8 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=["forward", "dgrad", "wgrad", "activation"],
         default=["forward", "dgrad", "wgrad"],
     )
-    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of forward and dgrad, by their numbers")
-    parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
+    parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[], help="by their numbers")
     arguments = parser.parse_args(argv)
     for name in arguments.shapes:
         o = operands((SHAPES | FEW_ROWS)[name])
@@ -342,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if product == "activation":
                 functions = activation(o)
             elif product in ("forward", "dgrad"):
-                functions = forward(o if product == "forward" else transposed(o), arguments.tiles)
+                functions = forward(o if product == "forward" else transposed(o))
             else:
                 functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
             rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)
