@@ -9,8 +9,8 @@ template <class Out, bool kHalves, bool kScaleBias>
 KernelEntry scaled_activation_entry_of() {
   constexpr int kTileN = kScaledVariant.tile_n;
   using B = std::conditional_t<kHalves, GateUpRows<E4M3, kTileN>, WeightRows<E4M3, kTileN>>;
-  return entry_of<GroupedGemmKernel<TokenRows<E4M3>, B, Out, kScaleBias, kScaledVariant, QuantizedActivationEpilogue<kHalves>,
-                                    TokenGroups, Scaling1D2D>>();
+  return entry_of<GroupedGemmKernel<TokenRows<E4M3>, B, Out, kScaleBias, kScaledVariant,
+                                    QuantizedActivationEpilogue<kHalves>, TokenGroups, Scaling1D2D>>();
 }
 
 }  // namespace
