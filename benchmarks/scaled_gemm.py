@@ -1,12 +1,13 @@
 """Products of e4m3 operands with scales of blocks of 128 or of whole rows, against bfloat16 and others' fp8.
 
-    python -m fusible.benchmarks.scaled_gemm                      the first linear of five models, and its gradient
-    python -m fusible.benchmarks.scaled_gemm --tiles 0 1 --rounds 7   some tiles
+    python -m fusible.benchmarks.scaled_gemm            the first linear of five models, and its gradients
+    python -m fusible.benchmarks.scaled_gemm --wgrad-tiles 0 1 --rounds 7   some tiles
 
 Random normals are quantised; the rows are spread unevenly. ``rows`` are our products of operands that have one scale
 for each row. ``dense`` is one product of as many operations by ``torch._scaled_mm`` with one scale for each operand:
 ``fast`` leaves all sums to the tensor cores, ``two-level`` does not. ``grouped`` is ``torch._scaled_grouped_mm`` of the
-operands of ``rows``. ``deepgemm`` has scales of blocks, and rows that are padded: groups start at multiples of 128.
+operands of ``rows``; groups of weight gradients are rounded to multiples of 16 rows for it. ``deepgemm`` has scales of
+blocks, and rows that are padded: groups start at multiples of 128.
 """
 
 from __future__ import annotations
@@ -81,6 +82,11 @@ def operands(shape: Shape) -> GemmOperands:
     return GemmOperands(draw(rows, model.features), weight, draw(rows, columns), sizes)
 
 
+def transposed(o: GemmOperands) -> GemmOperands:
+    """Of the product that gives the gradient of the rows: those of the result, and the other copy of the weights."""
+    return GemmOperands(o.dy, o.weight.mT.contiguous(), o.x, o.sizes)
+
+
 def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes of [..., values of a block], and the power of two that decodes each block."""
     scale = torch.exp2((blocks.abs().amax(-1).float() / MOST).clamp(min=2.0**-100).log2().ceil())
@@ -134,18 +140,19 @@ def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
     return BlockedColumns(data, scales)
 
 
-def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
+def forward(o: GemmOperands) -> dict[str, Function]:
     """The contestants of the product of rows and weights."""
     rows, columns = len(o.x), o.weight.shape[1]
     bytes_, grid = quantized_weight(o.weight)
     out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
     problem = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, out)
-    functions: dict[str, Function] = {} if tiles else {"ours": lambda: _ran(problem)}
-    for tile in tiles:
-        functions[f"tile {tile}"] = lambda tile=tile: _ran(problem, tile)  # type: ignore[misc]
     rowwise = whole_rows(o, out)
     fast = replace(rowwise, fast_accumulation=True)
-    functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
+    ours = {"ours": problem, "rows": rowwise, "rows fast": fast}
+    functions: dict[str, Function] = {
+        name: lambda product=product: _ran(product)  # type: ignore[misc]
+        for name, product in ours.items()
+    }
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
@@ -157,7 +164,7 @@ def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
 
 def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
     if isinstance(problem, ScaledGemm):
-        scaled_gemm.launch_gemm(problem, tile)
+        scaled_gemm.launch_gemm(problem)
     else:
         scaled_gemm.launch_wgrad(problem, tile)
     assert isinstance(problem.out, Tensor)
@@ -230,7 +237,27 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
         gemm.launch(Layout.TN, o.dy, o.x, by_bfloat16, o.sizes)
         return by_bfloat16
 
-    return functions | {"bf16": bf16}
+    return functions | {"bf16": bf16} | _torch_wgrad(o)
+
+
+def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
+    """torch's own, of one scale a column, if it runs; it takes no groups but of multiples of 16 rows."""
+    (dy, _), (x, _) = (quantized(operand.mT.contiguous()) for operand in (o.dy, o.x))
+    ends = o.sizes.cumsum(0) // 16 * 16
+    ends[-1] = len(o.x)
+    ends = ends.to(torch.int32)
+    of_dy, of_x = (torch.ones(len(o.sizes) * len(columns), device="cuda") for columns in (dy, x))
+
+    def grouped(fast: bool) -> Tensor:
+        return torch._scaled_grouped_mm(
+            *(dy, x.mT, of_dy, of_x), offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    functions: dict[str, Function] = {
+        "grouped fast": lambda: grouped(True),
+        "grouped two-level": lambda: grouped(False),
+    }
+    return {name: function for name, function in functions.items() if _runs(name, function)}
 
 
 def activation(o: GemmOperands) -> dict[str, Function]:
@@ -300,10 +327,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *FEW_ROWS], default=list(SHAPES))
     parser.add_argument(
-        "--products", nargs="+", choices=["forward", "wgrad", "activation"], default=["forward", "wgrad"]
+        "--products",
+        nargs="+",
+        choices=["forward", "dgrad", "wgrad", "activation"],
+        default=["forward", "dgrad", "wgrad"],
     )
-    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of the forward, by their numbers")
-    parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
+    parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[], help="by their numbers")
     arguments = parser.parse_args(argv)
     for name in arguments.shapes:
         o = operands((SHAPES | FEW_ROWS)[name])
@@ -311,8 +340,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for product in arguments.products:
             if product == "activation":
                 functions = activation(o)
-            elif product == "forward":
-                functions = forward(o, arguments.tiles)
+            elif product in ("forward", "dgrad"):
+                functions = forward(o if product == "forward" else transposed(o))
             else:
                 functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
             rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)

@@ -24,7 +24,7 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TILES = range(2)
+WGRAD_TILES = range(2)
 
 
 def check(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
@@ -35,18 +35,16 @@ def check_wgrad(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
     scaled.check_wgrad("cpu", replace(WgradCase(sizes), **asked))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_tiles(variant: int) -> None:
+def test_shapes() -> None:
     """Depth and width that no block divides; odd rows of tiles, more of them than the depth of the queue."""
-    check(variant=variant)
-    check((300, 0, 129), k=144, n=520, tail=0, variant=variant)
-    check((300, 0, 129), k=16, n=8, tail=1, variant=variant)
+    check()
+    check((300, 0, 129), k=144, n=520, tail=0)
+    check((300, 0, 129), k=16, n=8, tail=1)
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_consumers_without_rows(variant: int) -> None:
+def test_consumers_without_rows() -> None:
     """Of a depth of more blocks than there are stages."""
-    check((30, 300, 0, 129, 200), k=784, n=136, variant=variant)
+    check((30, 300, 0, 129, 200), k=784, n=136)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -93,7 +91,7 @@ def test_rows_of_other_groups_do_not_matter() -> None:
     scaled.check_groups_alone("cpu")
 
 
-@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("variant", WGRAD_TILES)
 def test_weight_gradients(variant: int) -> None:
     check_wgrad(variant=variant)
     check_wgrad((0, 0, 300), m=136, n=648, tail=0, variant=variant)

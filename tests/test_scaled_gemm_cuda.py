@@ -17,29 +17,26 @@ skip_module_without_hopper()
 
 RAGGED = (131, 0, 77, 304, 1, 512)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TILES = [-1, 0, 1]
+WGRAD_TILES = [-1, 0, 1]
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_shapes(variant: int) -> None:
+def test_shapes() -> None:
     """Depth and width that no block divides."""
     for k, n in [(16, 8), (128, 128), (144, 136), (272, 264), (128, 768), (528, 392), (2064, 1536), (2880, 200)]:
-        check_gemm("cuda", Case(RAGGED, k=k, n=n, variant=variant))
+        check_gemm("cuda", Case(RAGGED, k=k, n=n))
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_consumers_without_rows(variant: int) -> None:
+def test_consumers_without_rows() -> None:
     """Of a depth of more blocks than there are stages."""
-    check_gemm("cuda", Case((30, 300, 0, 129, 200, 4), k=2048, n=1544, variant=variant))
+    check_gemm("cuda", Case((30, 300, 0, 129, 200, 4), k=2048, n=1544))
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_one_group_of_every_size(variant: int) -> None:
+def test_one_group_of_every_size() -> None:
     for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000, 2500):
-        check_gemm("cuda", Case((size,), k=272, n=520, tail=size % 3, variant=variant))
+        check_gemm("cuda", Case((size,), k=272, n=520, tail=size % 3))
 
 
-@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("variant", WGRAD_TILES)
 def test_weight_gradients_of_one_group_of_every_size(variant: int) -> None:
     for size in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 320, 1000, 2500):
         check_wgrad("cuda", WgradCase((size,), tail=size % 3, variant=variant))
@@ -71,7 +68,7 @@ def test_results_of_whole_rows(dtype: torch.dtype, factors: bool) -> None:
     check_gemm("cuda", replace(case, sizes=tuple(i * 37 % 131 for i in range(512)), k=144, n=136))
 
 
-@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("variant", WGRAD_TILES)
 def test_weight_gradients(variant: int) -> None:
     for m, n in [(8, 8), (72, 136), (264, 200), (768, 2048), (2880, 520)]:
         check_wgrad("cuda", WgradCase(RAGGED, m=m, n=n, variant=variant))
@@ -94,9 +91,8 @@ def test_many_groups() -> None:
     check_wgrad("cuda", WgradCase(sizes, m=136, n=72))
 
 
-@pytest.mark.parametrize("variant", TILES)
-def test_neighbours_do_not_matter(variant: int) -> None:
-    scaled.check_poisoned_rows("cuda", variant)
+def test_neighbours_do_not_matter() -> None:
+    scaled.check_poisoned_rows("cuda")
     scaled.check_groups_alone("cuda")
 
 
@@ -105,15 +101,14 @@ def test_neighbours_do_not_matter_to_whole_rows(fast: bool) -> None:
     scaled.check_poisoned_rows("cuda", whole_rows=True, fast=fast)
 
 
-@pytest.mark.parametrize("variant", TILES)
+@pytest.mark.parametrize("variant", WGRAD_TILES)
 def test_other_groups_do_not_matter_to_weight_gradients(variant: int) -> None:
     scaled.check_poisoned_group("cuda", variant)
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])
-@pytest.mark.parametrize("variant", [-1, 0])
-def test_sums_of_equal_signs_keep_their_bits(variant: int, whole_rows: bool) -> None:
-    scaled.check_same_sign("cuda", variant, whole_rows)
+def test_sums_of_equal_signs_keep_their_bits(whole_rows: bool) -> None:
+    scaled.check_same_sign("cuda", whole_rows)
 
 
 def test_accumulators_keep_13_fraction_bits() -> None:

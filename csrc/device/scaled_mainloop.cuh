@@ -44,7 +44,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       wgmma_commit();
       if (first.value && kOverlaps && unit == 0) meanwhile();
       if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
-      factors.begin_unit(unit);
+      factors.begin_unit(unit, s, state.stage, lane);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);

@@ -37,13 +37,12 @@ struct NoScaling {
 template <class K>
 struct RowFactors {
   float values[K::kRowBlocks][2];  // upper and lower rows
-  // From `apart` floats for each 128 rows.
-  DEVICE void read(const float* of_tile, int apart, int consumer, int warp, int lane) {
+  DEVICE void read(const float* of_tile, int consumer, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < K::kRowBlocks; ++i)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        values[i][lower] = of_tile[i * apart + consumer * 64 + warp * 16 + lane / 4 + lower * 8];
+        values[i][lower] = of_tile[i * 128 + consumer * 64 + warp * 16 + lane / 4 + lower * 8];
   }
 };
 
@@ -67,9 +66,9 @@ struct Scaling1D2D {
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {
-    static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
-    static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
-    alignas(128) float a[kStages][kBoxes * kApart];
+    static_assert(kTileM == 128 && kTileN == 2 * kUnitColumns, "a box of scales of rows, two of weights");
+    static constexpr uint32_t kBytes = kRowScalesBox * sizeof(float);  // of a stage
+    alignas(128) float a[kStages][160];
     float2 b[kStages];  // of a weight's first and last 128 rows in the tile
   };
   template <class P>
@@ -78,13 +77,10 @@ struct Scaling1D2D {
   }
   template <class S, class P>
   DEVICE static void copy(S& s, const P& p, int stage, int block, const WorkTile& tile) {
-    using Scales = decltype(s.scales);
-    const int first = tile.tokens_start + tile.row, aligned = first - shift(first);
-#pragma unroll
-    for (int i = 0; i < Scales::kBoxes; ++i)
-      tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage] + i * Scales::kApart, aligned + i * 128, block);
+    const int first = tile.tokens_start + tile.row;
+    tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], first - shift(first), block);
   }
-  // Where the scale of this token is behind that at which a box begins.
+  // Where the scale of this token is behind that at which the box begins.
   DEVICE static int shift(int token) { return token & 3; }
 
   // Of the producer's thread, through a tile: it loads the scales of the weights a stage ahead. Consumers that did so
@@ -108,11 +104,11 @@ struct Scaling1D2D {
 
    private:
     DEVICE static bool has_second(const typename K::Params& p, const WorkTile& tile) {
-      return K::kTileN > kUnitColumns && !tile.idle && !(p.shape.narrow_end && tile.column == p.shape.columns - 1);
+      return !tile.idle && !(p.shape.narrow_end && tile.column == p.shape.columns - 1);
     }
     DEVICE void fetch() {
       scales_.x = __ldg(next_);
-      if constexpr (K::kTileN > kUnitColumns) scales_.y = __ldg(next_ + second_);
+      scales_.y = __ldg(next_ + second_);
     }
     const float* next_;
     int64_t step_, second_;
@@ -124,14 +120,13 @@ struct Scaling1D2D {
    public:
     explicit DEVICE Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
+      rows_.read(s.scales.a[stage] + shift_, consumer, warp, lane);
       weight_ = s.scales.b[stage];
     }
-    DEVICE void begin_unit(int unit) {
-      const float weight = K::kUnitsAreRows || unit == 0 ? weight_.x : weight_.y;
+    DEVICE void begin_unit(int unit, const typename K::Storage&, int, int) {
+      const float weight = unit == 0 ? weight_.x : weight_.y;
 #pragma unroll
-      for (int lower = 0; lower < 2; ++lower)
-        factor_[lower] = rows_.values[K::kUnitsAreRows ? unit : 0][lower] * weight;
+      for (int lower = 0; lower < 2; ++lower) factor_[lower] = rows_.values[0][lower] * weight;
     }
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
@@ -175,17 +170,23 @@ struct Scaling1D1D {
    public:
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
-      rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
+      rows_.read(s.scales.a[stage], consumer, warp, lane);
     }
-    DEVICE void begin_unit(int) {}
+    // While the unit is multiplied. Those of both units of a tall tile have the same columns.
+    DEVICE void begin_unit(int unit, const typename K::Storage& s, int stage, int lane) {
+      const float* columns = columns_of(unit, s, stage, lane);
+      if (unit > 0) return;
+#pragma unroll
+      for (int vector = 0; vector < kAhead; ++vector) ahead_[vector] = pair_of(columns, vector);
+    }
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
                         int lane) const {
-      const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+      const float* columns = columns_of(unit, s, stage, lane);
       const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {
-        const float2 pair = *reinterpret_cast<const float2*>(columns + vector * 8);
+        const float2 pair = vector < kAhead ? ahead_[min(vector, kAhead)] : pair_of(columns, vector);
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
           const int i = vector * 4 + lower * 2;
@@ -196,7 +197,15 @@ struct Scaling1D1D {
     }
 
    private:
+    static constexpr int kAhead = K::kUnitsAreRows ? 8 : 0;  // vectors; there are no registers for more
+    DEVICE static const float* columns_of(int unit, const typename K::Storage& s, int stage, int lane) {
+      return s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+    }
+    DEVICE static float2 pair_of(const float* columns, int vector) {
+      return *reinterpret_cast<const float2*>(columns + vector * 8);
+    }
     RowFactors<K> rows_;
+    float2 ahead_[kAhead + 1];
   };
 };
 

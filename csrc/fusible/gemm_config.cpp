@@ -48,13 +48,12 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
   return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
 }
 
-// Positions in kScaledVariants and kScaledWgradVariants, likewise.
-enum ScaledVariant : int { kScaledWide = 0, kScaledTall = 1 };
+// Positions in kScaledWgradVariants, likewise.
+enum ScaledWgradVariant : int { kScaledWide = 0, kScaledTall = 1 };
 
 // Where groups are short, tall tiles ask for fewer stages of their last block. They lack registers for fp32.
-int choose_scaled_variant(const GemmProblem& p) {
-  const bool short_depth = p.layout == Layout::kTN && p.tokens / p.groups < 384;
-  return short_depth && p.output != DType::kFloat32 ? kScaledTall : kScaledWide;
+int choose_scaled_wgrad_variant(const GemmProblem& p) {
+  return p.tokens / p.groups <= 512 && p.output != DType::kFloat32 ? kScaledTall : kScaledWide;
 }
 
 const char* name(DType type) {
@@ -89,16 +88,15 @@ GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant)
   return complete(p, multiprocessors, may_halve, variant, kTileVariants);
 }
 
-GemmConfig choose_scaled_config(const GemmProblem& p, int multiprocessors, int variant) {
-  const bool is_wgrad = p.layout == Layout::kTN, chosen = variant < 0;
-  const TileVariant* variants = is_wgrad ? kScaledWgradVariants : kScaledVariants;
-  if (chosen) variant = choose_scaled_variant(p);
-  const bool may_halve = chosen && is_wgrad && variants[variant].tile_m > kLeastRows;
-  return complete(p, multiprocessors, may_halve, variant, variants);
+GemmConfig scaled_config(const GemmProblem& p, int multiprocessors) {
+  return complete(p, multiprocessors, false, 0, &kScaledVariant);
 }
 
-GemmConfig row_scaled_config(const GemmProblem& p, int multiprocessors) {
-  return complete(p, multiprocessors, false, 0, &kRowScaledVariant);
+GemmConfig choose_scaled_wgrad_config(const GemmProblem& p, int multiprocessors, int variant) {
+  const bool chosen = variant < 0;
+  if (chosen) variant = choose_scaled_wgrad_variant(p);
+  const bool may_halve = chosen && kScaledWgradVariants[variant].tile_m > kLeastRows;
+  return complete(p, multiprocessors, may_halve, variant, kScaledWgradVariants);
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {

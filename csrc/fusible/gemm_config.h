@@ -46,11 +46,8 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-inline constexpr TileVariant kRowScaledVariant = {128, 256, 2, 1, 3, 8};  // of those whose rows have one scale each
+inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
-inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
@@ -106,8 +103,8 @@ struct GemmConfig {
 // lets the cost model choose.
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 // Of e4m3 operands.
-GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
-GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors);
+GemmConfig scaled_config(const GemmProblem& problem, int multiprocessors);
+GemmConfig choose_scaled_wgrad_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

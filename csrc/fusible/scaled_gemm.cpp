@@ -18,7 +18,7 @@ void check_scales(const char* name, const float* scales, const GemmProblem& p) {
 
 void check_operands(const GroupedGemm& call, int device) {
   const GemmProblem& p = call.problem;
-  const int64_t variants = p.layout == Layout::kTN ? std::ssize(kScaledWgradVariants) : std::ssize(kScaledVariants);
+  const int64_t variants = p.layout == Layout::kTN ? std::ssize(kScaledWgradVariants) : 1;
   FUSIBLE_CHECK(call.variant < variants, "there is no tile variant ", call.variant, ". ", p);
   FUSIBLE_CHECK(p.operand == DType::kE4M3 && call.a.type == p.operand && call.b.type == p.operand,
                 "operands must be e4m3. ", p);
@@ -79,14 +79,13 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
   if (p.tokens == 0) return;
   const DeviceGuard guard(device);
   const bool restarts = call.halves && p.n / 2 % kScaleBlock != 0;  // otherwise the second half begins with a block
-  const GemmConfig config = choose_scaled_config(p, device_properties(device).multiprocessors,
-                                                 restarts ? kScaledHalvesVariant : gemm.variant);
+  const GemmConfig config = scaled_config(p, device_properties(device).multiprocessors);
   const TileVariant& tile = config.tile();
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
   set_scales(params, call, p, tile);
   if (restarts) set_halves(params, gemm, tile);
   const KernelEntry kernel =
-      restarts ? scaled_halves_entry(p.output, p.scale_bias) : scaled_entry(p.output, p.scale_bias, config.variant);
+      restarts ? scaled_halves_entry(p.output, p.scale_bias) : scaled_entry(p.output, p.scale_bias);
   launch(params, built(kernel, config, p), config, p, device, stream);
 }
 
@@ -95,11 +94,10 @@ void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream)
   const GemmProblem& p = gemm.problem;
   check_operands(gemm, device);
   FUSIBLE_CHECK(p.k % 16 == 0, "k must be a multiple of 16. ", p);
-  FUSIBLE_CHECK(gemm.variant <= 0, "there is no tile variant ", gemm.variant, ". ", p);
   if (p.tokens == 0) return;
   FUSIBLE_CHECK(call.a_scales && call.b_scales, "the scales of a or of b are not given. ", p);
   const DeviceGuard guard(device);
-  const GemmConfig config = row_scaled_config(p, device_properties(device).multiprocessors);
+  const GemmConfig config = scaled_config(p, device_properties(device).multiprocessors);
   GemmParams params = prepare_params(gemm, config, stream);
   params.shape.narrow_end = last_tile_is_narrow(p, config.tile());
   params.epilogue.operands = {
@@ -119,8 +117,7 @@ void scaled_activation(const ScaledActivation& call, int device, cudaStream_t st
   FUSIBLE_CHECK(!gemm.epilogue.row_scale && !gemm.epilogue.alphas, "an activation takes no factors but its own. ", p);
   if (p.tokens == 0) return;
   const DeviceGuard guard(device);
-  const GemmConfig config =
-      choose_scaled_config(p, device_properties(device).multiprocessors, kScaledActivationVariant);
+  const GemmConfig config = scaled_config(p, device_properties(device).multiprocessors);
   const TileVariant& tile = config.tile();
   const bool halves = has_halves(activation, columns);
   FUSIBLE_CHECK(halves ? columns % kScaleBlock == 0 : block_fits(activation, columns, tile), "blocks of ",
@@ -146,7 +143,7 @@ void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream) {
     if (!gemm.accumulate) zero_output(gemm, stream);
     return;
   }
-  const GemmConfig config = choose_scaled_config(p, device_properties(device).multiprocessors, gemm.variant);
+  const GemmConfig config = choose_scaled_wgrad_config(p, device_properties(device).multiprocessors, gemm.variant);
   const TileVariant& tile = config.tile();
   const int64_t blocks = p.tokens / kScaleBlock + p.groups;
   Params1D1D<GemmParams> params{prepare_shape(gemm, config, stream)};

@@ -7,10 +7,10 @@ namespace {
 
 template <class Out, bool kHalves, bool kScaleBias>
 KernelEntry scaled_activation_entry_of() {
-  constexpr TileVariant kTile = kScaledVariants[kScaledActivationVariant];
-  using B = std::conditional_t<kHalves, GateUpRows<E4M3, kTile.tile_n>, WeightRows<E4M3, kTile.tile_n>>;
-  return entry_of<GroupedGemmKernel<TokenRows<E4M3>, B, Out, kScaleBias, kTile, QuantizedActivationEpilogue<kHalves>,
-                                    TokenGroups, Scaling1D2D>>();
+  constexpr int kTileN = kScaledVariant.tile_n;
+  using B = std::conditional_t<kHalves, GateUpRows<E4M3, kTileN>, WeightRows<E4M3, kTileN>>;
+  return entry_of<GroupedGemmKernel<TokenRows<E4M3>, B, Out, kScaleBias, kScaledVariant,
+                                    QuantizedActivationEpilogue<kHalves>, TokenGroups, Scaling1D2D>>();
 }
 
 }  // namespace

@@ -3,11 +3,10 @@
 
 namespace fusible {
 
-KernelEntry scaled_entry(DType out, bool scale_bias, int variant) {
-  constexpr std::make_index_sequence<std::size(kScaledVariants)> kAll;
+KernelEntry scaled_entry(DType out, bool scale_bias) {
   return dispatch_dtype(out, [&](auto type) {
     using Out = Element<decltype(type)::value>;
-    return scale_bias ? scaled_entry_of<Out, true>(variant, kAll) : scaled_entry_of<Out, false>(variant, kAll);
+    return scale_bias ? entry_of<ScaledKernel<Out, true>>() : entry_of<ScaledKernel<Out, false>>();
   });
 }
 

@@ -7,8 +7,8 @@ namespace fusible {
 namespace {
 
 template <class Out, class Scaling>
-using RowScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kRowScaledVariant.tile_n>, Out, true,
-                                          kRowScaledVariant, StoreEpilogue, TokenGroups, Scaling>;
+using RowScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kScaledVariant.tile_n>, Out, true,
+                                          kScaledVariant, StoreEpilogue, TokenGroups, Scaling>;
 
 }  // namespace
 

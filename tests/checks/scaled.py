@@ -44,14 +44,13 @@ class Case:
     fast: bool = False  # sums are not promoted
     same_sign: bool = False
     index: torch.dtype = torch.int32
-    variant: int = -1
 
 
 def check_gemm(device: str, case: Case) -> None:
     """One product of rows and weights, in every element."""
     problem, truth, magnitude = make_gemm(device, case)
     untouched = problem.out.clone()
-    hopper.launch_gemm(problem, case.variant)
+    hopper.launch_gemm(problem)
     synchronize(device)
     check_device_errors()
     rows = sum(case.sizes)
@@ -221,36 +220,36 @@ def _blocked(random: torch.Generator, case: WgradCase, columns: int, tokens: int
     return BlockedColumns(data.view(E4M3), scales)
 
 
-def check_same_sign(device: str, variant: int = -1, whole_rows: bool = False) -> None:
+def check_same_sign(device: str, whole_rows: bool = False) -> None:
     """A long sum of equal signs, of which accumulators of 13 fraction bits alone lose 7 %."""
     case = Case((65, 40), n=136, k=4096, out_dtype=torch.float32, same_sign=True, whole_rows=whole_rows)
-    assert 0 < _lost(device, case, variant) < 2e-3
+    assert 0 < _lost(device, case) < 2e-3
     if whole_rows:
-        assert 0.03 < _lost(device, replace(case, fast=True), variant) < 0.15
+        assert 0.03 < _lost(device, replace(case, fast=True)) < 0.15
 
 
-def _lost(device: str, case: Case, variant: int) -> float:
+def _lost(device: str, case: Case) -> float:
     """How much of the sum of a product is lost."""
     problem, _, _ = make_gemm(device, case)
     problem.weight_scales.fill_(1.0)
     problem.a.scales.fill_(1.0)
-    hopper.launch_gemm(problem, variant)
+    hopper.launch_gemm(problem)
     synchronize(device)
     rows = problem.a.data[:105].double()
     want = torch.cat([rows[:65] @ problem.weight[0].double().mT, rows[65:] @ problem.weight[1].double().mT])
     return 1 - float(problem.out[:105].double().sum() / want.sum())
 
 
-def check_poisoned_rows(device: str, variant: int = -1, whole_rows: bool = False, fast: bool = False) -> None:
+def check_poisoned_rows(device: str, whole_rows: bool = False, fast: bool = False) -> None:
     """NaN in the rows of a group, in bytes and in scales, reaches its own results alone."""
-    case = Case((70, 30, 65), k=272, tail=0, variant=variant, whole_rows=whole_rows, fast=fast)
+    case = Case((70, 30, 65), k=272, tail=0, whole_rows=whole_rows, fast=fast)
     problem, _, _ = make_gemm(device, case)
-    hopper.launch_gemm(problem, variant)
+    hopper.launch_gemm(problem)
     synchronize(device)
     clean = problem.out.clone()
     problem.a.data.view(torch.uint8)[70:85] = NAN_BYTE
     problem.a.scales[..., 85:100] = math.nan
-    hopper.launch_gemm(problem, variant)
+    hopper.launch_gemm(problem)
     synchronize(device)
     assert problem.out[70:100].isnan().all()
     assert torch.equal(bits(problem.out[:70]), bits(clean[:70]))

@@ -32,17 +32,13 @@ def run(problem: Multiplying) -> None:
         launch_wgrad(problem)
 
 
-def launch_gemm(p: ScaledGemm, variant: int = -1) -> None:
-    """One launch on the current stream.
-
-    Args:
-        variant: a tile variant instead of the cost model's, for tests and tuning.
-    """
+def launch_gemm(p: ScaledGemm) -> None:
+    """One launch on the current stream."""
     bias_scale, row_scale, alphas = map(as_float32, (p.bias_scale, p.row_scale, p.alpha))
     workspace = new_workspace(p)
     launch = compiled().row_scaled_gemm if scales_whole_rows(p) else compiled().scaled_gemm
     launch(
-        **row_fields(p, workspace, variant),
+        **row_fields(p, workspace),
         **bias_fields(p.bias, bias_scale),
         row_scale=address(row_scale),
         alphas=address(alphas),
@@ -57,10 +53,10 @@ def scales_whole_rows(p: ScaledGemm) -> bool:
     return p.a.scales.dim() == 1
 
 
-def row_fields(p: ScaledGemm, workspace: Tensor, variant: int = -1) -> dict[str, Any]:
+def row_fields(p: ScaledGemm, workspace: Tensor) -> dict[str, Any]:
     """The fields of a product of rows, in their order, up to those that are optional."""
     return {
-        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace, variant),
+        **_operand_fields(p, (p.weight, p.weight_scales), (p.out.data_ptr(), p.out.stride(0)), workspace),
         "k": p.mnk[2],
         "a_pitch": p.a.data.stride(0),
         "b_pitch": p.weight.stride(1),
@@ -91,7 +87,11 @@ def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, A
 
 
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
-    """One launch on the current stream; see :func:`launch_gemm`."""
+    """One launch on the current stream.
+
+    Args:
+        variant: a tile variant instead of the cost model's, for tests and tuning.
+    """
     m = p.mnk[0]
     (out, pitch, group), out_addresses = addressing(p.out)
     workspace = new_workspace(p)
@@ -107,7 +107,7 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
 
 
 def _operand_fields(
-    p: Multiplying, b: tuple[Tensor, Tensor], out: tuple[int, int], workspace: Tensor, variant: int
+    p: Multiplying, b: tuple[Tensor, Tensor], out: tuple[int, int], workspace: Tensor, variant: int = -1
 ) -> dict[str, Any]:
     """The fields that both launches have, in their order: of the tokens, ``b`` with its scales, and ``out``."""
     device = p.a.data.get_device()
