@@ -191,7 +191,7 @@ def test_a_launch_on_other_memory_refuses(emulation: harness.Emulation) -> None:
     for given in ([rows, sizes], [rows]):
         with capture.Capture(given, 8) as watching:
             zero_tail_of(emulation, rows, sizes)
-        refusals.append(watching.refusal)
+        refusals.append(watching.recorder.refusal)
 
     assert torch.equal(rows[:, 0], torch.tensor([1.0] * 5 + [0.0] * 3))
     assert refusals == [None, "a launch reads or writes memory that was neither given nor allocated"]
@@ -202,7 +202,7 @@ def test_a_launch_on_memory_of_two_tensors_refuses(emulation: harness.Emulation)
     for part in (rows[4:], rows[:4]):
         with capture.Capture([rows, sizes, part], 8) as watching:
             zero_tail_of(emulation, rows, sizes)
-        refusals.append(watching.refusal)
+        refusals.append(watching.recorder.refusal)
 
     assert refusals == [None, "inputs overlap, so that an address does not say whose it is"]
 

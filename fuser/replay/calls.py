@@ -19,7 +19,7 @@ from ..compiler.plan import Plan
 from ..config import active_config
 from ..parametrized import computes_parameters
 from ..runtime.autograd import Runtime
-from ..runtime.buffers import extent
+from ..runtime.buffers import check_overlaps
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
@@ -74,28 +74,26 @@ class CapturedCall(NamedTuple):
     """A call that is replayed.
 
     Attributes:
-        results, buffers: their positions in the pool.
+        held: how many tensors stand in the pool before the values of the plan.
         last: what ``explain()`` needs of the call; None where that depends on the rows.
     """
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
-    results: list[int]
-    buffers: list[int]
+    held: int
     last: Any
 
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
         """Replays the call on a pool, to which the steps add their outputs."""
-        stream = stream_of(pool[self.steps[0].reads[0]])
-        for step in self.steps:
+        plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
+        if plan.buffers:
+            check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
+        for step, planned in zip(self.steps, plan.steps):  # noqa: B905
             step.run(pool, addresses, rows, stream)
-        return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
-
-    def overlaps(self, pool: Sequence[Tensor]) -> bool:
-        """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
-        spans = list(map(extent, pool))
-        sharing = [[a <= end and first <= b for a, b in spans] for first, end in map(spans.__getitem__, self.buffers)]
-        return any([sum(each) > 1 for each in sharing])
+            for slot in planned.last_uses:
+                pool[held + slot] = None
+        results = plan.results
+        return pool[held + results[0]] if len(results) == 1 else tuple([pool[held + slot] for slot in results])
 
 
 class CaptureSession:
@@ -115,10 +113,8 @@ class CaptureSession:
     @classmethod
     def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
         """For a call, but not for the first of its form if no other number of rows has been seen either."""
-        reason = plan.replay_refusal
-        if reason is None and Capture.find_library() is None:
-            reason = "no library is built whose launches can be captured"
-        if reason is not None:
+        unbuilt = None if Capture.find_library() else "no library is built whose launches can be captured"
+        if (reason := plan.replay_refusal or unbuilt) is not None:
             form.refuse(key.rows, reason)
         return cls(form, plan, key, values) if reason is None and form.see(key.rows) else None
 
@@ -141,23 +137,14 @@ class CaptureSession:
         if partner and partner.context == context:
             context = partner.context  # one family of backwards for all numbers of rows
         replay = Replay.of(capture, partner.replay if partner and partner.context is context else None)
-        outputs, last_uses = len(result.outputs), self._positions(self._plan.steps[number].last_uses)
-        saved = outputs + len(result.kept)
-        self._steps.append(CapturedStep(replay, context, of_autograd, reads, last_uses, outputs, saved))
+        outputs, saved = len(result.outputs), len(result.outputs) + len(result.kept)
+        self._steps.append(CapturedStep(replay, context, of_autograd, reads, outputs, saved))
         return result._replace(context=context)
 
     def finish(self, last: Any) -> None:
         """Files the captured call, or why one of its steps cannot be replayed."""
-        if len(self._steps) < len(self._plan.steps):
-            self._refusal = self._refusal or "a step is no launch: it passes x on"
         if self._refusal:
             return self._form.refuse(self._rows, self._refusal)
-        results = self._positions(self._plan.results)
-        buffers = self._positions([buffer.slot for buffer in self._plan.buffers])
-        is_for_any_rows = all([step.replay.sizes is None for step in self._steps])
+        is_for_any_rows = all([step.replay.is_for_any_rows for step in self._steps])
         steps, last = tuple(self._steps), None if is_for_any_rows else last
-        self._form.file(self._rows, CapturedCall(self._plan, steps, results, buffers, last), is_for_any_rows)
-
-    def _positions(self, slots: Sequence[int]) -> list[int]:
-        """In the pool, of values of the plan."""
-        return [len(self._held) + slot for slot in slots]
+        self._form.file(self._rows, CapturedCall(self._plan, steps, len(self._held), last), is_for_any_rows)

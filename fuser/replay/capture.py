@@ -15,13 +15,9 @@ from ..runtime.buffers import extent
 from ..torch_private import without_dispatch_modes
 from .stats import counts
 
-_ALLOCATIONS = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
+aten = torch.ops.aten
+_ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default}
+_ALLOCATIONS |= {aten.new_empty.default, aten.new_empty_strided.default}
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
 LARGE = 2**20  # bytes of memory that is no piece of the scratch memory: an allocator finds that of the calls before
 
@@ -35,7 +31,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         views: the results that are inputs: the number of each, and as what shape it is viewed; None: it is detached.
         results: of each result the number, inputs first, then ``memory``; ``~i`` for view ``i``, from the last one.
         written: the inputs whose versions change.
-        find_library: finds the compiled library whose launches can be captured, or returns None.
+        find_library: gives the library whose launches can be captured, or None; it sets that itself.
     """
 
     find_library: Callable[[], Any] = staticmethod(lambda: None)
@@ -43,7 +39,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.device, self._inputs, self._versions = rows, inputs[0].device, inputs, [*map(_version, inputs)]
-        self.memory, self.views = list[tuple[Callable[..., Tensor], Sequence[int]]](), list[tuple[int, Any]]()
+        self.memory, self.views = list[tuple[Callable[..., Tensor], tuple[int, ...]]](), list[tuple[int, Any]]()
         spans = [(first, last + 1 - first) for first, last in map(extent, inputs)]
         self.recorder = self.find_library().Capture(spans, rows)
         self.refuse: Callable[[str], None] = self.recorder.refuse
@@ -65,16 +61,14 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _ALLOCATIONS:
             first, last = extent(result)  # bytes are workspaces, whose sizes may be rounded
             self.recorder.allocated(first, last + 1 - first, result.dtype is not torch.uint8)
-        elif not func.is_view and func is not torch.ops.aten.promote_types.default:
+        elif not func.is_view and func is not aten.promote_types.default:
             self.refuse(f"{func} runs")
         return result
 
     def finish(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> str | None:
         """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
 
-        Args:
-            outputs: each allocated in the run, an input detached, or None; one tensor may be several of them.
-            kept: what else it leaves: allocated in the run, an input, or a view of one.
+        Outputs are allocated in the run, inputs detached, or None. What it keeps besides may also be inputs, viewed.
         """
         self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
         numbers = {id(t): i for i, t in enumerate(self._inputs)}
@@ -87,11 +81,6 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse("a result is an input")
         self.views.reverse()
         self.form, self._inputs = (self.results, self.views, self.written, self.memory), ()
-        return self.refusal
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the run cannot be replayed, as far as is known."""
         refusal: str | None = self.recorder.refusal
         return refusal
 
@@ -106,7 +95,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ~(len(self.views) - 1)
         elif not result.ndim or not result.is_contiguous():
             self.refuse("a result has no dims or is strided")
-        self.memory.append((allocator(result.dtype, result.device), result.shape[1:]))
+        self.memory.append((allocator(result.dtype, result.device), tuple(result.shape[1:])))
         return number
 
     def _viewed(self, tensor: Tensor, result: Tensor) -> tuple[int, ...] | None:
@@ -127,13 +116,13 @@ class Replay(NamedTuple):
 
     Attributes:
         memory: for results, then for large pieces, then one piece of scratch memory for all others.
-        sizes: their first sizes for one number of rows; None: the launches tell them for any.
+        is_for_any_rows: whether their first sizes, which are left out then, depend on the number of rows.
     """
 
     capture: Capture
     launches: Any
-    memory: list[tuple[Callable[..., Tensor], Sequence[int]]]
-    sizes: list[int] | None
+    memory: list[tuple[Callable[..., Tensor], tuple[int, ...]]]
+    is_for_any_rows: bool
 
     @classmethod
     def of(cls, capture: Capture, first: Replay | None) -> Replay:
@@ -148,13 +137,16 @@ class Replay(NamedTuple):
         launches = joined or capture.recorder.launches(capture.recorder, LARGE)
         sizes, allocate = launches.sizes(capture.rows), allocator(torch.uint8, capture.device)
         memory = capture.memory + [(allocate, ())] * (len(sizes) - len(capture.memory))
-        return cls(capture, launches, memory, None if joined else sizes)
+        if joined is None:
+            memory = [(allocate, (size, *rest)) for size, (allocate, rest) in zip(sizes, memory, strict=True)]
+        return cls(capture, launches, memory, joined is not None)
 
     def run(self, tensors: list[Any], addresses: list[int], rows: int, stream: int) -> list[Any]:
         """The results for inputs with these addresses; to both lists is added what is allocated."""
         counts.replayed += 1
-        for size, (allocate, rest) in zip(self.sizes or self.launches.sizes(rows), self.memory, strict=True):
-            tensor = allocate(size, *rest)
+        sizes = iter(self.launches.sizes(rows)) if self.is_for_any_rows else None
+        for allocate, shape in self.memory:
+            tensor = allocate(*shape) if sizes is None else allocate(next(sizes), *shape)
             tensors += (tensor,)
             addresses += (tensor.data_ptr(),)
         self.launches.run(addresses, rows, stream)
@@ -175,11 +167,6 @@ def allocator(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # that of an inference tensor is not counted
-
-
-def register_library(find: Callable[[], Any]) -> None:
-    """Names the library whose launches can be captured; ``find`` returns None where it is not built."""
-    Capture.find_library = staticmethod(find)
 
 
 def refuse(reason: str) -> None:

@@ -43,13 +43,15 @@ class Form(dict[int, Entry]):
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
         self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
-        sizes: list[list[int | None]] = [list(t.shape) for t in tensors]
-        for i in self._long:
-            sizes[i][0] = None
+        sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._but_for_rows = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
-        self.exact = {rows: tensor_guards(tensors)}
-        self.partner: Any = None
+        self.exact, self.partner = {rows: tensor_guards(tensors)}, None
         self._may_join, self._any_rows = True, _SEEN
+
+    def __setitem__(self, rows: int, entry: Entry) -> None:
+        if len(self) >= _MANY:
+            self.clear()
+        super().__setitem__(rows, entry)
 
     def __missing__(self, rows: int) -> Entry:
         return self._any_rows if 0 < rows < _MANY_ROWS else _SEEN
@@ -68,7 +70,7 @@ class Form(dict[int, Entry]):
         """
         comes_again = rows in self or bool(self and self._may_join)
         if not comes_again:
-            self._set(rows, _SEEN)
+            self[rows] = _SEEN
         return comes_again
 
     def file(self, rows: int, captured: Any, is_for_any_rows: bool) -> None:
@@ -78,7 +80,7 @@ class Form(dict[int, Entry]):
             self.clear()
             self._any_rows = Entry(captured)
         else:
-            self._set(rows, Entry(captured))
+            self[rows] = Entry(captured)
         self.partner = captured if self._may_join and self.partner is None else None
         self._may_join = self.partner is not None
 
@@ -86,12 +88,7 @@ class Form(dict[int, Entry]):
         """Files why such calls cannot be replayed."""
         counts.unsupported[reason] += 1
         self.partner, self._may_join = None, False
-        self._set(rows, Entry(refusal=reason))
-
-    def _set(self, rows: int, entry: Entry) -> None:
-        if len(self) >= _MANY:
-            self.clear()
-        self[rows] = entry
+        self[rows] = Entry(refusal=reason)
 
 
 class GuardedCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..op import Delivery, Op
 from ..runtime.autograd import apply
-from ..runtime.call import BackwardContext, ForwardResult
+from ..runtime.call import BackwardContext, BackwardInputs, ForwardResult
 from ..runtime.devices import stream_of
 from .capture import Capture, Replay
 from .guards import GuardedCache
@@ -39,38 +39,31 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def run(
-        self,
-        tensors: list[Tensor],
-        lent: Sequence[Tensor],
-        joined: Sequence[Any],
-        douts: tuple[Tensor, ...],
-        wanted: frozenset[str],
-        node: Any,
-        requested: Sequence[Delivery],
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
         """As of the base class, by a replay where one has been captured for such tensors."""
-        inputs, effects = [*tensors, *lent, *douts], [each.side_effects() for each in requested] if requested else ()
+        dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
+        for value in inputs.joined:
+            tensors += (value,) if type(value) is Tensor else value
+        effects, facts = [each.side_effects() for each in requested] if requested else (), None
         if effects:
-            written = [tensor for each in effects for tensor in each.tensors]
-            inputs += dict(zip(map(id, written), written, strict=True)).values()  # each once
-        for value in joined:
-            inputs += (value,) if type(value) is Tensor else value
-        facts = tuple([each.facts for each in effects]) if effects else ()
-        key, rows = (len(inputs), facts, *map(attribute_version, self.ops)), douts[0].shape[0] if douts[0].ndim else 0
-        form, entry, addresses = self.cache.find(key, inputs, rows)
+            tensors += {id(tensor): tensor for each in effects for tensor in each.tensors}.values()  # each once
+            facts = tuple([each.facts for each in effects])
+        key, rows = (len(tensors), facts, *map(attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
+        form, entry, addresses = self.cache.find(key, tensors, rows)
         if entry.captured is None:
-            capture = Capture(inputs, rows) if entry.refusal is None else None
-            del inputs  # so that without a capture the backward alone has the tensors, and lets go of each
+            capture = Capture(tensors, rows) if entry.refusal is None else None
+            del tensors  # so that without a capture the backward alone has them, and lets go of each
             with capture or nullcontext():
-                grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, node, requested)
+                grads = BackwardContext.run(self, inputs, wanted, node, requested)
             if capture is not None and (reason := capture.finish(grads)) is not None:
                 form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
             elif capture is not None:
                 captured = Replay.of(capture, form.partner)
-                form.file(rows, captured, captured.sizes is None)
+                form.file(rows, captured, captured.is_for_any_rows)
             return grads
         replay: Replay = entry.captured
-        grads = replay.run(inputs, addresses, rows, stream_of(inputs[0]))
+        grads = replay.run(tensors, addresses, rows, stream_of(dy))
         for each in effects:
             if each.done is not None:
                 each.done()
@@ -81,8 +74,7 @@ class CapturedStep(NamedTuple):
     """What the replay of a forward reads of its call, and what it leaves.
 
     Attributes:
-        inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
-        reads, last_uses: of what is launched on, and of what nothing reads any more.
+        inputs, reads: the positions in the pool of what autograd is given, if it is asked, and of what is launched on.
         outputs: how many of the results are outputs.
         saved: how many come before those that are buffers of the caller, which autograd does not save.
     """
@@ -91,23 +83,19 @@ class CapturedStep(NamedTuple):
     context: CapturedContext
     inputs: list[int]
     reads: list[int]
-    last_uses: list[int]
     outputs: int
     saved: int
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
-        tensors, starts = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)]
-        run = partial(self.replay.run, tensors, starts, rows, stream)
+        reads = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)], rows, stream
         inputs = map(pool.__getitem__, self.inputs)
-        outputs = apply(partial(self._result, run), *inputs) if self.inputs else run()
+        outputs = apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
-        for i in self.last_uses:
-            pool[i] = None
 
-    def _result(self, run: Callable[[], list[Any]], flags: tuple[bool, ...]) -> ForwardResult:
+    def _result(self, reads: tuple[list[Any], list[int], int, int], flags: tuple[bool, ...]) -> ForwardResult:
         """The outputs, and what the backward needs."""
-        results, apart = run(), self.context.apart() if self.context.sources else ()
+        results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
         kept, lent = results[self.outputs : self.saved], results[self.saved :]
         return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)
