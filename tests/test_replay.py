@@ -241,6 +241,7 @@ def test_a_result_that_cannot_be_given_again_refuses(
         (lambda x: x.view(-1, 2), [(0, (-1, 2))]),
         (lambda x: x.mT, None),
         (lambda x: x[1:], None),
+        (lambda x: x[:2], None),
         (lambda x: x.view(torch.int32), None),
         (lambda x: x[0, 0, 0], None),
     ],
@@ -254,6 +255,14 @@ def test_what_is_kept_of_an_input_is_viewed_again(
 
     assert watching.finish([], [y]) == ("a result is an input" if views is None else None)
     assert views is None or watching.views == views
+
+
+def test_two_results_in_one_allocation_refuse(emulation: harness.Emulation) -> None:
+    with torch.no_grad(), capture.Capture([torch.ones(8)], 8) as watching:
+        y = torch.empty(8)
+        flat = y.view(2, 4)
+
+    assert watching.finish([y, flat]) == "two results are one allocation"
 
 
 def test_an_output_that_is_kept_is_allocated_once(emulation: harness.Emulation) -> None:

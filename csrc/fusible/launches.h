@@ -272,9 +272,8 @@ class Launches {
   static std::shared_ptr<Launches> of(const Capture& first, const Capture& second, int64_t large) {
     auto launches = std::make_shared<Launches>();
     const bool fits = first.spans_.size() == second.spans_.size() &&
-                      first.allocations_.size() == second.allocations_.size() &&
-                      launches->add_results(first, second) && launches->add_memory(first, second, large) &&
-                      launches->add_launches(first, second);
+                      first.allocations_.size() == second.allocations_.size() && launches->add_results(first, second) &&
+                      launches->add_memory(first, second, large) && launches->add_launches(first, second);
     return fits ? launches : nullptr;
   }
 

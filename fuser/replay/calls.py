@@ -1,8 +1,7 @@
 """Captured calls of a container: binding, plan, checks and steps are known, and only the devices have work left.
 
-A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. The key
-holds everything that the call may depend on but the contents of tensors. All steps of its plan are ops that promise to
-be replayable, so none of them looks at its arguments again.
+A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. All steps
+of its plan are ops that promise to be replayable, so none of them looks at its arguments again.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
 
 
 class CallKey(NamedTuple):
-    """What a call depends on: all that is no tensor; the tensors that its ops hold, then its values; the rows of x."""
+    """What a call depends on, but for the contents of tensors."""
 
-    key: tuple[Any, ...]
-    pool: list[Tensor]
-    rows: int
+    key: tuple[Any, ...]  # all that is no tensor
+    pool: list[Tensor]  # those that its ops hold, then its values
+    rows: int  # of x
 
 
 def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | str:
@@ -71,20 +70,15 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
 
 
 class CapturedCall(NamedTuple):
-    """A call that is replayed.
-
-    Attributes:
-        held: how many tensors stand in the pool before the values of the plan.
-        last: what ``explain()`` needs of the call; None where that depends on the rows.
-    """
+    """A call that is replayed."""
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
-    held: int
-    last: Any
+    held: int  # the tensors that stand in the pool before the values of the plan
+    last: Any  # what ``explain()`` needs of the call; None where that depends on the rows
 
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
-        """Replays the call on a pool, to which the steps add their outputs."""
+        """Replays the call on a pool, to which the steps add their outputs: so it holds all values of the plan."""
         plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
         if plan.buffers:
             check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
@@ -97,11 +91,7 @@ class CapturedCall(NamedTuple):
 
 
 class CaptureSession:
-    """Captures the steps of a call while they run, and files the captured call.
-
-    The pool of a call is the tensors that its ops hold, then the values of the plan: those that the caller gives, and
-    the outputs of the steps.
-    """
+    """Captures the steps of a call while they run, and files the captured call."""
 
     def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
         self._form, self._plan, self._rows, self._values = form, plan, key.rows, values

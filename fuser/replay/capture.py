@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default}
 _ALLOCATIONS |= {aten.new_empty.default, aten.new_empty_strided.default}
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
+Allocation: TypeAlias = tuple[Callable[..., Tensor], tuple[int, ...]]  # what allocates it, and its sizes
 LARGE = 2**20  # bytes of memory that is no piece of the scratch memory: an allocator finds that of the calls before
 
 
@@ -26,20 +27,18 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
 
     Attributes:
-        recorder: the library's own capture: of launches, of memory, and of why the run cannot be replayed.
-        memory: the results that are allocated: what allocates each, and all of its shape but the first size.
+        memory: of results that are allocated, without their first sizes.
         views: the results that are inputs: the number of each, and as what shape it is viewed; None: it is detached.
         results: of each result the number, inputs first, then ``memory``; ``~i`` for view ``i``, from the last one.
         written: the inputs whose versions change.
-        find_library: gives the library whose launches can be captured, or None; it sets that itself.
     """
 
-    find_library: Callable[[], Any] = staticmethod(lambda: None)
+    find_library: Callable[[], Any] = staticmethod(lambda: None)  # set by the library whose launches can be captured
 
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.device, self._inputs, self._versions = rows, inputs[0].device, inputs, [*map(_version, inputs)]
-        self.memory, self.views = list[tuple[Callable[..., Tensor], tuple[int, ...]]](), list[tuple[int, Any]]()
+        self.memory, self.views = list[Allocation](), list[tuple[int, tuple[int, ...] | None]]()
         spans = [(first, last + 1 - first) for first, last in map(extent, inputs)]
         self.recorder = self.find_library().Capture(spans, rows)
         self.refuse: Callable[[str], None] = self.recorder.refuse
@@ -112,17 +111,12 @@ _active: ContextVar[Capture | None] = ContextVar("capture", default=None)  # of 
 
 
 class Replay(NamedTuple):
-    """Launches, and the tensors that they need.
-
-    Attributes:
-        memory: for results, then for large pieces, then one piece of scratch memory for all others.
-        is_for_any_rows: whether their first sizes, which are left out then, depend on the number of rows.
-    """
+    """Launches, and the tensors that they need."""
 
     capture: Capture
     launches: Any
-    memory: list[tuple[Callable[..., Tensor], tuple[int, ...]]]
-    is_for_any_rows: bool
+    memory: list[Allocation]  # of results, then large pieces, then one piece of scratch memory for all others
+    is_for_any_rows: bool  # the launches tell the first sizes of the memory then
 
     @classmethod
     def of(cls, capture: Capture, first: Replay | None) -> Replay:
@@ -152,9 +146,9 @@ class Replay(NamedTuple):
         self.launches.run(addresses, rows, stream)
         if self.capture.written:
             torch.autograd.graph.increment_version([tensors[i] for i in self.capture.written])
-        for source, shape in self.capture.views:
+        for source, view in self.capture.views:
             tensor = tensors[source]
-            tensors += (tensor.detach() if shape is None else tensor.view(shape),)
+            tensors += (tensor.detach() if view is None else tensor.view(view),)
         return [None if i is None else tensors[i] for i in self.capture.results]
 
 

@@ -33,25 +33,16 @@ _SEEN, _MISALIGNED = Entry(), Entry(refusal="an address is not aligned to 16 byt
 
 
 class Form(dict[int, Entry]):
-    """By the number of rows, calls that differ in it alone: in the first size of those tensors that have as many.
-
-    Attributes:
-        exact: by the number of rows, whether tensors are of the form and have so many.
-        partner: the first capture, as long as the next one may become one for any number of rows with it.
-    """
+    """By the number of rows, calls that differ in it alone: in the first size of those tensors that have as many."""
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
         self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._but_for_rows = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
-        self.exact, self.partner = {rows: tensor_guards(tensors)}, None
+        self.exact = {rows: tensor_guards(tensors)}  # whether tensors are of the form and have so many rows
+        self.partner: Any = None  # the first capture, while the next may become one for any number of rows with it
         self._may_join, self._any_rows = True, _SEEN
-
-    def __setitem__(self, rows: int, entry: Entry) -> None:
-        if len(self) >= _MANY:
-            self.clear()
-        super().__setitem__(rows, entry)
 
     def __missing__(self, rows: int) -> Entry:
         return self._any_rows if 0 < rows < _MANY_ROWS else _SEEN
@@ -61,6 +52,8 @@ class Form(dict[int, Entry]):
         fits = self._but_for_rows(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
         if fits and len(self.exact) < _MANY:
             self.exact[rows] = tensor_guards(tensors)
+        elif len(self) >= _MANY:
+            self.clear()
         return fits
 
     def see(self, rows: int) -> bool:
@@ -69,8 +62,7 @@ class Form(dict[int, Entry]):
         The first is not, unless one with another number of rows came before, and they may become one capture.
         """
         comes_again = rows in self or bool(self and self._may_join)
-        if not comes_again:
-            self[rows] = _SEEN
+        self.setdefault(rows, _SEEN)
         return comes_again
 
     def file(self, rows: int, captured: Any, is_for_any_rows: bool) -> None:

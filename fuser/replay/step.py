@@ -23,15 +23,12 @@ attribute_version = attrgetter("attribute_version")
 
 @dataclass(slots=True)
 class CapturedContext(BackwardContext):
-    """The context of a captured forward. Its backward is captured once for each form, then replayed.
+    """The context of a captured forward. Its backward is captured once for each form, then replayed."""
 
-    Attributes:
-        ops: the op and its parts. A capture holds only until one of their attributes is assigned.
-        cache: the captured backwards, by the form of the tensors that they read and write.
-    """
-
-    ops: tuple[Op, ...] = ()
-    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)
+    ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
+    cache: GuardedCache = field(
+        default_factory=GuardedCache, compare=False
+    )  # of backwards, by what they read and write
 
     @classmethod
     def of(cls, context: BackwardContext, op: Op) -> CapturedContext:
@@ -71,20 +68,14 @@ class CapturedContext(BackwardContext):
 
 
 class CapturedStep(NamedTuple):
-    """What the replay of a forward reads of its call, and what it leaves.
-
-    Attributes:
-        inputs, reads: the positions in the pool of what autograd is given, if it is asked, and of what is launched on.
-        outputs: how many of the results are outputs.
-        saved: how many come before those that are buffers of the caller, which autograd does not save.
-    """
+    """What the replay of a forward reads of its call, and what it leaves."""
 
     replay: Replay
     context: CapturedContext
-    inputs: list[int]
-    reads: list[int]
-    outputs: int
-    saved: int
+    inputs: list[int]  # the positions in the pool of what autograd is given; nothing where it is not asked
+    reads: list[int]  # of what is launched on
+    outputs: int  # of the results
+    saved: int  # of the results, those before buffers of the caller, which autograd does not save
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
