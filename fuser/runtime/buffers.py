@@ -26,7 +26,7 @@ class NamedValue(NamedTuple):
     slot: int
 
 
-Memory: TypeAlias = tuple[int, int, torch.device]  # the addresses of the first and the last byte
+Memory: TypeAlias = tuple[int, int, Tensor]  # the addresses of the first and the last byte, and whose they are
 
 
 def check_overlaps(
@@ -52,11 +52,11 @@ def _memory_of(value: Any) -> Memory | None:
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return None
     first, last = extent(value)
-    return (first, last, value.device) if first else None
+    return (first, last, value) if first else None
 
 
 def _meet(a: Memory | None, b: Memory | None) -> bool:
-    return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1] and a[2] == b[2]
+    return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1] and a[2].device == b[2].device
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
