@@ -11,6 +11,7 @@ again when it runs, and falls back to PyTorch's kernels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from ..fuser import tracing as trace
 from .kernels.custom_ops import kernel
-from .kernels.dispatch import permute_refusal
+from .kernels.dispatch import native_refusal
 from .kernels.hopper import permute as kernels
 from .kernels.problem import nbytes
 
@@ -65,12 +66,12 @@ class SlotOrder(NamedTuple):
 
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
-    return permute_refusal(top_k_index, num_experts, dtype)
+    return native_refusal(partial(kernels.refusal, top_k_index, num_experts, dtype), "permutation of rows", top_k_index)
 
 
 def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
     """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
-    why = permute_refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
+    why = refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
     return kernels.NAME if why is None else f"torch: {why}"
 
 
@@ -259,7 +260,7 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
     if routing.is_native:
         why: str | None = f"{kernels.NAME} has no kernel for numbers of {source.dtype}"
     else:
-        why = permute_refusal(routing.row_of_slot, 1, source.dtype)
+        why = refusal(routing.row_of_slot, 1, source.dtype)
     _record("", why or "the rows were sorted by PyTorch", source, out)
 
 

@@ -84,6 +84,8 @@ class Step:
         """Why it cannot be replayed; None: all ops that it stands for promise that they can be."""
         if self.input_names is None:
             return f"{self.entries[0]} is called as a module"
+        if isinstance(self.module, Op) and self.module.passes_x_on:
+            return f"{self.entries[0]} passes x on"
         for op in self.module.modules():
             if isinstance(op, Op) and not op.replayable:
                 return f"{self._label(op)} does not promise to be replayable"

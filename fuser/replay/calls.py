@@ -1,8 +1,7 @@
 """Captured calls of a container: binding, plan, checks and steps are known, and only the devices have work left.
 
-A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. The key
-holds everything that the call may depend on but the contents of tensors. All steps of its plan are ops that promise to
-be replayable, so none of them looks at its arguments again.
+A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. All steps
+of its plan are ops that promise to be replayable, so none of them looks at its arguments again.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ from ..compiler.plan import Plan
 from ..config import active_config
 from ..parametrized import computes_parameters
 from ..runtime.autograd import Runtime
-from ..runtime.buffers import extent
+from ..runtime.buffers import check_overlaps
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
-from .capture import TENSOR_TYPES, Capture
+from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form
-from .program import Replay
 from .step import CapturedContext, CapturedStep, attribute_version
 
 _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
@@ -37,17 +35,11 @@ _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
 
 
 class CallKey(NamedTuple):
-    """What a call depends on.
+    """What a call depends on, but for the contents of tensors."""
 
-    Attributes:
-        key: all that is no tensor.
-        pool: the tensors that the ops hold, then those that the caller gives.
-        rows: the number of rows of ``x``.
-    """
-
-    key: tuple[Any, ...]
-    pool: list[Tensor]
-    rows: int
+    key: tuple[Any, ...]  # all that is no tensor
+    pool: list[Tensor]  # those that its ops hold, then its values
+    rows: int  # of x
 
 
 def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | str:
@@ -78,95 +70,71 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
 
 
 class CapturedCall(NamedTuple):
-    """A call that is replayed.
-
-    Attributes:
-        results, buffers: their positions in the pool.
-        last: what ``explain()`` needs of the call; None where that depends on the rows.
-    """
+    """A call that is replayed."""
 
     plan: Plan
     steps: tuple[CapturedStep, ...]
-    results: list[int]
-    buffers: list[int]
-    last: Any
+    held: int  # the tensors that stand in the pool before the values of the plan
+    last: Any  # what ``explain()`` needs of the call; None where that depends on the rows
 
     def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
-        """Replays the call on a pool, to which the steps add their outputs."""
-        stream = stream_of(pool[self.steps[0].reads[0]])
-        for step in self.steps:
+        """Replays the call on a pool, to which the steps add their outputs: so it holds all values of the plan."""
+        plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
+        if plan.buffers:
+            check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
+        for step, planned in zip(self.steps, plan.steps):  # noqa: B905
             step.run(pool, addresses, rows, stream)
-        return pool[self.results[0]] if len(self.results) == 1 else tuple([pool[i] for i in self.results])
-
-    def overlaps(self, pool: Sequence[Tensor]) -> bool:
-        """Whether a buffer may share memory with anything else, which a plan would look at more closely."""
-        spans = list(map(extent, pool))
-        sharing = [[a <= end and first <= b for a, b in spans] for first, end in map(spans.__getitem__, self.buffers)]
-        return any([sum(each) > 1 for each in sharing])
-
-    def joined(self, other: CapturedCall) -> CapturedCall | None:
-        """For any number of rows, with a call for another one; None if they do not fit."""
-        steps = tuple([a.joined(b) for a, b in zip(self.steps, other.steps, strict=True)])
-        return None if None in steps else self._replace(steps=steps, last=None)  # type: ignore[arg-type]
+            for slot in planned.last_uses:
+                pool[held + slot] = None
+        results = plan.results
+        return pool[held + results[0]] if len(results) == 1 else tuple([pool[held + slot] for slot in results])
 
 
 class CaptureSession:
-    """Captures the steps of a call while they run, and files the captured call.
-
-    The pool of a call is the tensors that its ops hold, then the values of the plan: those that the caller gives, and
-    the outputs of the steps.
-    """
+    """Captures the steps of a call while they run, and files the captured call."""
 
     def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
-        self._form, self._plan, self._rows = form, plan, key.rows
-        self._held, self._values = key.pool[: len(key.pool) - len(values)], values
-        self._steps = list[CapturedStep]()
+        self._form, self._plan, self._rows, self._values = form, plan, key.rows, values
+        self._held, self._steps = key.pool[: len(key.pool) - len(values)], list[CapturedStep]()
+        partner: CapturedCall | None = form.partner
+        self._partners = partner.steps if partner is not None and partner.plan is plan else ()
         self._refusal = "" if len({*map(id, key.pool)}) == len(key.pool) else "two tensors of the call are one"
 
     @classmethod
     def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
         """For a call, but not for the first of its form if no other number of rows has been seen either."""
-        reason = plan.replay_refusal
-        if reason is None and Capture.find_library() is None:
-            reason = "no library is built whose launches can be captured"
-        if reason is not None:
+        unbuilt = None if Capture.find_library() else "no library is built whose launches can be captured"
+        if (reason := plan.replay_refusal or unbuilt) is not None:
             form.refuse(key.rows, reason)
         return cls(form, plan, key, values) if reason is None and form.see(key.rows) else None
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
-        tensors = step.inputs(inputs[0])
+        if self._refusal:
+            return step.run(inputs[0], wanted)
+        tensors, number = step.inputs(inputs[0]), len(self._steps)
         with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
         reason = capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ())
-        number_of = {id(t): number for number, t in enumerate([*self._held, *self._values])}
-        reads, of_autograd = ([number_of.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
+        positions = {id(tensor): i for i, tensor in enumerate([*self._held, *self._values])}
+        reads, of_autograd = ([positions.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
         if reason is None and -1 in (*reads, *of_autograd):
             reason = "reads a tensor that is neither an argument nor held by an op"
-        replay = Replay.of(capture, capture) if reason is None else None
-        if replay is None:
-            self._refusal = self._refusal or f"{type(step.op).__name__}: {reason}"
+        if reason is not None:
+            self._refusal = f"{type(step.op).__name__}: {reason}"
             return result
-        first, number = self._form.first, len(self._steps)
-        context = CapturedContext.of(result.context, step.op)
-        if first is not None and first.steps[number].context == context:
-            context = first.steps[number].context  # one family of backwards for all numbers of rows
-        outputs, last_uses = len(result.outputs), self._positions(self._plan.steps[number].last_uses)
-        saved = outputs + len(result.kept)
-        self._steps.append(CapturedStep(replay, context, of_autograd, reads, last_uses, outputs, saved))
+        context, partner = CapturedContext.of(result.context, step.op), self._partners and self._partners[number]
+        if partner and partner.context == context:
+            context = partner.context  # one family of backwards for all numbers of rows
+        replay = Replay.of(capture, partner.replay if partner and partner.context is context else None)
+        outputs, saved = len(result.outputs), len(result.outputs) + len(result.kept)
+        self._steps.append(CapturedStep(replay, context, of_autograd, reads, outputs, saved))
         return result._replace(context=context)
 
     def finish(self, last: Any) -> None:
         """Files the captured call, or why one of its steps cannot be replayed."""
-        if len(self._steps) < len(self._plan.steps):
-            self._refusal = self._refusal or "a step is no launch: it passes x on"
         if self._refusal:
-            self._form.refuse(self._rows, self._refusal)
-        else:
-            results = self._positions(self._plan.results)
-            buffers = self._positions([buffer.slot for buffer in self._plan.buffers])
-            self._form.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, buffers, last))
-
-    def _positions(self, slots: Sequence[int]) -> list[int]:
-        """In the pool, of values of the plan."""
-        return [len(self._held) + slot for slot in slots]
+            return self._form.refuse(self._rows, self._refusal)
+        is_for_any_rows = all([step.replay.is_for_any_rows for step in self._steps])
+        steps, last = tuple(self._steps), None if is_for_any_rows else last
+        self._form.file(self._rows, CapturedCall(self._plan, steps, len(self._held), last), is_for_any_rows)

@@ -9,17 +9,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Stats:
-    """What this process has captured and replayed. Threads may lose some counts to each other.
+    """What this process has captured and replayed. Threads may lose some counts to each other."""
 
-    Attributes:
-        captured: forms of calls, and of backwards, whose launches were captured.
-        replayed: forwards and backwards of ops that were replayed.
-        unsupported: forms of calls and of backwards that cannot be replayed, by the reason.
-    """
-
-    captured: int = 0
-    replayed: int = 0
-    unsupported: Counter[str] = field(default_factory=Counter)
+    captured: int = 0  # forms of calls, and of backwards, whose launches were captured
+    replayed: int = 0  # forwards and backwards of ops that were replayed
+    unsupported: Counter[str] = field(default_factory=Counter)  # forms that cannot be replayed, by the reason
 
 
 counts = Stats()

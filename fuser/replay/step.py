@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -13,26 +13,22 @@ from torch import Tensor
 
 from ..op import Delivery, Op
 from ..runtime.autograd import apply
-from ..runtime.call import BackwardContext, ForwardResult
+from ..runtime.call import BackwardContext, BackwardInputs, ForwardResult
 from ..runtime.devices import stream_of
-from .capture import Capture
+from .capture import Capture, Replay
 from .guards import GuardedCache
-from .program import Replay
 
 attribute_version = attrgetter("attribute_version")
 
 
 @dataclass(slots=True)
 class CapturedContext(BackwardContext):
-    """The context of a captured forward. Its backward is captured once for each form, then replayed.
+    """The context of a captured forward. Its backward is captured once for each form, then replayed."""
 
-    Attributes:
-        ops: the op and its parts. A capture holds only until one of their attributes is assigned.
-        cache: the captured backwards, by the form of the tensors that they read and write.
-    """
-
-    ops: tuple[Op, ...] = ()
-    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)
+    ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
+    cache: GuardedCache = field(
+        default_factory=GuardedCache, compare=False
+    )  # of backwards, by what they read and write
 
     @classmethod
     def of(cls, context: BackwardContext, op: Op) -> CapturedContext:
@@ -40,39 +36,31 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def run(
-        self,
-        tensors: list[Tensor],
-        lent: Sequence[Tensor],
-        joined: Sequence[Any],
-        douts: tuple[Tensor, ...],
-        wanted: frozenset[str],
-        node: Any,
-        requested: Sequence[Delivery],
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
         """As of the base class, by a replay where one has been captured for such tensors."""
-        inputs, effects = [*tensors, *lent, *douts], [each.side_effects() for each in requested] if requested else ()
+        dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
+        for value in inputs.joined:
+            tensors += (value,) if type(value) is Tensor else value
+        effects, facts = [each.side_effects() for each in requested] if requested else (), None
         if effects:
-            written = [tensor for each in effects for tensor in each.tensors]
-            inputs += dict(zip(map(id, written), written, strict=True)).values()  # each once
-        for value in joined:
-            inputs += (value,) if type(value) is Tensor else value
-        facts = tuple([each.facts for each in effects]) if effects else ()
-        key = len(inputs), facts, *map(attribute_version, self.ops)
-        rows = douts[0].shape[0] if douts[0].ndim else 0
-        form, entry, addresses = self.cache.find(key, inputs, rows)
+            tensors += {id(tensor): tensor for each in effects for tensor in each.tensors}.values()  # each once
+            facts = tuple([each.facts for each in effects])
+        key, rows = (len(tensors), facts, *map(attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
+        form, entry, addresses = self.cache.find(key, tensors, rows)
         if entry.captured is None:
-            capture = Capture(inputs, rows) if entry.refusal is None else None
-            del inputs  # so that without a capture the backward alone has the tensors, and lets go of each
+            capture = Capture(tensors, rows) if entry.refusal is None else None
+            del tensors  # so that without a capture the backward alone has them, and lets go of each
             with capture or nullcontext():
-                grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, node, requested)
-            if capture is not None:
-                if (reason := capture.finish(grads)) is None:
-                    form.file(rows, Replay.of(capture, capture))
-                else:
-                    form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
+                grads = BackwardContext.run(self, inputs, wanted, node, requested)
+            if capture is not None and (reason := capture.finish(grads)) is not None:
+                form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
+            elif capture is not None:
+                captured = Replay.of(capture, form.partner)
+                form.file(rows, captured, captured.is_for_any_rows)
             return grads
         replay: Replay = entry.captured
-        grads = replay.run(inputs, addresses, rows, stream_of(inputs[0]))
+        grads = replay.run(tensors, addresses, rows, stream_of(dy))
         for each in effects:
             if each.done is not None:
                 each.done()
@@ -80,43 +68,25 @@ class CapturedContext(BackwardContext):
 
 
 class CapturedStep(NamedTuple):
-    """What the replay of a forward reads of its call, and what it leaves.
-
-    Attributes:
-        inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
-        reads: of what is launched on.
-        last_uses: of what nothing reads any more.
-        outputs: how many of the results are outputs.
-        saved: how many come before those that are buffers of the caller, which autograd does not save.
-    """
+    """What the replay of a forward reads of its call, and what it leaves."""
 
     replay: Replay
     context: CapturedContext
-    inputs: list[int]
-    reads: list[int]
-    last_uses: list[int]
-    outputs: int
-    saved: int
-
-    def joined(self, other: CapturedStep) -> CapturedStep | None:
-        """For any number of rows, with a step for another one; None if they do not fit."""
-        replay = self.replay.joined(other.replay) if self[1:] == other[1:] else None
-        return None if replay is None else self._replace(replay=replay)
+    inputs: list[int]  # the positions in the pool of what autograd is given; nothing where it is not asked
+    reads: list[int]  # of what is launched on
+    outputs: int  # of the results
+    saved: int  # of the results, those before buffers of the caller, which autograd does not save
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
-        tensors, starts = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)]
-        run = partial(self.replay.run, tensors, starts, rows, stream)
+        reads = [*map(pool.__getitem__, self.reads)], [*map(addresses.__getitem__, self.reads)], rows, stream
         inputs = map(pool.__getitem__, self.inputs)
-        outputs = apply(partial(self._result, run), *inputs) if self.inputs else run()
+        outputs = apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
         pool += outputs
         addresses += map(Tensor.data_ptr, outputs)
-        for i in self.last_uses:
-            pool[i] = None
 
-    def _result(self, run: Callable[[], list[Any]], flags: tuple[bool, ...]) -> ForwardResult:
+    def _result(self, reads: tuple[list[Any], list[int], int, int], flags: tuple[bool, ...]) -> ForwardResult:
         """The outputs, and what the backward needs."""
-        results = run()
-        outputs, kept, lent = results[: self.outputs], results[self.outputs : self.saved], results[self.saved :]
-        apart = self.context.apart() if self.context.sources else ()
-        return ForwardResult(tuple(outputs), kept, apart, lent, self.context)
+        results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
+        kept, lent = results[self.outputs : self.saved], results[self.saved :]
+        return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..spec import layout_of
 
 
 @dataclass(frozen=True)
@@ -27,29 +26,37 @@ class NamedValue(NamedTuple):
     slot: int
 
 
+Memory: TypeAlias = tuple[int, int, Tensor]  # the addresses of the first and the last byte, and whose they are
+
+
 def check_overlaps(
     buffers: Sequence[NamedValue], inputs: Sequence[NamedValue], values: list[Any], parameters: Iterable[Tensor]
 ) -> None:
     """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
-    read = [(each.name, values[each.slot]) for each in inputs if isinstance(values[each.slot], Tensor)]
-    read += [("a parameter", p) for p in parameters]
-    for i, buffer in enumerate(buffers):
-        others = [(other.name, values[other.slot]) for other in buffers[:i]] + read
-        for name, other in others:
-            if overlap(values[buffer.slot], other):
-                raise ArgumentError(f"{buffer.name} overlaps {name} in memory; give a buffer of its own")
+    written = [(each.name, _memory_of(values[each.slot])) for each in buffers]
+    read = [(each.name, _memory_of(values[each.slot])) for each in inputs]
+    read += [("a parameter", _memory_of(p)) for p in parameters]
+    for i, (buffer, memory) in enumerate(written):
+        for name, other in [*written[:i], *read]:
+            if _meet(memory, other):
+                raise ArgumentError(f"{buffer} overlaps {name} in memory; give a buffer of its own")
 
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two tensors have a byte in common, judged by the first and last that each can reach."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return False  # the op's own check says what is wrong with it
-    if {layout_of(a), layout_of(b)} != {torch.strided}:
-        return False  # it has no memory of its own that an address could tell
-    if a.device != b.device or not a.numel() or not b.numel() or a.device.type == "meta":
-        return False
-    (a_first, a_last), (b_first, b_last) = extent(a), extent(b)
-    return a_first <= b_last and b_first <= a_last
+    return _meet(_memory_of(a), _memory_of(b))
+
+
+def _memory_of(value: Any) -> Memory | None:
+    """Of a tensor; None for one without memory that an address could tell, and for what an op's own check refuses."""
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        return None
+    first, last = extent(value)
+    return (first, last, value) if first else None
+
+
+def _meet(a: Memory | None, b: Memory | None) -> bool:
+    return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1] and a[2].device == b[2].device
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -18,6 +18,22 @@ from .residuals import Source, pack, unpack
 _NONE: Sequence[Delivery] = ()
 
 
+class BackwardInputs(NamedTuple):
+    """The tensors that a backward reads.
+
+    Attributes:
+        tensors: those that were saved; the list is emptied, so that each lives as long as something reads it.
+        lent: buffers of the caller.
+        joined: what became of those that were saved one by one.
+        douts: the gradients of the outputs.
+    """
+
+    tensors: list[Tensor]
+    lent: Sequence[Tensor]
+    joined: Sequence[Tensor | Sequence[Tensor]]
+    douts: tuple[Tensor, ...]
+
+
 @dataclass(slots=True)
 class BackwardContext:
     """What a backward needs besides the tensors that were saved for it.
@@ -59,22 +75,19 @@ class BackwardContext:
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
-        return self.run(tensors, lent, joined, douts, wanted, node, requested)
+        return self.run(BackwardInputs(tensors, lent, joined, douts), wanted, node, requested)
 
     def run(
-        self,
-        tensors: list[Tensor],
-        lent: Sequence[Tensor],
-        joined: Sequence[Any],
-        douts: tuple[Tensor, ...],
-        wanted: frozenset[str],
-        node: Any,
-        requested: Sequence[Delivery],
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
-        """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran."""
+        """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran.
+
+        Args:
+            requested: the deliveries among what ``bwd`` computes.
+        """
         if node is not None:  # there is none outside of autograd
             node.maybe_clear_saved_tensors()  # nothing where the graph is retained
-        grads = call_bwd(self.op, self._taken(tensors, lent, joined), douts, wanted)
+        grads = call_bwd(self.op, self._taken(inputs), inputs.douts, wanted)
         for name in grads:
             if name not in self.names:
                 raise RuntimeError(
@@ -135,8 +148,9 @@ class BackwardContext:
             at += source.number
         return values
 
-    def _taken(self, tensors: list[Tensor], lent: Sequence[Tensor], joined: Sequence[Any]) -> Any:
+    def _taken(self, inputs: BackwardInputs) -> Any:
         """What ``fwd`` returned for ``bwd``; alone it has the tensors now."""
+        tensors, lent, joined, _ = inputs
         saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
         tensors.clear()
         return saved

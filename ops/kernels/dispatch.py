@@ -21,7 +21,6 @@ from . import float32
 from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank
-from .hopper import permute as hopper_permute
 from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
@@ -245,10 +244,18 @@ def low_rank_refusal(problem: LowRankPass) -> str | None:
     return hopper_low_rank.refusal(problem)
 
 
-def permute_refusal(ids: Tensor, num_experts: int, dtype: Any) -> str | None:
-    """Why our own kernels do not permute rows of this dtype by these ids; None: they do."""
-    refusal = partial(hopper_permute.refusal, ids, num_experts, dtype)
-    ours, why = _ours_or(False, True, refusal, "permutation of rows", ids)
+def native_refusal(refusal: Callable[[], str | None], subject: str, read: Tensor) -> str | None:
+    """Why a kernel of ours that an op declares for itself does not run; None: it does.
+
+    Args:
+        refusal: why the kernel does not take the arguments, in words that follow "it"; None: it takes them.
+        subject: what errors call it.
+        read: a tensor that it reads.
+
+    Raises:
+        RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
+    """
+    ours, why = _ours_or(False, True, refusal, subject, read)
     return None if ours else why
 
 

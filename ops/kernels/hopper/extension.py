@@ -39,7 +39,7 @@ def _find_library() -> Any:
         return None
 
 
-capture.register_library(_find_library)
+capture.Capture.find_library = staticmethod(_find_library)
 
 
 def raise_wrong_sizes(device: int) -> None:
