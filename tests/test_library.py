@@ -214,7 +214,7 @@ SCHEMAS = {  # exported programs name the arguments
     "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
     "grouped_linear_activation": f"(Tensor x, Tensor[] weight, Tensor split_sizes, {ACTIVATION}, Tensor[]? bias, "
     "Tensor? bias_scale, Tensor? scales, bool keep_pre, bool interior, str switches, "
-    f"Tensor? vectors=None, {SECOND}) -> (Tensor, Tensor)",
+    f"Tensor? vectors=None, {SECOND}, Tensor? matrices=None) -> (Tensor, Tensor)",
     "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales, Tensor? vectors=None, Tensor? split_sizes=None) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
     "route": "(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",

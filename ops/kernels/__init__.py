@@ -176,8 +176,8 @@ def grouped_linear_activation(
     keep_preact: bool,
     tail_unspecified: bool = False,
     vectors: Operands = None,
-    matrices: Operands = None,
     second: OperandPair | None = None,
+    matrices: Operands = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
