@@ -27,6 +27,7 @@ struct GroupedGemmKernel {
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
+  static constexpr int kHead = kVariant.head;
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
@@ -36,7 +37,10 @@ struct GroupedGemmKernel {
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
-  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
+  static constexpr bool kOverlaps = kVariant.overlap && kVariant.swap_ab;
+  static constexpr bool kKeepsOut = kVariant.overlap && !kVariant.swap_ab;
+  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp,
+                               kOverlaps>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
   // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
   // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
