@@ -30,6 +30,7 @@ struct TileVariant {
   bool swap_ab = false;
   int head = 1;          // stages of a tile that its first row block is multiplied with before the second one begins
   bool overlap = false;  // swap_ab: a tile's weights are handed over in two parts, beside products
+  bool sorted = false;   // swap_ab: the groups of the highest tiles come first
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
@@ -53,6 +54,7 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 192, 1, 1, 3, 4, false, 2}, {256, 192, 1, 1, 3, 4, false, 2, true}, {256, 192, 1, 2, 3, 4, false, 2},
     {128, 256, 2, 1, 4, 8, true, 1, true}, {192, 256, 2, 1, 3, 8, true, 1, true},
     {160, 256, 2, 1, 3, 8, true, 1, true}, {160, 256, 2, 1, 3, 8, true},
+    {192, 256, 2, 1, 3, 8, true, 1, true, true},  {160, 256, 2, 1, 3, 8, true, 1, false, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
