@@ -15,7 +15,7 @@ template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, 
 KernelEntry activation_entry_of() {
   using Pair = Operands<kLayout, T, kVariant>;
   using B = std::conditional_t<kHalves, GateUp<kLayout, T, kVariant.tile_n>, typename Pair::B>;
-  if constexpr (kScaleBias && !fits_scale_bias(kVariant)) return {};
+  if constexpr ((kScaleBias && !fits_scale_bias(kVariant)) || (Groups::kShortEnd && kVariant.tile_m == 160)) return {};
   else
     return entry_of<
         GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>, Groups>>();
