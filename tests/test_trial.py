@@ -6,7 +6,7 @@ from fusible.ops.kernels.problem import Layout
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 import test_emulation as te
 pytestmark = pytest.mark.usefixtures("emulation")
-V = {Layout.NT: (12, 13, 14, 15, 16, 17), Layout.NN: (12, 13, 14, 15, 16, 17), Layout.TN: (9, 10, 11)}
+V = {Layout.NT: (12, 13, 14, 15, 16, 17), Layout.NN: (12, 13, 14, 15, 16, 17), Layout.TN: (9, 10, 11, 18, 19, 20)}
 T = [(l, v) for l in V for v in V[l]]
 
 @pytest.mark.parametrize(("layout", "variant"), T)

@@ -31,6 +31,7 @@ struct TileVariant {
   int head = 1;          // stages of a tile that its first row block is multiplied with before the second one begins
   bool overlap = false;  // swap_ab: a tile's weights are handed over in two parts, beside products
   bool sorted = false;   // swap_ab: the groups of the highest tiles come first
+  bool direct = false;   // consumers store results
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
@@ -55,6 +56,8 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 4, 8, true, 1, true}, {192, 256, 2, 1, 3, 8, true, 1, true},
     {160, 256, 2, 1, 3, 8, true, 1, true}, {160, 256, 2, 1, 3, 8, true},
     {192, 256, 2, 1, 3, 8, true, 1, true, true},  {160, 256, 2, 1, 3, 8, true, 1, false, true},
+    {256, 192, 1, 2, 3, 4, false, 2, false, false, true}, {256, 192, 1, 2, 3, 4, false, 1, false, false, true},
+    {256, 192, 1, 1, 3, 4, false, 2, false, false, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
@@ -72,7 +75,7 @@ constexpr bool fits_scale_bias(const TileVariant& tile) {
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
-  if (tile.head > 1) return layout == Layout::kTN && !fp32_output;
+  if (tile.head > 1 || tile.direct) return layout == Layout::kTN && !fp32_output;
   if (tile.swap_ab && (tile.overlap || tile.tile_m == 160)) return layout != Layout::kTN && !fp32_output;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
