@@ -14,6 +14,9 @@
 //
 // Weight gradients of a few long groups are work for few rounds of tiles, the last of which may leave most of the GPU
 // idle: if half the height makes that up, their tiles have half of it.
+//
+// Where few rounds of long tasks are all there is (`highest_first`), tasks are numbered by the height of the groups'
+// tiles: what the last round waits for is then short.
 #pragma once
 #include "device/groups.cuh"
 #include "device/work_queue.cuh"
@@ -27,9 +30,9 @@ struct GroupTable {
   bool halved;                // whether tiles have half their height
 };
 
-// The same in another order: tasks are numbered by position, and the group there is order[position].
+// The same for tasks that are numbered by position: the group at one is order[position].
 struct SortedGroupTable : GroupTable {
-  static constexpr int kMost = 256;  // of more groups, the order is their own
+  static constexpr int kMost = 256;  // more groups keep the order that they have
   uint8_t order[kMost];
 };
 
@@ -39,10 +42,11 @@ class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n,
                        kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
-  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows, kSorted = kVariant.sorted;
+  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
+  static constexpr bool kSorts = kVariant.highest_first;
 
  public:
-  using Table = std::conditional_t<kSorted, SortedGroupTable, GroupTable>;
+  using Table = std::conditional_t<kSorts, SortedGroupTable, GroupTable>;
   // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
   DEVICE static void fill(Table& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
@@ -58,14 +62,14 @@ class TileScheduler {
       if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
       if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
-      if constexpr (!kHalves && !kSorted) number(table, shape, group, size, false, tasks_before, lane);
+      if constexpr (!kHalves && !kSorts) number(table, shape, group, size, false, tasks_before, lane);
     }
-    if constexpr (kSorted) {
+    if constexpr (kSorts) {
       sort(table, sizes.groups, lane);
       for (int base = 0; base < sizes.groups; base += 32) {
         const int position = base + lane;
-        const int tokens = position < sizes.groups ? table.tokens[group_at(table, shape, position)] : 0;
-        number(table, shape, position, tokens, false, tasks_before, lane);
+        const int size = position < sizes.groups ? table.tokens[group_at(table, shape, position)] : 0;
+        number(table, shape, position, size, false, tasks_before, lane);
       }
     }
     if constexpr (kHalves) {
@@ -103,7 +107,7 @@ class TileScheduler {
     if constexpr (kRaggedRows) return tokens;
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
-  // Puts groups with higher tiles before others, and leaves those of one height in their order: by counting.
+  // Groups with higher tiles before others, those of one height in their order: by counting.
   DEVICE static void sort(SortedGroupTable& table, int groups, int lane) {
     if (groups > SortedGroupTable::kMost) return;
     int before = 0;
@@ -111,19 +115,19 @@ class TileScheduler {
       for (int base = 0; base < groups; base += 32) {
         const int group = base + lane;
         const bool here = group < groups && height_of(table.tokens[group]) == height;
-        const unsigned others = __ballot_sync(~0u, here);
-        if (here) table.order[before + __popc(others & ((1u << lane) - 1))] = group;
-        before += __popc(others);
+        const unsigned all = __ballot_sync(~0u, here);
+        if (here) table.order[before + __popc(all & ((1u << lane) - 1))] = static_cast<uint8_t>(group);
+        before += __popc(all);
       }
     __syncwarp();
   }
-  // Of the highest tile of so many rows, in blocks.
+  // Blocks of the highest tile of a group.
   DEVICE static int height_of(int rows) {
     const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, false));
     return (blocks + tiles - 1) / tiles;
   }
   DEVICE static int group_at(const Table& table, const WorkShape& shape, int position) {
-    if constexpr (kSorted)
+    if constexpr (kSorts)
       if (shape.sizes.groups <= SortedGroupTable::kMost) return table.order[position];
     return position;
   }

@@ -23,15 +23,11 @@ enum class Layout : int {
 };
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
-// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle` is
-// explained in device/tile_scheduler.cuh; `swap_ab` in device/swap_ab.cuh.
+// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
+// and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
-  bool swap_ab = false;
-  int head = 1;          // stages of a tile that its first row block is multiplied with before the second one begins
-  bool overlap = false;  // swap_ab: a tile's weights are handed over in two parts, beside products
-  bool sorted = false;   // swap_ab: the groups of the highest tiles come first
-  bool direct = false;   // consumers store results
+  bool swap_ab = false, highest_first = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
@@ -39,25 +35,17 @@ struct TileVariant {
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
   // What a consumer stores to shared memory at a time, and the room for it.
-  constexpr int smem_out_bytes() const {
-    if (swap_ab && stages == 4) return 12288;
-    return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768;
-  }
-  constexpr int smem_out_rows() const { return swap_ab && (large() || overlap) ? 32 : 64; }
+  constexpr int smem_out_bytes() const { return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
+  constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
-    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
-    {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
-    // to be measured
-    {256, 192, 1, 1, 3, 4, false, 2}, {256, 192, 1, 1, 3, 4, false, 2, true}, {256, 192, 1, 2, 3, 4, false, 2},
-    {128, 256, 2, 1, 4, 8, true, 1, true}, {192, 256, 2, 1, 3, 8, true, 1, true},
-    {160, 256, 2, 1, 3, 8, true, 1, true}, {160, 256, 2, 1, 3, 8, true},
-    {192, 256, 2, 1, 3, 8, true, 1, true, true},  {160, 256, 2, 1, 3, 8, true, 1, false, true},
-    {256, 192, 1, 2, 3, 4, false, 2, false, false, true}, {256, 192, 1, 2, 3, 4, false, 1, false, false, true},
-    {256, 192, 1, 1, 3, 4, false, 2, false, false, true},
+    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},
+    {128, 256, 2, 1, 3, 8},       {128, 192, 1, 1, 4, 8},
+    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
+    {128, 64, 1, 1, 7, 8},        {160, 256, 2, 1, 3, 8, true, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
@@ -68,15 +56,14 @@ inline constexpr int kScaledActivationVariant = 0;  // of products that end in a
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
-// Bias and factors need registers beside the accumulators. The narrow tile has none: nobody asks for them.
+// Bias and factors need registers beside the accumulators, and shared memory. The narrow tile has none: nobody asks for
+// them.
 constexpr bool fits_scale_bias(const TileVariant& tile) {
-  return !tile.large() && tile.tile_n > 64 && tile.tile_m != 160 && !tile.overlap;
+  return !tile.large() && tile.tile_n > 64 && !tile.highest_first;
 }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
-  if (tile.head > 1 || tile.direct) return layout == Layout::kTN && !fp32_output;
-  if (tile.swap_ab && (tile.overlap || tile.tile_m == 160)) return layout != Layout::kTN && !fp32_output;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
@@ -107,6 +94,13 @@ constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p)
 // Whether what swap_ab tiles save at the ends of groups is more than they cost.
 constexpr bool short_groups(const GemmProblem& p) {
   return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024;
+}
+
+// Whether deep products of short groups are few rounds of long tasks, and nothing but the product is asked for: higher
+// tiles, the highest first. With 200 and 256 rows per group and depths of 4096 and 7168, all that was faster was so.
+constexpr bool short_and_deep(const GemmProblem& p) {
+  const int64_t rows = p.tokens / p.groups;
+  return short_groups(p) && p.k >= 4096 && rows >= 160 && rows <= 320 && !p.scale_bias && !p.second_k;
 }
 
 struct GemmConfig {

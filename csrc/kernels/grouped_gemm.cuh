@@ -5,7 +5,6 @@
 // (mainloop.cuh), one warp fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two
 // warpgroups multiply, each every second block of 64 rows of the tile, or half of its columns (swap_ab.cuh).
 #pragma once
-#include "device/epilogue_direct.cuh"
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
 #include "device/scaled_mainloop.cuh"
@@ -28,7 +27,6 @@ struct GroupedGemmKernel {
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
-  static constexpr int kHead = kVariant.head;
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
@@ -38,11 +36,7 @@ struct GroupedGemmKernel {
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
-  static constexpr bool kOverlaps = kVariant.overlap && kVariant.swap_ab;
-  static constexpr bool kDirect = kVariant.direct;
-  static constexpr bool kKeepsOut = kVariant.overlap && !kVariant.swap_ab;
-  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp,
-                               kOverlaps>;
+  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
   // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
   // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
@@ -62,7 +56,7 @@ struct GroupedGemmKernel {
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     WorkQueue work;
-    std::conditional_t<kVariant.sorted, SortedGroupTable, typename Groups::Table> groups;
+    std::conditional_t<kVariant.highest_first, SortedGroupTable, typename Groups::Table> groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
 
@@ -114,11 +108,6 @@ struct GroupedGemmKernel {
     PipelineState<Layout::kSlots> slot;
     [[maybe_unused]] uint32_t epilogue_phase = 0;
     float acc[kRowBlocks][kTileN / 2];
-    [[maybe_unused]] ResultRows before{};  // of what is pending, where consumers store results
-    WorkTile tile{}, following;
-    const auto rows_of = [&](int block) {
-      return result_rows<Out>(p.result, tile, kTileN, tile.row + first_row(consumer, block), tile.row + tile.rows);
-    };
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
     const auto hand_over = [&](auto block) {
       constexpr int i = block.value;
@@ -126,25 +115,21 @@ struct GroupedGemmKernel {
         barrier_wait(&s.epilogue.full, epilogue_phase);
         apply<kTileN>(s.epilogue.stage, acc[i], 0, (consumer + i * kConsumers) * 64, warp, lane);
       }
-      if constexpr (kVariant.direct) {
-        store_direct<Out>(acc[i], i == kRowBlocks - 1 ? before : rows_of(i), p.result.row_bytes, warp, lane);
-      } else {
 #pragma unroll
-        for (int part = 0; part < Layout::kParts; ++part) {
-          uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
-          bool fetches = false;
-          if constexpr (kFetchesOld) fetches = p.accumulate;
-          barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-          if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
-            store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
-          else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
-          ptx::async_proxy_fence();
-          if constexpr (!kWholeWarp) __syncwarp();
-          if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
-          slot.advance();
-          if (Layout::kParts % Layout::kSlots == 0)
-            slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
-        }
+      for (int part = 0; part < Layout::kParts; ++part) {
+        uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
+        bool fetches = false;
+        if constexpr (kFetchesOld) fetches = p.accumulate;
+        barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
+          store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
+        else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
+        ptx::async_proxy_fence();
+        if constexpr (!kWholeWarp) __syncwarp();
+        if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
+        slot.advance();
+        if (Layout::kParts % Layout::kSlots == 0)
+          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
       }
     };
     const auto end_tile = [&] {
@@ -159,6 +144,7 @@ struct GroupedGemmKernel {
       end_tile();
       pending = false;
     };
+    WorkTile tile, following;
     bool more = tiles.next(tile);
     const auto look_ahead = [&] { more = tiles.next(following); };
     for (; more; tile = following) {
@@ -175,7 +161,6 @@ struct GroupedGemmKernel {
           multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
                                                   hand_over);
         }
-        if constexpr (kVariant.direct) before = rows_of(kRowBlocks - 1);
         if (kRowBlocks == 2) pending = true;
         else end_tile();
       } else if (mine > 0) {

@@ -15,14 +15,15 @@ template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, 
 KernelEntry activation_entry_of() {
   using Pair = Operands<kLayout, T, kVariant>;
   using B = std::conditional_t<kHalves, GateUp<kLayout, T, kVariant.tile_n>, typename Pair::B>;
-  if constexpr ((kScaleBias && !fits_scale_bias(kVariant)) || (Groups::kShortEnd && kVariant.tile_m == 160)) return {};
-  else
-    return entry_of<
-        GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>, Groups>>();
+  return entry_of<
+      GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>, Groups>>();
 }
 template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
+  if constexpr (!Groups::kShortEnd && !kScaleBias)
+    if (variant == kDeepActivationVariant)
+      entry = activation_entry_of<Groups, kLayout, T, kHalves, false, kTileVariants[kDeepActivationVariant]>();
   ((variant == kActivationVariants[kIndices]
         ? void(entry = activation_entry_of<Groups, kLayout, T, kHalves, kScaleBias,
                                            kTileVariants[kActivationVariants[kIndices]]>())

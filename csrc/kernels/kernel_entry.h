@@ -49,13 +49,6 @@ struct EpilogueParams {
   OperandScales operands;  // where they have scales of whole rows
 };
 
-// The result of a kernel that stores it without a tensor map.
-struct ResultMatrix {
-  void* data;
-  int64_t row_bytes, group_bytes;  // group_bytes: 0 where the matrices lie anywhere
-  int columns;
-};
-
 struct GemmParams {
   CUtensorMap a, b, out;
   WorkShape shape;
@@ -64,7 +57,6 @@ struct GemmParams {
   bool accumulate;  // out += rather than out =
   bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
                     // is room for
-  ResultMatrix result;
 };
 
 // A second pair of operands along the depth: the product of a kernel that has one goes on with it. `b` is one tensor.
