@@ -3,10 +3,9 @@
     python -m fusible.benchmarks.tile_bounds --preset deepseek-v3-ep8 qwen3 --tokens 8192 --distribution random zipf
 
 Each product of the experts is cut into the tiles that the kernels choose among, and these are handed to 132
-multiprocessors on demand. Shares are of the tensor cores' cycles: what is left once rows are rounded up, then once the
-last round is not full, then once shared memory (128 bytes a cycle, for operands, copies and results) takes longer than
-the products. ``highest first`` is the last with tasks in the order of their length. Times are those of the FLOPs and
-of the weights' bytes on an H200.
+multiprocessors on demand. Shares are of the tensor cores' cycles: what is left once rows are rounded up, and once the
+last round is not full; then the same with the longest tasks first. Times are those of the FLOPs and of the weights'
+bytes on an H200.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from .arguments import command
+from .arguments import HelpWithDefaults, positive
 from .grouped_gemm import H200_BYTES, H200_FLOPS
 from .problem import DISTRIBUTIONS, PRESETS, split_sizes
 from .timing import markdown
 
-MULTIPROCESSORS, SHARED_BYTES = 132, 128  # bytes a cycle
+MULTIPROCESSORS = 132
 FLOP = 4096  # a cycle of a multiprocessor's tensor cores, in 16 bits
 STEP = 16  # of the depth, of one wgmma
 
@@ -56,18 +55,6 @@ class Shape(NamedTuple):
     fixed_rows: int = 0
 
 
-class Task(NamedTuple):
-    """Cycles of a tile, or of a pair of them."""
-
-    tensor: float
-    shared: float
-
-    @property
-    def bound(self) -> float:
-        """Of whichever takes longer."""
-        return max(self.tensor, self.shared)
-
-
 def shapes(features: int, hidden: int) -> dict[str, tuple[Shape, Sequence[Tile]]]:
     """The products of the experts, and the tiles that are candidates for each."""
     return {
@@ -81,18 +68,13 @@ def shapes(features: int, hidden: int) -> dict[str, tuple[Shape, Sequence[Tile]]
     }
 
 
-def task(tile: Tile, rows: int, columns: int, depth: int) -> Task:
+def cycles_of(rows: int, columns: int, depth: int) -> float:
     """Of a tile with so many rows (a multiple of the rounding), columns and values of depth."""
-    steps = -(-depth // STEP)
-    left, right = (columns, rows) if tile.swap_ab else (rows, columns)
-    operands = left // 64 * (64 + right) * STEP * 2
-    copies, results = (rows + columns) * STEP * 2, rows * columns * 2 * 2
-    tensor = 2 * rows * columns * STEP * steps / FLOP
-    return Task(tensor, ((operands + copies) * steps + results) / SHARED_BYTES)
+    return 2 * rows * columns * STEP * -(-depth // STEP) / FLOP
 
 
-def tasks(shape: Shape, tile: Tile, sizes: Sequence[int]) -> Iterator[Task]:
-    """In the order in which the kernel hands them out."""
+def tasks(shape: Shape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
+    """The cycles of every task, group by group."""
     for size in sizes:
         if shape.fixed_rows:
             yield from _of_gradient(shape, tile, size)
@@ -100,21 +82,21 @@ def tasks(shape: Shape, tile: Tile, sizes: Sequence[int]) -> Iterator[Task]:
             yield from _of_rows(shape, tile, size)
 
 
-def _of_gradient(shape: Shape, tile: Tile, size: int) -> Iterator[Task]:
+def _of_gradient(shape: Shape, tile: Tile, size: int) -> Iterator[float]:
     """The last columns are multiplied as 128 where no more exist."""
     full, rest = divmod(shape.columns, tile.columns)
     widths = [tile.columns] * full + ([128 if rest <= 128 else tile.columns] if rest else [])
     for width in widths:
-        yield from [task(tile, tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
+        yield from [cycles_of(tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
 
 
-def _of_rows(shape: Shape, tile: Tile, size: int) -> Iterator[Task]:
+def _of_rows(shape: Shape, tile: Tile, size: int) -> Iterator[float]:
     """Pairs of tiles take as long as the higher one; an odd last one is done as pairs side by side."""
     heights, columns = heights_of(tile, size), -(-shape.columns // tile.columns)
     for i in range(0, len(heights), tile.cluster):
         pair = heights[i : i + tile.cluster]
         count = columns if len(pair) == tile.cluster else -(-columns // tile.cluster)
-        yield from [task(tile, max(pair), tile.columns, shape.depth)] * count
+        yield from [cycles_of(max(pair), tile.columns, shape.depth)] * count
 
 
 def heights_of(tile: Tile, size: int) -> list[int]:
@@ -139,25 +121,14 @@ def row(name: str, shape: Shape, tile: Tile, sizes: Sequence[int]) -> list[str]:
     blocks, every = MULTIPROCESSORS // tile.cluster, list(tasks(shape, tile, sizes))
     flops = 2 * sum(sizes) * shape.columns * (shape.depth or shape.fixed_rows)
     ideal = flops / FLOP / MULTIPROCESSORS
-    tensor, bound = [t.tensor for t in every], [t.bound for t in every]
-    ends = last_end(tensor, blocks), last_end(bound, blocks), last_end(sorted(bound, reverse=True), blocks)
+    ends = last_end(every, blocks), last_end(sorted(every, reverse=True), blocks)
     weights = len(sizes) * shape.columns * (shape.depth or shape.fixed_rows) * 2
-    shares = [f"{ideal / cycles:.2f}" for cycles in (sum(tensor) / blocks, *ends)]
+    shares = [f"{ideal / cycles:.2f}" for cycles in (sum(every) / blocks, *ends)]
     times = f"{flops / H200_FLOPS * 1e6:.0f}", f"{weights / H200_BYTES * 1e6:.0f}"
     return [name, str(tile), f"{len(every) / blocks:.1f}", *shares, *times]
 
 
-HEADING = (
-    "",
-    "tile",
-    "rounds",
-    "rounded up",
-    "last round",
-    "shared memory",
-    "highest first",
-    "FLOP, µs",
-    "weights, µs",
-)
+HEADING = ("", "tile", "rounds", "rounded up", "last round", "highest first", "FLOP, µs", "weights, µs")
 
 
 def table(preset: str, tokens: int, distribution: str) -> str:
@@ -177,9 +148,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command("tile_bounds", __doc__)
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpWithDefaults)
     parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["deepseek-v3-ep8", "qwen3"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192])
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
     return parser.parse_args(argv)
 
