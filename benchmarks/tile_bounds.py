@@ -47,7 +47,7 @@ SHORT = (Tile(128, 256, 2, True), Tile(160, 256, 2, True), Tile(192, 256, 2, Tru
 BACKWARD, WGRAD = (Tile(128, 192, 2, False),), (Tile(256, 192, 1, False),)
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """A product: the columns of its result, and its depth; or, for a weight gradient, the rows of its result."""
 
     columns: int
@@ -55,16 +55,16 @@ class Shape(NamedTuple):
     fixed_rows: int = 0
 
 
-def shapes(features: int, hidden: int) -> dict[str, tuple[Shape, Sequence[Tile]]]:
+def shapes(features: int, hidden: int) -> dict[str, tuple[ProductShape, Sequence[Tile]]]:
     """The products of the experts, and the tiles that are candidates for each."""
     return {
-        "fc1": (Shape(2 * hidden, features), SHORT),
-        "fc2": (Shape(features, hidden), SHORT),
-        "dgrad1": (Shape(features, 2 * hidden), SHORT),
-        "dgrad2": (Shape(hidden, features), SHORT),
-        "dgrad2, activation": (Shape(hidden, features), BACKWARD),
-        "wgrad1": (Shape(features, fixed_rows=2 * hidden), WGRAD),
-        "wgrad2": (Shape(hidden, fixed_rows=features), WGRAD),
+        "fc1": (ProductShape(2 * hidden, features), SHORT),
+        "fc2": (ProductShape(features, hidden), SHORT),
+        "dgrad1": (ProductShape(features, 2 * hidden), SHORT),
+        "dgrad2": (ProductShape(hidden, features), SHORT),
+        "dgrad2, activation": (ProductShape(hidden, features), BACKWARD),
+        "wgrad1": (ProductShape(features, fixed_rows=2 * hidden), WGRAD),
+        "wgrad2": (ProductShape(hidden, fixed_rows=features), WGRAD),
     }
 
 
@@ -73,7 +73,7 @@ def cycles_of(rows: int, columns: int, depth: int) -> float:
     return 2 * rows * columns * STEP * -(-depth // STEP) / FLOP
 
 
-def tasks(shape: Shape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
+def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
     """The cycles of every task, group by group."""
     for size in sizes:
         if shape.fixed_rows:
@@ -82,7 +82,7 @@ def tasks(shape: Shape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
             yield from _of_rows(shape, tile, size)
 
 
-def _of_gradient(shape: Shape, tile: Tile, size: int) -> Iterator[float]:
+def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
     """The last columns are multiplied as 128 where no more exist."""
     full, rest = divmod(shape.columns, tile.columns)
     widths = [tile.columns] * full + ([128 if rest <= 128 else tile.columns] if rest else [])
@@ -90,7 +90,7 @@ def _of_gradient(shape: Shape, tile: Tile, size: int) -> Iterator[float]:
         yield from [cycles_of(tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
 
 
-def _of_rows(shape: Shape, tile: Tile, size: int) -> Iterator[float]:
+def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
     """Pairs of tiles take as long as the higher one; an odd last one is done as pairs side by side."""
     heights, columns = heights_of(tile, size), -(-shape.columns // tile.columns)
     for i in range(0, len(heights), tile.cluster):
@@ -116,7 +116,7 @@ def last_end(cycles: Sequence[float], blocks: int) -> float:
     return max(ends)
 
 
-def row(name: str, shape: Shape, tile: Tile, sizes: Sequence[int]) -> list[str]:
+def row(name: str, shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> list[str]:
     """One line of the table."""
     blocks, every = MULTIPROCESSORS // tile.cluster, list(tasks(shape, tile, sizes))
     flops = 2 * sum(sizes) * shape.columns * (shape.depth or shape.fixed_rows)

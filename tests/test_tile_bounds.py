@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusible.benchmarks import tile_bounds
-from fusible.benchmarks.tile_bounds import Shape, Tile
+from fusible.benchmarks.tile_bounds import ProductShape, Tile
 
 TALL, SWAPPED = Tile(128, 256, 2, False), Tile(160, 256, 2, True)
 
@@ -21,14 +21,14 @@ def test_a_tile_takes_the_cycles_of_its_products() -> None:
 
 
 def test_an_odd_tile_is_done_as_pairs_side_by_side() -> None:
-    columns = Shape(256 * 3, 64)
+    columns = ProductShape(256 * 3, 64)
 
     assert len(list(tile_bounds.tasks(columns, TALL, [300, 0]))) == 3 + 2
     assert list(tile_bounds.tasks(columns, TALL, [300])) == list(tile_bounds.tasks(columns, TALL, [0, 300]))
 
 
 def test_the_last_columns_of_a_weight_gradient_are_narrower() -> None:
-    wide, rest = tile_bounds.tasks(Shape(192 + 64, fixed_rows=256), Tile(256, 192, 1, False), [64])
+    wide, rest = tile_bounds.tasks(ProductShape(192 + 64, fixed_rows=256), Tile(256, 192, 1, False), [64])
 
     assert rest / wide == pytest.approx(128 / 192)
 
