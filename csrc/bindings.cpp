@@ -60,16 +60,20 @@ fusible::Activation activation(int curve, bool gated, float alpha, float limit, 
 }
 
 // The configuration that linear_activation or its backward chooses, in words; n counts the columns of the product.
+// `function`: the activation is one of a user, which has kernels of its own.
 std::string linear_activation_config(bool backward, bool gated, int64_t block, int operand, int device, int64_t groups,
-                                     int64_t tokens, int64_t n, int64_t k, bool scale_bias, int64_t second_k) {
+                                     int64_t tokens, int64_t n, int64_t k, bool scale_bias, int64_t second_k,
+                                     bool function) {
   using fusible::Layout;
   const auto type = static_cast<fusible::DType>(operand);
   const fusible::GemmProblem problem{
       backward ? Layout::kNN : Layout::kNT, type, type, scale_bias, groups, tokens, 0, n, k, second_k};
   const int multiprocessors = fusible::device_properties(device).multiprocessors;
   std::ostringstream text;
+  fusible::Activation wanted = activation(0, gated, 1, 0, 0, block);
+  wanted.kernels[0] = function;
   if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
-  else text << fusible::choose_activation_config(problem, activation(0, gated, 1, 0, 0, block), multiprocessors);
+  else text << fusible::choose_activation_config(problem, wanted, multiprocessors);
   text << ", the activation" << (backward ? "'s backward" : "") << " in the epilogue";
   return text.str();
 }
@@ -152,7 +156,7 @@ PYBIND11_MODULE(_C, module) {
       module, "A grouped GEMM (NN or NT) whose epilogue is the backward of `activate`; 0 for what is not wanted.");
   module.def("linear_activation_config", &linear_activation_config, "backward"_a, "gated"_a, "block"_a, "operand"_a,
              "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
-             "The configuration that linear_activation or its backward chooses, in words.");
+             "function"_a = false, "The configuration that linear_activation or its backward chooses, in words.");
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") =
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));

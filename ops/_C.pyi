@@ -418,6 +418,7 @@ def linear_activation_config(
     k: int,
     scale_bias: bool = False,
     second_k: int = 0,
+    function: bool = False,
 ) -> str: ...
 def backward_workspace_bytes(
     *,

@@ -22,6 +22,9 @@ BF16 = torch.bfloat16
         (128, 16, 256, 4096, "192 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # deep
         (128, 512, 2048, 64, "192 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # short groups
         (2, 512, 256, 64, "128 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # no work for many rounds
+        (2, 256, 256, 4096, "160 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # few rounds of long tasks
+        (2, 336, 256, 4096, "128 x 256, cluster 2 x 1, 3 stages, swap_ab"),  # where that has not been measured
+        (2, 256, 256, 4032, "128 x 256, cluster 2 x 1, 3 stages, swap_ab"),
         (32, 1024, 2880, 2880, "256 x 192, cluster 1 x 1"),  # 192 divides the columns
         (8, 2048, 2048, 64, "128 x 256, cluster 2 x 1, 3 stages, 4 blocks"),  # long groups
         (8, 2048, 64, 2048, "128 x 64, cluster 1 x 1"),  # hardly any columns
@@ -67,6 +70,21 @@ def test_blocks_of_gate_and_up_must_fit_into_a_swap_ab_tile(
     chosen = emulation.linear_activation_config(False, True, block, TYPE_CODES[BF16], 0, 4, 2048, 768, 64)
 
     assert ("swap_ab" in chosen) == swap_ab
+
+
+@pytest.mark.parametrize(
+    ("scale_bias", "second_k", "function", "rows"),
+    [(False, 0, False, 160), (True, 0, False, 128), (False, 16, False, 128), (False, 0, True, 128)],
+)
+def test_tiles_of_deep_products_end_in_activations_of_our_own(
+    emulation: harness.Emulation, scale_bias: bool, second_k: int, function: bool, rows: int
+) -> None:
+    shape = 0, 4, 1024, 768, 4096
+    chosen = emulation.linear_activation_config(
+        False, True, 384, TYPE_CODES[BF16], *shape, scale_bias, second_k, function
+    )
+
+    assert chosen.startswith(f"tile {rows} x 256, cluster 2 x 1, 3 stages, swap_ab")
 
 
 def test_explain_names_kernels_and_configurations(emulation: harness.Emulation) -> None:

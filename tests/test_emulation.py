@@ -30,7 +30,8 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8), Layout.NN: (2, 3, 4, 6, 7, 8), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8, 9), Layout.NN: (2, 3, 4, 6, 7, 8, 9), Layout.TN: (1, 2, 4)}
+DEEP = 9  # the highest tiles first
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -44,6 +45,16 @@ def test_tiles(layout: Layout, variant: int) -> None:
     """Depth and width that no tile divides; odd rows of tiles, more of them than the depth of the queue."""
     check(layout, k=136, n=264, variant=variant)
     check(layout, (300, 0, 129), k=72, n=520, tail=0, variant=variant)
+
+
+@pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
+def test_highest_tiles_first(layout: Layout) -> None:
+    """Groups of many heights, in more rounds of 32 than one; more of them than are sorted; heights on either side of a
+    tile's, and its end within 64 rows."""
+    heights = (20, 400, 0, 161, 90, 320, 1, 230, 170, 159)
+    check(layout, heights * 4, k=64, n=264, variant=DEEP)
+    check(layout, (3, 0, 40) * 90, k=64, n=136, variant=DEEP)
+    check(layout, (160, 0, 129, 300), k=136, n=520, tail=0, dtype=torch.float16, variant=DEEP)
 
 
 def test_tiles_of_the_benchmark() -> None:
@@ -197,7 +208,8 @@ def test_sums_and_dots(sizes: list[int], columns: int, pitch: int) -> None:
 def check_fused(name: str | ActivationSpec, sizes: tuple[int, ...] = RAGGED, **asked: Any) -> None:
     """Every tile that the epilogues are built for; kept or not, and with gradients of everything."""
     case, built = fused.Case(fused.SPECS[name] if isinstance(name, str) else name, sizes, **asked), extension.library()
-    for variant in built.ACTIVATION_VARIANTS:
+    deep = [] if case.bias or case.rank else [DEEP]
+    for variant in [*built.ACTIVATION_VARIANTS, *deep]:
         if fused.fits(case.spec, variant):
             fused.check_forward("cpu", replace(case, variant=variant))
     for variant in built.BACKWARD_VARIANTS:

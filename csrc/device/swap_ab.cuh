@@ -85,12 +85,13 @@ DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN, false>& stage, flo
   }
 }
 
-// 64 weights of kTokens tokens, which begin at acc[0], to a subtile whose rows are tokens.
+// 64 weights of so many tokens, kTokens at most, which begin at acc[0], to a subtile whose rows are tokens.
 template <class Out, int kTokens>
-DEVICE void store_to_smem_swap_ab(const float* acc, uint8_t* subtile, int warp, int lane) {
+DEVICE void store_to_smem_swap_ab(const float* acc, int tokens, uint8_t* subtile, int warp, int lane) {
   const uint32_t base = ptx::smem_address(subtile);
 #pragma unroll
   for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two vectors, upper and lower weights of each
+    if (pair * 16 >= tokens) break;                  // known to the compiler
     const float* x = acc + pair * 8;
     ptx::store_matrix_x4_transposed(base + in_subtile(pair * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
                                     {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
@@ -121,13 +122,13 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
       epilogue_phase ^= 1;
     }
 #pragma unroll
-    for (int block = 0; block < K::kTileM / Layout::kRows; ++block) {
+    for (int block = 0; block < (K::kTileM + Layout::kRows - 1) / Layout::kRows; ++block) {
       if (block >= K::row_blocks(tile, consumer)) break;
       barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ 1);
 #pragma unroll
       for (int i = 0; i < kWeightBlocks<K>; ++i)
         store_to_smem_swap_ab<typename K::Out, Layout::kRows>(
-            acc[i] + block * (Layout::kRows / 2),
+            acc[i] + block * (Layout::kRows / 2), min(Layout::kRows, K::kTileM - block * Layout::kRows),
             s.smem_out[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSubtileBytes, warp, lane);
       ptx::async_proxy_fence();
       if constexpr (!K::kWholeWarp) __syncwarp();

@@ -64,8 +64,8 @@ KernelEntry backward_entry(const GemmProblem& p, int variant) {
 template <int kCount>
 KernelEntry entry_of_function(const KernelEntry& built_in, const Activation& a, const int (&variants)[kCount],
                               int variant) {
-  return in_place_of(built_in,
-                     a.kernels[std::find(std::begin(variants), std::end(variants), variant) - std::begin(variants)]);
+  const int* const at = std::find(std::begin(variants), std::end(variants), variant);
+  return at == std::end(variants) ? built_in : in_place_of(built_in, a.kernels[at - std::begin(variants)]);
 }
 
 // Of weights whose halves are gate and up.
@@ -139,10 +139,14 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 
 // As for a plain product: short groups have swap_ab tiles, and a pair of blocks reads the weights once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
-  constexpr int kShared = kActivationVariants[0], kSwapAb = kActivationVariants[1];
-  if (variant < 0) variant = short_groups(p) && block_fits(a, p.n / 2, kTileVariants[kSwapAb]) ? kSwapAb : kShared;
-  FUSIBLE_CHECK(built_for(kActivationVariants, variant), "tile variant ", variant, " is not built with an activation. ",
-                p);
+  constexpr int kShared = kActivationVariants[0], kSwapAb = kActivationVariants[1], kDeep = kDeepActivationVariant;
+  const bool takes_deep = !p.scale_bias && !p.second_k && !a.kernels[0];
+  if (variant < 0) {
+    const bool swaps = short_groups(p) && block_fits(a, p.n / 2, kTileVariants[kSwapAb]);
+    variant = !swaps ? kShared : takes_deep && short_and_deep(p) ? kDeep : kSwapAb;
+  }
+  FUSIBLE_CHECK(built_for(kActivationVariants, variant) || (variant == kDeep && takes_deep), "tile variant ", variant,
+                " is not built with this activation. ", p);
   FUSIBLE_CHECK(block_fits(a, p.n / 2, kTileVariants[variant]), "blocks of ", a.block,
                 " columns do not fit into a tile. ", p);
   return choose_config(p, multiprocessors, variant);

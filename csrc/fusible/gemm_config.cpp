@@ -16,6 +16,7 @@ enum Variant : int {
   kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
   kSwapAbHigh = 7,  // the same, with fewest bytes and largest tasks
   kNarrow = 8,      // at most 64 columns, where reading the rows takes longer than multiplying them
+  kDeep = 9,        // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -28,7 +29,8 @@ int64_t columns_of_medium_tiles(const GemmProblem& p) {
 int choose_swap_ab(const GemmProblem& p, int multiprocessors) {
   constexpr int kRounds = 10;
   const int64_t high_tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
-  return p.scale_bias || high_tiles < kRounds * multiprocessors ? kSwapAb : kSwapAbHigh;
+  if (!p.scale_bias && high_tiles >= kRounds * multiprocessors) return kSwapAbHigh;
+  return short_and_deep(p) ? kDeep : kSwapAb;
 }
 
 int choose_variant(const GemmProblem& p, int multiprocessors) {

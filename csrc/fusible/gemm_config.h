@@ -23,14 +23,14 @@ enum class Layout : int {
 };
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
-// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle` is
-// explained in device/tile_scheduler.cuh; `swap_ab` in device/swap_ab.cuh.
+// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
+// and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
-  bool swap_ab = false;
+  bool swap_ab = false, highest_first = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
-    return tile_m * tile_n > 128 * 256;
+    return tile_m * tile_n > 160 * 256;
   }  // leaves few registers beside the accumulators, and little shared memory
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
@@ -41,9 +41,11 @@ struct TileVariant {
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
-    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
-    {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
+    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},
+    {128, 256, 2, 1, 3, 8},       {128, 192, 1, 1, 4, 8},
+    {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
+    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
+    {128, 64, 1, 1, 7, 8},        {160, 256, 2, 1, 3, 8, true, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
@@ -51,8 +53,11 @@ inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
-// Bias and factors need registers beside the accumulators. The narrow tile has none: nobody asks for them.
-constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large() && tile.tile_n > 64; }
+// Bias and factors need registers beside the accumulators, and shared memory. The narrow tile has none: nobody asks for
+// them.
+constexpr bool fits_scale_bias(const TileVariant& tile) {
+  return !tile.large() && tile.tile_n > 64 && !tile.highest_first;
+}
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
@@ -86,6 +91,13 @@ constexpr bool bytes_alone_decide(const GemmProblem& p) { return bytes_decide(p)
 // Whether what swap_ab tiles save at the ends of groups is more than they cost.
 constexpr bool short_groups(const GemmProblem& p) {
   return p.layout != Layout::kTN && p.output != DType::kFloat32 && p.tokens / p.groups <= 1024;
+}
+
+// Whether deep products of short groups are few rounds of long tasks, and nothing but the product is asked for: higher
+// tiles, the highest first. With 200 and 256 rows per group and depths of 4096 and 7168, all that was faster was so.
+constexpr bool short_and_deep(const GemmProblem& p) {
+  const int64_t rows = p.tokens / p.groups;
+  return short_groups(p) && p.k >= 4096 && rows >= 160 && rows <= 320 && !p.scale_bias && !p.second_k;
 }
 
 struct GemmConfig {

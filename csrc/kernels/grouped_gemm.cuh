@@ -56,7 +56,7 @@ struct GroupedGemmKernel {
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     WorkQueue work;
-    typename Groups::Table groups;
+    std::conditional_t<kVariant.highest_first, SortedGroupTable, typename Groups::Table> groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
 

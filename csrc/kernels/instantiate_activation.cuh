@@ -21,6 +21,9 @@ KernelEntry activation_entry_of() {
 template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {
   KernelEntry entry{};
+  if constexpr (!Groups::kShortEnd && !kScaleBias)
+    if (variant == kDeepActivationVariant)
+      entry = activation_entry_of<Groups, kLayout, T, kHalves, false, kTileVariants[kDeepActivationVariant]>();
   ((variant == kActivationVariants[kIndices]
         ? void(entry = activation_entry_of<Groups, kLayout, T, kHalves, kScaleBias,
                                            kTileVariants[kActivationVariants[kIndices]]>())

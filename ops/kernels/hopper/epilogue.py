@@ -38,7 +38,7 @@ def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -
     backward = isinstance(epilogue, ActivateBackward)
     columns = n // 2 if spec.gated and not backward else n
     shape = backward, spec.gated, spec.block or columns, TYPE_CODES[p.a.dtype]
-    sizes = p.groups, p.rows, n, k, p.bias is not None, second_depth(p)
+    sizes = p.groups, p.rows, n, k, p.bias is not None, second_depth(p), spec.program is not None
     chosen = compiled().linear_activation_config(*shape, p.a.get_device(), *sizes)
     return f"{p}: {chosen}"
 

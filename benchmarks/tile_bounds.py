@@ -1,0 +1,160 @@
+"""What tiles leave of the speed of the tensor cores: a count, which needs no GPU.
+
+    python -m fusible.benchmarks.tile_bounds --preset deepseek-v3-ep8 qwen3 --tokens 8192 --distribution random zipf
+
+Each product of the experts is cut into the tiles that the kernels choose among, and these are handed to 132
+multiprocessors on demand. Shares are of the tensor cores' cycles: what is left once rows are rounded up, and once the
+last round is not full; then the same with the longest tasks first. Times are those of the FLOPs and of the weights'
+bytes on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from .arguments import HelpWithDefaults, positive
+from .grouped_gemm import H200_BYTES, H200_FLOPS
+from .problem import DISTRIBUTIONS, PRESETS, split_sizes
+from .timing import markdown
+
+MULTIPROCESSORS = 132
+FLOP = 4096  # a cycle of a multiprocessor's tensor cores, in 16 bits
+STEP = 16  # of the depth, of one wgmma
+
+
+class Tile(NamedTuple):
+    """Rows x columns of a block, blocks of a cluster one above the other; `swap_ab` (csrc/device/swap_ab.cuh)."""
+
+    rows: int
+    columns: int
+    cluster: int
+    swap_ab: bool
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}{', swap_ab' if self.swap_ab else ''}"
+
+    @property
+    def rounding(self) -> int:
+        """To how many rows a product is rounded up."""
+        return 16 if self.swap_ab else 64
+
+
+SHORT = (Tile(128, 256, 2, True), Tile(160, 256, 2, True), Tile(192, 256, 2, True))
+BACKWARD, WGRAD = (Tile(128, 192, 2, False),), (Tile(256, 192, 1, False),)
+
+
+class ProductShape(NamedTuple):
+    """A product: the columns of its result, and its depth; or, for a weight gradient, the rows of its result."""
+
+    columns: int
+    depth: int = 0
+    fixed_rows: int = 0
+
+
+def shapes(features: int, hidden: int) -> dict[str, tuple[ProductShape, Sequence[Tile]]]:
+    """The products of the experts, and the tiles that are candidates for each."""
+    return {
+        "fc1": (ProductShape(2 * hidden, features), SHORT),
+        "fc2": (ProductShape(features, hidden), SHORT),
+        "dgrad1": (ProductShape(features, 2 * hidden), SHORT),
+        "dgrad2": (ProductShape(hidden, features), SHORT),
+        "dgrad2, activation": (ProductShape(hidden, features), BACKWARD),
+        "wgrad1": (ProductShape(features, fixed_rows=2 * hidden), WGRAD),
+        "wgrad2": (ProductShape(hidden, fixed_rows=features), WGRAD),
+    }
+
+
+def cycles_of(rows: int, columns: int, depth: int) -> float:
+    """Of a tile with so many rows (a multiple of the rounding), columns and values of depth."""
+    return 2 * rows * columns * STEP * -(-depth // STEP) / FLOP
+
+
+def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
+    """The cycles of every task, group by group."""
+    for size in sizes:
+        if shape.fixed_rows:
+            yield from _of_gradient(shape, tile, size)
+        elif size:
+            yield from _of_rows(shape, tile, size)
+
+
+def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
+    """The last columns are multiplied as 128 where no more exist."""
+    full, rest = divmod(shape.columns, tile.columns)
+    widths = [tile.columns] * full + ([128 if rest <= 128 else tile.columns] if rest else [])
+    for width in widths:
+        yield from [cycles_of(tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
+
+
+def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
+    """Pairs of tiles take as long as the higher one; an odd last one is done as pairs side by side."""
+    heights, columns = heights_of(tile, size), -(-shape.columns // tile.columns)
+    for i in range(0, len(heights), tile.cluster):
+        pair = heights[i : i + tile.cluster]
+        count = columns if len(pair) == tile.cluster else -(-columns // tile.cluster)
+        yield from [cycles_of(max(pair), tile.columns, shape.depth)] * count
+
+
+def heights_of(tile: Tile, size: int) -> list[int]:
+    """Of the tiles of a group, rounded up: `swap_ab` shares the rows evenly."""
+    blocks, count = -(-size // tile.rounding), -(-size // tile.rows)
+    if not tile.swap_ab:
+        return [tile.rows] * (count - 1) + [blocks * tile.rounding - (count - 1) * tile.rows]
+    least, higher = divmod(blocks, count)
+    return [(least + (i < higher)) * tile.rounding for i in range(count)]
+
+
+def last_end(cycles: Sequence[float], blocks: int) -> float:
+    """When the last of so many blocks ends, if each takes the next task as soon as it is free."""
+    ends = [0.0] * blocks
+    for each in cycles:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
+
+
+def row(name: str, shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> list[str]:
+    """One line of the table."""
+    blocks, every = MULTIPROCESSORS // tile.cluster, list(tasks(shape, tile, sizes))
+    flops = 2 * sum(sizes) * shape.columns * (shape.depth or shape.fixed_rows)
+    ideal = flops / FLOP / MULTIPROCESSORS
+    ends = last_end(every, blocks), last_end(sorted(every, reverse=True), blocks)
+    weights = len(sizes) * shape.columns * (shape.depth or shape.fixed_rows) * 2
+    shares = [f"{ideal / cycles:.2f}" for cycles in (sum(every) / blocks, *ends)]
+    times = f"{flops / H200_FLOPS * 1e6:.0f}", f"{weights / H200_BYTES * 1e6:.0f}"
+    return [name, str(tile), f"{len(every) / blocks:.1f}", *shares, *times]
+
+
+HEADING = ("", "tile", "rounds", "rounded up", "last round", "highest first", "FLOP, µs", "weights, µs")
+
+
+def table(preset: str, tokens: int, distribution: str) -> str:
+    """Every product of a model with every tile that is a candidate for it, as Markdown."""
+    p = PRESETS[preset]
+    sizes = split_sizes(distribution, p.experts, tokens * p.top_k // p.ranks).tolist()
+    every = shapes(p.features, p.hidden).items()
+    rows = [row(name, shape, tile, sizes) for name, (shape, tiles) in every for tile in tiles]
+    return f"### {preset}, {tokens} tokens, {distribution}\n\n{markdown(HEADING, rows)}\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table for every preset, number of tokens and distribution that is asked for."""
+    args = _arguments(argv)
+    for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
+        print(table(preset, tokens, distribution))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(description=description, formatter_class=HelpWithDefaults)
+    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["deepseek-v3-ep8", "qwen3"])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192])
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"])
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()
