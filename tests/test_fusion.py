@@ -121,7 +121,7 @@ def test_name_that_is_taken_raises():
 
 def test_unregistering_what_is_not_there_raises():
     there = ", ".join(f.name for f in registry)
-    assert there.endswith("GroupedMLP, GroupedLinearGLU, PointwiseChain, GLUScale")
+    assert there.endswith("GroupedMLP, GroupedLinearResidual, GroupedLinearGLU, PointwiseChain, GLUScale")
     with pytest.raises(KeyError, match=f"no fusion is named 'Product'; there are {there}"):
         unregister("Product")
 
