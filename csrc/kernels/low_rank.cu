@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Each block takes as many tiles of 16 rows as every other, of one group after the other, and each of its warps some of
-// the columns. A warp keeps its columns of the factor, and of the gradient of the group at hand, in registers: rows
-// pass through shared memory once. Products are summed over the warps of a block. Blocks whose share ends within a
+// Each block takes as many tiles of 16 rows as every other, of one group after the other. One of its warps copies tiles
+// to a ring of stages in shared memory. Eight multiply them, each its columns, and keep these columns of the factor,
+// and of the gradient of the group at hand, in registers. Another copies gathered rows back to device memory, and
+// another adds up the products of the eight. So nobody waits for the copies of others. Blocks whose share ends within a
 // group leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,22 +22,37 @@
 #include "fusible/low_rank.h"
 #include "fusible/wrong_sizes.h"
 
+// To be measured.
+static int low_rank_nearby = 0;
+static bool low_rank_turns = true;
+extern "C" __attribute__((visibility("default"))) void fusible_low_rank_nearby(int percent, int turns) {
+  low_rank_nearby = percent, low_rank_turns = turns;
+}
+
 namespace fusible {
 namespace {
 
-constexpr int kRows = 16, kStages = 3, kMostWarps = 16, kThreads = 256;  // of a tile; of the kernels that add parts
+constexpr int kRows = 16;                                              // of a tile
+constexpr int kMultipliers = 8;                                        // warps
+constexpr int kChunkColumns = 64;                                      // a warp has up to four times as many
+constexpr int kThreads = (kMultipliers + 4) * 32, kPartThreads = 256;  // and of the kernels that add parts
+constexpr int kMostStages = 8, kBuffers = 2;                           // of tiles; of products
 
 // How columns and rows are divided. Ranks count in units of 16.
 struct Division {
-  int units, warps, slices, blocks;  // slices of the columns, of which a block works on one at a time
-  int slice_columns;                 // those of the warps of a block together
-  int64_t part_numbers;              // of a gradient of all ranks of a slice
+  int units, warps, slices, blocks, stages;  // slices of the columns, of which a block works on one at a time
+  int warp_columns, slice_columns;           // those of the warps of a block together
+  int row_bytes, stage_bytes;                // in shared memory
+  int64_t part_numbers;                      // of a gradient of all ranks of a slice
+  int nearby;                                // of a share, in percent: how far its end moves to that of a group
+  bool turns;
 };
 
 struct Params {
   LowRankPass call;
   Division division;
   int32_t* first_tiles;     // of each group, and the number of all, for the kernel that adds parts
+  int32_t* first_tasks;     // of each block, and the number of all, for the same
   float *parts, *products;  // of gradients, two for each block; of slices [slices, tokens, rank]
 };
 
@@ -62,7 +78,8 @@ DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
 }
 
 // Tasks are the tiles of all groups, for one slice of the columns after the other. They are dealt to blocks, or to as
-// many of these as there are tasks, in their order; the first blocks may have one more than the others.
+// many of these as there are tasks, in their order; the first blocks may have one more than the others. Then the ends
+// of shares move to those of groups that are near: a group that one block has whole leaves no parts to add.
 struct Tasks {
   int count, blocks, share, longer;
   DEVICE Tasks(int tiles, const Division& division) : count(tiles * division.slices) {
@@ -74,272 +91,499 @@ struct Tasks {
     const int of_longer = longer * (share + 1);
     return task < of_longer ? task / (share + 1) : longer + (task - of_longer) / share;
   }
+  // The same after the ends have moved, which is not by more than half a share.
+  DEVICE int block_of(int task, const int32_t* first_tasks) const {
+    const int before = block_of(task);
+    int block = max(0, before - 2);
+#pragma unroll
+    for (int i = -1; i <= 2; ++i) {
+      const int other = min(max(0, before + i), blocks - 1);
+      if (first_tasks[other] <= task) block = max(block, other);
+    }
+    return block;
+  }
 };
 
 struct RowTile {
   int group, slice, row, rows;
-  bool begins, ends;  // the block's tiles of the group and slice
+  bool begins, ends;          // the block's tiles of the group and slice
+  bool has_start, has_whole;  // whether these are the first of the group; and all
 };
 
-// What a block does, tile by tile. In shared memory, for registers are few.
+// What a block does, tile by tile: its last group's first, if it has the beginning of that. Then blocks that have about
+// a group each, which is the end of one and the beginning of the next, go through their groups from beginning to end at
+// the same time. Rows of a group are in the order of their tokens, so what several of them gather stays in the cache.
 struct Schedule : GroupTable {
-  int groups, tiles, first, last;
+  int groups, tiles, first, last, turn;  // `turn`: the task that the block begins with
 
   // By one warp.
   DEVICE void find(const Params& p) {
     find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), *this);
     __syncwarp();
     if (blockIdx.x == 0)
-      for (int group = threadIdx.x; group <= p.call.sizes.groups; group += 32) p.first_tiles[group] = first_tile[group];
-    if (threadIdx.x) return;
+      for (int group = threadIdx.x % 32; group <= p.call.sizes.groups; group += 32)
+        p.first_tiles[group] = first_tile[group];
+    if (threadIdx.x % 32) return;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
     const Tasks tasks(tiles, p.division);
-    first = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
+    const int nearby = tasks.share * p.division.nearby / 100;
+    first = turn = moved(tasks.first(blockIdx.x), tasks.count, nearby);
+    last = moved(tasks.first(blockIdx.x + 1), tasks.count, nearby);
+    p.first_tasks[blockIdx.x] = first;
+    if (count() && p.division.turns) turn = max(first, start_of(group_of(last - 1), last - 1));
   }
   DEVICE int count() const { return last - first; }
-
-  DEVICE RowTile operator[](int i) const {
-    const int task = first + i;
-    if (task >= last) return {};
-    const int slice = task / tiles, tile = task - slice * tiles;
+  DEVICE int group_of(int task) const {
+    const int tile = task % tiles;
     int group = 0;
     for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
-    const int before = tile - first_tile[group], row = first_row[group] + before * kRows;
+    return group;
+  }
+  // The end of a share, or that of a group that is not farther away than so many tasks.
+  DEVICE int moved(int task, int tasks, int nearby) const {
+    if (task == 0 || task == tasks) return task;
+    const int group = group_of(task), start = start_of(group, task), end = start_of(group + 1, task);
+    const int nearest = task - start <= end - task ? start : end;
+    return abs(task - nearest) <= nearby ? nearest : task;
+  }
+  // The first task of a group, in the slice of another task.
+  DEVICE int start_of(int group, int task) const { return task / tiles * tiles + first_tile[group]; }
+
+  DEVICE RowTile operator[](int i) const {
+    if (i >= count()) return {};
+    const int task = i < last - turn ? turn + i : i - (last - turn) + first;
+    const int group = group_of(task), start = start_of(group, task), end = start_of(group + 1, task),
+              row = first_row[group] + (task - start) * kRows;
     return {group,
-            slice,
+            task / tiles,
             row,
             min(kRows, first_row[group + 1] - row),
-            i == 0 || before == 0,
-            task + 1 == last || tile + 1 == first_tile[group + 1]};
+            task == first || task == start,
+            task + 1 == last || task + 1 == end,
+            start >= first,
+            start >= first && end <= last};
   }
-  // Whether all of a group's rows are this block's; else, whether its first are.
-  DEVICE bool has_whole(const RowTile& tile) const {
-    return has_start(tile) && tile.slice * tiles + first_tile[tile.group + 1] <= last;
-  }
-  DEVICE bool has_start(const RowTile& tile) const { return tile.slice * tiles + first_tile[tile.group] >= first; }
 };
 
-// Shared memory of a block, behind one another: the stages' barriers; stages of rows; stages of `low`; slots of rows to
-// be gathered; products by warp.
+// What a stage holds: the rows of a tile, or before the first of a group a part of the group's factor, of which there
+// are as many as units.
+struct Arrival : RowTile {
+  static constexpr int kRowsOfTile = -1;
+  int part;
+};
+
+// What the warps of a block share, but for the dynamic memory.
+struct BlockState {
+  Schedule schedule;
+  RowTile upcoming[32], of_products[kBuffers];
+  Arrival arrivals[kMostStages];
+};
+
+// Dynamic shared memory of a block, behind one another: barriers; stages of rows and, after these, their `low`;
+// products by buffer and warp; room for gradients on their way out, by warp.
 template <int kUnits>
 struct BlockMemory {
-  static constexpr int kColumns = 128 / kUnits, kRanks = 16 * kUnits;  // of a warp
-  static constexpr int kLowBytes = kRows * kRanks * 2, kSlots = 4, kSlotBytes = kRows * 4, kBarrierBytes = 64;
+  static constexpr int kColumns = 4 * kChunkColumns / kUnits, kRanks = 16 * kUnits;  // of a warp
   static constexpr int kPitch = kRanks + 4;  // of products: then no two lanes of a warp store to one bank
-  static constexpr int kProductFloats = kRows * kPitch;
+  static constexpr int kProductFloats = kRows * kPitch, kBarrierBytes = 256;
   static constexpr int kLine = 24, kShortLine = 12;  // of 16 ranks, and of 8 columns, of a gradient on its way out
-  static_assert(kStages * 8 <= kBarrierBytes && kProductFloats >= 32 * 16 / 2 && kProductFloats >= 16 * kShortLine);
+  static constexpr int kScratchFloats = 192;
+  static_assert((2 * kMostStages + 2 * kBuffers) * 8 <= kBarrierBytes);
+  static_assert(8 * kLine <= kScratchFloats && 16 * kShortLine <= kScratchFloats);
 
   uint8_t* shared;
-  int warps;
+  int row_bytes, stage_bytes, stages, warps;
 
-  // Then eight rows of a warp do not meet in a bank.
-  DEVICE int row_bytes() const { return warps * kColumns * 2 + 16; }
-  DEVICE uint64_t* barrier(int stage) const { return reinterpret_cast<uint64_t*>(shared) + stage; }
-  DEVICE uint8_t* rows(int stage) const { return shared + kBarrierBytes + stage * kRows * row_bytes(); }
-  DEVICE uint8_t* low(int stage) const { return rows(kStages) + stage * kLowBytes; }
-  DEVICE int* slots(int i) const { return reinterpret_cast<int*>(low(kStages) + i % kSlots * kSlotBytes); }
-  DEVICE float* products(int warp) const {
-    return reinterpret_cast<float*>(low(kStages) + kSlots * kSlotBytes) + warp * kProductFloats;
+  // But for the stages.
+  static int other_bytes(int warps) { return kBarrierBytes + warps * (kBuffers * kProductFloats + kScratchFloats) * 4; }
+  DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(shared) + stage; }
+  DEVICE uint64_t* empty(int stage) const { return full(kMostStages + stage); }
+  DEVICE uint64_t* products_full(int buffer) const { return full(2 * kMostStages + buffer); }
+  DEVICE uint64_t* products_empty(int buffer) const { return products_full(kBuffers + buffer); }
+  DEVICE uint8_t* rows(int stage) const { return shared + kBarrierBytes + stage * stage_bytes; }
+  DEVICE uint8_t* low(int stage) const { return rows(stage) + kRows * row_bytes; }
+  DEVICE float* products(int buffer, int warp) const {
+    return reinterpret_cast<float*>(rows(stages)) + (buffer * warps + warp) * kProductFloats;
   }
-  static int bytes(int warps) {
-    return kBarrierBytes + kStages * (kRows * (warps * kColumns * 2 + 16) + kLowBytes) + kSlots * kSlotBytes +
-           warps * kProductFloats * 4;
+  DEVICE float* scratch(int warp) const { return products(kBuffers, 0) + warp * kScratchFloats; }
+
+  // By one thread.
+  DEVICE void init_barriers(bool gathered) const {
+    for (int stage = 0; stage < stages; ++stage)
+      barrier_init(full(stage), 1), barrier_init(empty(stage), warps + gathered);
+    for (int buffer = 0; buffer < kBuffers; ++buffer)
+      barrier_init(products_full(buffer), warps), barrier_init(products_empty(buffer), 1);
+    barrier_init_fence();
   }
 };
 
+DEVICE int lane() { return threadIdx.x % 32; }
+DEVICE int warp() { return threadIdx.x / 32; }
+
+// Where a warp is in a ring of slots, whose number the launch decides.
+struct Ring {
+  int slot = 0;
+  uint32_t phase = 0;  // of a full slot; of an empty one, the other
+  DEVICE void advance(int slots) {
+    if (++slot == slots) slot = 0, phase ^= 1;
+  }
+};
+
+// Of a row, those that a slice has.
+DEVICE uint32_t bytes_of(const Params& p, int slice) {
+  const int width = p.division.slice_columns;
+  return min(width, static_cast<int>(p.call.rows.columns) - slice * width) * 2;
+}
+
+// The slots of rows that are asked for in their order: of 32 rows, one a lane, and of the 32 after them, on their way.
+struct Slots {
+  const int32_t* slot_of_row;
+  int tokens, first = INT32_MIN / 2, now = 0, next = 0;
+
+  DEVICE int load(int from) const { return from + lane() < tokens ? slot_of_row[from + lane()] : 0; }
+  // Of a row and this lane's after it, of the next 16.
+  DEVICE int operator[](int row) {
+    if (row < first || row >= first + 64) {
+      first = row, now = load(row), next = load(row + 32);
+    } else if (row >= first + 32) {
+      first += 32, now = next, next = load(first + 32);
+    }
+    const int at = row - first + lane();
+    int slot = __shfl_sync(~0u, now, at % 32);
+    if (row - first + kRows > 32) {  // else they need not have come yet
+      const int later = __shfl_sync(~0u, next, at % 32);
+      if (at >= 32) slot = later;
+    }
+    return slot;
+  }
+};
+
+// The warp that fills the stages.
 template <class T, int kUnits, bool kProduct, bool kGradient>
-struct Pass {
+struct Loader {
+  const Params& p;
+  const BlockMemory<kUnits> memory;
+  BlockState& state;
+  Ring ring;
+
+  DEVICE void run() {
+    Slots slots{p.call.slot_of_row, static_cast<int>(p.call.rows.tokens)};
+    const int count = state.schedule.count();
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (i % 32 == 0) {
+        __syncwarp();
+        state.upcoming[lane()] = state.schedule[i + lane()];
+        __syncwarp();
+      }
+      const RowTile tile = state.upcoming[i % 32];
+      if (kProduct && tile.begins)
+#pragma unroll 1
+        for (int part = 0; part < kUnits; ++part) load_factor(tile, part);
+      const int from = p.call.slot_of_row ? slots[tile.row] / p.call.top_k : tile.row + lane();
+      load_rows(tile, from);
+    }
+  }
+
+  // For so many bytes.
+  DEVICE void begin_stage(const RowTile& tile, int part, uint32_t bytes) {
+    if (ptx::elect_one()) {
+      state.arrivals[ring.slot] = {tile, part};
+      barrier_arrive_expecting(memory.full(ring.slot), bytes);
+    }
+    __syncwarp();
+  }
+
+  // `from`: the row that this lane's is copied from.
+  DEVICE void load_rows(const RowTile& tile, int from) {
+    const LowRankPass& c = p.call;
+    barrier_wait(memory.empty(ring.slot), ring.phase ^ 1);
+    const int low_bytes = kGradient ? static_cast<int>(c.rank) * 2 : 0;
+    if (kGradient && tile.rows < kRows) {  // zeros for rows that do not exist
+      for (int i = tile.rows * low_bytes + lane() * 16; i < kRows * low_bytes; i += 32 * 16)
+        *reinterpret_cast<uint4*>(memory.low(ring.slot) + i) = {0, 0, 0, 0};
+      ptx::async_proxy_fence();
+      __syncwarp();
+    }
+    const uint32_t row_bytes = bytes_of(p, tile.slice);
+    begin_stage(tile, Arrival::kRowsOfTile, tile.rows * (row_bytes + low_bytes));
+    uint64_t* const barrier = memory.full(ring.slot);
+    if (kGradient && ptx::elect_one())
+      bulk::load(memory.low(ring.slot), static_cast<const T*>(c.low) + tile.row * c.rank, tile.rows * low_bytes,
+                 barrier);
+    const T* const data = static_cast<const T*>(c.rows.data) + tile.slice * p.division.slice_columns;
+    uint8_t* const to = memory.rows(ring.slot);
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; ++row) {
+      const int64_t source = __shfl_sync(~0u, from, row);
+      if (ptx::elect_one()) bulk::load(to + row * memory.row_bytes, data + source * c.rows.pitch, row_bytes, barrier);
+    }
+    ring.advance(memory.stages);
+  }
+
+  // [rank, columns]: 16 ranks. [columns, rank]: as many columns as have the bytes of a tile.
+  DEVICE void load_factor(const RowTile& tile, int part) {
+    const LowRankPass& c = p.call;
+    const int rank = static_cast<int>(c.rank), columns = static_cast<int>(c.rows.columns);
+    barrier_wait(memory.empty(ring.slot), ring.phase ^ 1);
+    const T* from = static_cast<const T*>(c.factor) + tile.group * c.rank * c.rows.columns;
+    const int row_bytes = static_cast<int>(bytes_of(p, tile.slice)), width = p.division.slice_columns / kUnits;
+    const int lines = c.by_columns ? 1 : clamp_size(rank - part * 16, 16);
+    const int bytes = c.by_columns ? clamp_size(row_bytes / 2 - part * width, width) * rank * 2 : row_bytes;
+    begin_stage(tile, part, lines * bytes);
+    const int first = tile.slice * p.division.slice_columns;
+    from += c.by_columns ? (first + part * width) * rank : part * 16 * columns + first;
+#pragma unroll 1
+    for (int line = 0; line < lines; ++line)
+      if (bytes > 0 && ptx::elect_one())
+        bulk::load(memory.rows(ring.slot) + line * memory.row_bytes, from + line * columns, bytes,
+                   memory.full(ring.slot));
+    ring.advance(memory.stages);
+  }
+};
+
+// By one thread: gathered rows from the stages to device memory.
+template <int kUnits>
+DEVICE void store_gathered(const Params& p, const BlockMemory<kUnits>& memory, const BlockState& state) {
+  const LowRankPass& c = p.call;
+  Ring ring;
+#pragma unroll 1
+  for (int count = state.schedule.count(); count;) {
+    barrier_wait(memory.full(ring.slot), ring.phase);
+    const Arrival& tile = state.arrivals[ring.slot];
+    if (tile.part == Arrival::kRowsOfTile) {
+      const int64_t pitch = c.rows.columns * 2;
+      auto* const to = static_cast<uint8_t*>(c.gathered) + tile.row * pitch + tile.slice * p.division.slice_columns * 2;
+      const uint8_t* const from = memory.rows(ring.slot);
+#pragma unroll 1
+      for (int row = 0; row < tile.rows; ++row)
+        bulk::store(to + row * pitch, from + row * memory.row_bytes, bytes_of(p, tile.slice));
+      tma::commit(), tma::wait_read<0>();
+      --count;
+    }
+    barrier_arrive(memory.empty(ring.slot));
+    ring.advance(memory.stages);
+  }
+  tma::wait_all();
+}
+
+// By a warp: products of tiles, summed over the warps in their order. A lane has eight ranks of a row at a time.
+template <class T, int kUnits>
+DEVICE void add_products(const Params& p, const BlockMemory<kUnits>& memory, const BlockState& state) {
   using Memory = BlockMemory<kUnits>;
-  static constexpr int kColumns = Memory::kColumns, kRanks = Memory::kRanks, kSteps = kColumns / 16;
+  const LowRankPass& c = p.call;
+  const int rank = static_cast<int>(c.rank), count = state.schedule.count();
+  Ring ring;
+#pragma unroll 1
+  for (int done = 0; done < count; ++done) {
+    barrier_wait(memory.products_full(ring.slot), ring.phase);
+    const RowTile& tile = state.of_products[ring.slot];
+#pragma unroll 1
+    for (int i = lane(); i < kRows * Memory::kRanks / 8; i += 32) {
+      const int row = i / (Memory::kRanks / 8), r = i % (Memory::kRanks / 8) * 8;
+      if (row >= tile.rows || r >= rank) continue;
+      float sums[8] = {};
+#pragma unroll 2
+      for (int w = 0; w < memory.warps; ++w) {
+        float numbers[2][4];
+        const float* const from = memory.products(ring.slot, w) + row * Memory::kPitch + r;
+        load(numbers[0], from), load(numbers[1], from + 4);
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[n] += numbers[n / 4][n % 4];
+      }
+      const int64_t at = (int64_t{tile.row} + row) * rank + r;
+      if (p.division.slices == 1) store(static_cast<T*>(c.product) + at, sums);
+      else store(p.products + tile.slice * c.rows.tokens * rank + at, sums);
+    }
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(memory.products_empty(ring.slot));
+    ring.advance(kBuffers);
+  }
+}
+
+// A warp that multiplies.
+template <class T, int kUnits, bool kProduct, bool kGradient>
+struct Multiplier {
+  using Memory = BlockMemory<kUnits>;
+  static constexpr int kSteps = Memory::kColumns / 16, kChunkSteps = kChunkColumns / 16;
 
   const Params& p;
   const Memory memory;
+  BlockState& state;
   uint32_t factor[kProduct ? kUnits : 1][kSteps][4];
   float gradient[kGradient ? kUnits : 1][2 * kSteps][4];
 
-  DEVICE Pass(const Params& p, uint8_t* shared) : p(p), memory{shared, p.division.warps} {}
-  DEVICE static int lane() { return threadIdx.x % 32; }
-  DEVICE static int warp() { return threadIdx.x / 32; }
-  DEVICE int first_column(int slice) const { return (slice * p.division.warps + warp()) * kColumns; }
-
-  // Those of a row that a slice has.
-  DEVICE uint32_t bytes_of(int slice) const {
-    const int width = p.division.slice_columns;
-    return min(width, static_cast<int>(p.call.rows.columns) - slice * width) * 2;
+  DEVICE Multiplier(const Params& p, const Memory& memory, BlockState& state) : p(p), memory(memory), state(state) {}
+  DEVICE int first_column(int slice) const {
+    return slice * p.division.slice_columns + warp() * p.division.warp_columns;
+  }
+  // Of this warp, in whole chunks.
+  DEVICE int steps_of(int slice) const {
+    const int columns = static_cast<int>(p.call.rows.columns) - first_column(slice);
+    return min(p.division.warp_columns, columns) <= 0
+               ? 0
+               : (min(p.division.warp_columns, columns) + kChunkColumns - 1) / kChunkColumns * kChunkSteps;
   }
 
-  // By the first warp: a tile on its way to a stage, a lane a row of it, another its `low`. `slots` are the tile's.
-  DEVICE void load(const RowTile& tile, int stage, const int* slots) const {
-    const LowRankPass& c = p.call;
-    if (!tile.rows) return;
-    uint64_t* const barrier = memory.barrier(stage);
-    const uint32_t row_bytes = bytes_of(tile.slice), low_bytes = kGradient ? static_cast<uint32_t>(c.rank) * 2 : 0;
-    if (lane() == 0) barrier_arrive_expecting(barrier, tile.rows * (row_bytes + low_bytes));
-    __syncwarp();
-    const int row = lane() % kRows, at = tile.row + row;
-    if (row >= tile.rows) return;
-    if (lane() < kRows) {
-      const int64_t from = c.slot_of_row ? slots[row] / c.top_k : at;
-      bulk::load(memory.rows(stage) + row * memory.row_bytes(),
-                 static_cast<const T*>(c.rows.data) + from * c.rows.pitch + tile.slice * p.division.slice_columns,
-                 row_bytes, barrier);
-    } else if constexpr (kGradient) {
-      bulk::load(memory.low(stage) + row * kRanks * 2, static_cast<const T*>(c.low) + at * c.rank, low_bytes, barrier);
+  DEVICE void run() {
+    const int count = state.schedule.count();
+    Ring ring, buffers;
+#pragma unroll 1
+    for (int done = 0; done < count;) {
+      barrier_wait(memory.full(ring.slot), ring.phase);
+      const Arrival& tile = state.arrivals[ring.slot];
+      const bool has_rows = tile.part == Arrival::kRowsOfTile;
+      const int steps = steps_of(tile.slice);
+      if (has_rows) {
+        clear_rest(tile.rows, tile.slice, ring.slot, steps);
+        if (kGradient && tile.begins) clear_gradient();
+        if constexpr (kProduct) multiply(tile, ring.slot, steps, buffers);
+        if constexpr (kGradient) add_to_gradient(ring.slot, steps);
+        ++done;
+      } else if constexpr (kProduct) {
+        if (p.call.by_columns) load_factor<true>(tile, ring.slot, steps);
+        else load_factor<false>(tile, ring.slot, steps);
+      }
+      const RowTile last = tile;
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(memory.empty(ring.slot));
+      ring.advance(memory.stages);
+      if (kGradient && has_rows && last.ends) end_group(last);
     }
-  }
-
-  // By the same.
-  DEVICE void store_gathered(const RowTile& tile, int stage) const {
-    const LowRankPass& c = p.call;
-    if (lane() >= tile.rows) return;
-    T* const to = static_cast<T*>(c.gathered) + int64_t{tile.row + lane()} * c.rows.columns;
-    bulk::store(to + tile.slice * p.division.slice_columns, memory.rows(stage) + lane() * memory.row_bytes(),
-                bytes_of(tile.slice));
-    tma::commit();
-  }
-
-  // Ranks that do not exist are never copied.
-  DEVICE void clear_low() const {
-    for (int i = threadIdx.x * 16; i < kStages * Memory::kLowBytes; i += blockDim.x * 16)
-      *reinterpret_cast<uint4*>(memory.low(0) + i) = {0, 0, 0, 0};
   }
 
   // Rows and columns that do not exist have what earlier tiles left, which may be NaN: zeros in their place.
-  DEVICE void clear_rest(const RowTile& tile, int stage) const {
-    const int columns = static_cast<int>(p.call.rows.columns) - first_column(tile.slice);
-    if (tile.rows < kRows || columns < kColumns)
-      for (int i = lane(); i < kRows * kColumns / 8; i += 32) {
-        const int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8;
-        if (row >= tile.rows || column >= columns)
-          *reinterpret_cast<uint4*>(memory.rows(stage) + row * memory.row_bytes() +
-                                    (warp() * kColumns + column) * 2) = {0, 0, 0, 0};
-      }
-    if (tile.rows == kRows) return __syncwarp();
-    if constexpr (kGradient)
-      for (int i = threadIdx.x * 16; i < (kRows - tile.rows) * kRanks * 2; i += blockDim.x * 16)
-        *reinterpret_cast<uint4*>(memory.low(stage) + tile.rows * kRanks * 2 + i) = {0, 0, 0, 0};
+  DEVICE void clear_rest(int rows, int slice, int stage, int steps) const {
+    const int columns = static_cast<int>(p.call.rows.columns) - first_column(slice);
+    if (rows == kRows && columns >= steps * 16) return;
+    uint8_t* const to = memory.rows(stage) + warp() * p.division.warp_columns * 2;
+    for (int i = lane(); i < kRows * steps * 2; i += 32) {
+      const int row = i / (steps * 2), column = i % (steps * 2) * 8;
+      if (row >= rows || column >= columns)
+        *reinterpret_cast<uint4*>(to + row * memory.row_bytes + column * 2) = {0, 0, 0, 0};
+    }
     ptx::async_proxy_fence();
-    __syncthreads();
+    __syncwarp();
+  }
+  // The same of a part of a factor [columns, rank], which begins `before` columns before this warp's.
+  DEVICE void clear_rest_by_columns(int slice, int stage, int steps, int before) const {
+    const int columns = max(0, static_cast<int>(p.call.rows.columns) - first_column(slice)),
+              chunks = static_cast<int>(p.call.rank) / 8;
+    if (columns >= steps * 16) return;
+    for (int i = columns * chunks + lane(); i < steps * 16 * chunks; i += 32)
+      if (const int at = before + i / chunks; at >= 0 && at < p.division.slice_columns / kUnits)
+        *reinterpret_cast<uint4*>(memory.rows(stage) + (before * chunks + i) * 16) = {0, 0, 0, 0};
+    ptx::async_proxy_fence();
+    __syncwarp();
+  }
+  DEVICE void clear_gradient() {
+#pragma unroll
+    for (auto& unit : gradient)
+#pragma unroll
+      for (auto& block : unit)
+#pragma unroll
+        for (float& x : block) x = 0.f;
   }
 
-  DEVICE void begin_group(const RowTile& tile) {
-    if constexpr (kProduct) {
-      if (p.call.by_columns) load_factor<true>(tile);
-      else load_factor<false>(tile);
-    }
-    if constexpr (kGradient) {
-#pragma unroll
-      for (auto& unit : gradient)
-#pragma unroll
-        for (auto& block : unit)
-#pragma unroll
-          for (float& x : block) x = 0.f;
-    }
-  }
-
-  // Through the room for this warp's products, 32 columns of 16 ranks at a time.
+  // What is read of ranks that do not exist is multiplied for nobody.
   template <bool kByColumns>
-  DEVICE void load_factor(const RowTile& tile) {
-    const int columns = static_cast<int>(p.call.rows.columns), rank = static_cast<int>(p.call.rank);
-    const T* const from = static_cast<const T*>(p.call.factor) + tile.group * p.call.rank * p.call.rows.columns;
-    constexpr int kLine = kByColumns ? 2 : 4, kLines = 32 / kLine;  // chunks of eight ranks, or of eight columns
-    auto* const scratch = reinterpret_cast<uint4*>(memory.products(warp()));
+  DEVICE void load_factor(const Arrival& tile, int stage, int steps) {
+    const int line = lane() % 8 + (kByColumns ? lane() / 16 : lane() / 8 % 2) * 8,
+              chunk = kByColumns ? lane() / 8 % 2 : lane() / 16;
+    const int width = p.division.slice_columns / kUnits;  // of a part by columns
+    const int before = warp() * p.division.warp_columns - (kByColumns ? tile.part * width : 0);
+    const int pitch = kByColumns ? static_cast<int>(p.call.rank) * 2 : memory.row_bytes;
+    if constexpr (kByColumns) clear_rest_by_columns(tile.slice, stage, steps, before);
+    else clear_rest(kRows, tile.slice, stage, steps);
+    const uint32_t from = ptx::smem_address(memory.rows(stage)) + (line + (kByColumns ? before : 0)) * pitch +
+                          (chunk * 8 + (kByColumns ? 0 : before)) * 2;
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit)
+    for (int first = 0; first < kSteps; first += kChunkSteps) {
+      if (first >= steps) break;
 #pragma unroll
-      for (int first = 0; first < kSteps; first += 2) {
-        __syncwarp();
+      for (int step = first; step < first + kChunkSteps; ++step) {
+        const int at = before + step * 16;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int line = lane() / kLine + i * kLines, chunk = lane() % kLine * 8;
-          const int r = unit * 16 + (kByColumns ? chunk : line),
-                    column = first_column(tile.slice) + first * 16 + (kByColumns ? line : chunk);
-          uint4 x = {0, 0, 0, 0};  // an ordinary load, which stays between the barriers: more at once take registers
-          if (r < rank && column < columns)
-            x = *reinterpret_cast<const uint4*>(from + (kByColumns ? column * rank + r : r * columns + column));
-          scratch[i * 32 + lane()] = x;
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int line = lane() % 8 + (kByColumns ? lane() / 16 * 8 + i * 16 : lane() / 8 % 2 * 8),
-                    chunk = kByColumns ? lane() / 8 % 2 : lane() / 16 + i * 2;
-          const uint32_t at = ptx::smem_address(scratch + line * kLine + chunk);
-          if constexpr (kByColumns) ptx::load_matrix_x4_transposed(factor[unit][first + i], at);
-          else ptx::load_matrix_x4(factor[unit][first + i], at);
+        for (int unit = 0; unit < kUnits; ++unit) {
+          if (kUnits > 1 && (kByColumns ? at < 0 || at >= width : unit != tile.part)) continue;
+          if constexpr (kByColumns)
+            ptx::load_matrix_x4_transposed(factor[unit][step], from + step * 16 * pitch + unit * 32);
+          else ptx::load_matrix_x4(factor[unit][step], from + step * 32);
         }
       }
-    __syncwarp();
+    }
   }
 
   // The address that this lane gives for four 8x8 matrices: rows 0 to 7 and 8 to 15 of two chunks of eight columns.
   DEVICE uint32_t rows_address(int stage) const {
-    return ptx::smem_address(memory.rows(stage)) + (lane() % 8 + lane() / 16 * 8) * memory.row_bytes() +
-           warp() * kColumns * 2 + lane() / 8 % 2 * 16;
+    return ptx::smem_address(memory.rows(stage)) + (lane() % 8 + lane() / 16 * 8) * memory.row_bytes +
+           warp() * p.division.warp_columns * 2 + lane() / 8 % 2 * 16;
   }
 
-  // This warp's columns' share of the products of a tile.
-  DEVICE void multiply(int stage) const {
+  // This warp's columns' share of the products of a tile. Two sums, of every other step, are under way at once.
+  DEVICE void multiply(const RowTile& tile, int stage, int steps, Ring& buffers) const {
     const uint32_t from = rows_address(stage);
+    float sums[kUnits][2][2][4] = {};
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      float sums[2][4] = {};
+    for (int first = 0; first < kSteps; first += kChunkSteps) {
+      if (first >= steps) break;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = first; step < first + kChunkSteps; ++step) {
         uint32_t x[4];
         ptx::load_matrix_x4(x, from + step * 32);
-        ptx::warp_mma<T>(sums[0], factor[unit][step], x[0], x[1]);
-        ptx::warp_mma<T>(sums[1], factor[unit][step], x[2], x[3]);
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          ptx::warp_mma<T>(sums[unit][step % 2][0], factor[unit][step], x[0], x[1]);
+          ptx::warp_mma<T>(sums[unit][step % 2][1], factor[unit][step], x[2], x[3]);
+        }
       }
-      float* to = memory.products(warp()) + unit * 16 + lane() / 4;
+    }
+    barrier_wait(memory.products_empty(buffers.slot), buffers.phase ^ 1);
+    float* const to = memory.products(buffers.slot, warp()) + lane() / 4;
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * Memory::kPitch + i / 2 % 2 * 8] = sums[i / 4][i % 4];
-    }
+        to[(i / 4 * 8 + lane() % 4 * 2 + i % 2) * Memory::kPitch + unit * 16 + i / 2 % 2 * 8] =
+            sums[unit][0][i / 4][i % 4] + sums[unit][1][i / 4][i % 4];
+    if (threadIdx.x == 0) state.of_products[buffers.slot] = tile;
+    __syncwarp();
+    if (lane() == 0) barrier_arrive(memory.products_full(buffers.slot));
+    buffers.advance(kBuffers);
   }
 
-  DEVICE void add_to_gradient(int stage) {
-    const uint32_t from = rows_address(stage), low = ptx::smem_address(memory.low(stage)) +
-                                                     (lane() % 8 + lane() / 16 * 8) * kRanks * 2 + lane() / 8 % 2 * 16;
+  // Ranks that do not exist have what is there: what comes of them is stored by nobody.
+  DEVICE void add_to_gradient(int stage, int steps) {
+    const int pitch = static_cast<int>(p.call.rank) * 2;
+    const uint32_t from = rows_address(stage),
+                   low = ptx::smem_address(memory.low(stage)) + (lane() % 8 + lane() / 16 * 8) * pitch;
+    uint32_t factors[kUnits][4];
 #pragma unroll
-    for (int unit = 0; unit < kUnits; ++unit) {
-      uint32_t factors[4];
-      ptx::load_matrix_x4_transposed(factors, low + unit * 32);
+    for (int unit = 0; unit < kUnits; ++unit)
+      ptx::load_matrix_x4_transposed(factors[unit], low + min(unit * 32 + lane() / 8 % 2 * 16, pitch - 16));
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+    for (int first = 0; first < kSteps; first += kChunkSteps) {
+      if (first >= steps) break;
+#pragma unroll
+      for (int step = first; step < first + kChunkSteps; ++step) {
         uint32_t x[4];
         ptx::load_matrix_x4_transposed(x, from + step * 32);
-        ptx::warp_mma<T>(gradient[unit][2 * step], factors, x[0], x[2]);
-        ptx::warp_mma<T>(gradient[unit][2 * step + 1], factors, x[1], x[3]);
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          ptx::warp_mma<T>(gradient[unit][2 * step], factors[unit], x[0], x[2]);
+          ptx::warp_mma<T>(gradient[unit][2 * step + 1], factors[unit], x[1], x[3]);
+        }
       }
     }
   }
 
-  // Products of a tile, summed over the warps in their order.
-  DEVICE void store_products(const RowTile& tile) const {
-    const LowRankPass& c = p.call;
-    const int rank = static_cast<int>(c.rank);
-    for (int i = threadIdx.x; i < kRows * kRanks; i += blockDim.x) {
-      const int row = i / kRanks, r = i % kRanks;
-      if (row >= tile.rows || r >= rank) continue;
-      float sum = 0.f;
-#pragma unroll 4
-      for (int w = 0; w < p.division.warps; ++w) sum += memory.products(w)[row * Memory::kPitch + r];
-      const int64_t at = (int64_t{tile.row} + row) * rank + r;
-      if (p.division.slices == 1) static_cast<T*>(c.product)[at] = static_cast<T>(sum);
-      else p.products[tile.slice * c.rows.tokens * rank + at] = sum;
-    }
-  }
-
-  // Through the room for this warp's products, which nobody reads any more.
   template <class Out>
   DEVICE void store_gradient(const RowTile& tile) const {
     const LowRankPass& c = p.call;
     const int columns = static_cast<int>(c.rows.columns), rank = static_cast<int>(c.rank);
     constexpr int kLine = Memory::kLine, kShortLine = Memory::kShortLine;
-    float* const scratch = memory.products(warp());
+    float* const scratch = memory.scratch(warp());
     float* const put =
         scratch + (c.by_columns ? lane() % 4 * 2 * kLine + lane() / 4 : lane() / 4 * kShortLine + lane() % 4 * 2);
     const int next_column = c.by_columns ? kLine : 1, next_rank = c.by_columns ? 8 : 8 * kShortLine;
@@ -351,6 +595,7 @@ struct Pass {
     for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
       for (int block = 0; block < 2 * kSteps; ++block) {
+        if (block * 8 >= p.division.warp_columns) break;
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < 4; ++i) put[i / 2 * next_rank + i % 2 * next_column] = gradient[unit][block][i];
@@ -365,94 +610,57 @@ struct Pass {
   DEVICE void store_part(bool has_start) const {
     const int width = p.division.slice_columns;
     float* const to = p.parts + (blockIdx.x * 2 + has_start) * p.division.part_numbers + lane() / 4 * width +
-                      warp() * kColumns + lane() % 4 * 2;
+                      warp() * p.division.warp_columns + lane() % 4 * 2;
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
       for (int i = 0; i < 4; i += 2)
 #pragma unroll
-        for (int block = 0; block < 2 * kSteps; ++block)
+        for (int block = 0; block < 2 * kSteps; ++block) {
+          if (block * 8 >= p.division.warp_columns) break;
           *reinterpret_cast<float2*>(to + (unit * 16 + i * 4) * width + block * 8) = {gradient[unit][block][i],
                                                                                       gradient[unit][block][i + 1]};
+        }
   }
-  DEVICE void end_group(const RowTile& tile, const Schedule& schedule) const {
-    if (!schedule.has_whole(tile)) return store_part(schedule.has_start(tile));
-    if constexpr (kProduct) __syncthreads();
+  DEVICE void end_group(const RowTile& tile) const {
+    if (!tile.has_whole) return store_part(tile.has_start);
     if (p.call.gradient_type == DType::kFloat32) store_gradient<float>(tile);
     else store_gradient<T>(tile);
   }
 };
 
-// Two tiles of rows are on their way while one is worked on; slots, whose rows are gathered, two tiles earlier; and
-// what a tile is, another one earlier. The first warp copies, the last looks ahead.
 template <class T, int kUnits, bool kProduct, bool kGradient>
-__global__ void __launch_bounds__(kMostWarps * 32, 1) low_rank_kernel(const __grid_constant__ Params p) {
-  constexpr int kTiles = 8, kSlots = BlockMemory<kUnits>::kSlots;
+__global__ void __launch_bounds__(kThreads, 1) low_rank_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t dynamic[];
-  __shared__ Schedule schedule;
-  __shared__ RowTile tiles[kTiles];
-  Pass<T, kUnits, kProduct, kGradient> pass(p, dynamic);
-  if (threadIdx.x < 32) schedule.find(p);
-  if (threadIdx.x < kStages) barrier_init(pass.memory.barrier(threadIdx.x), 1);
-  if constexpr (kGradient) pass.clear_low();
-  barrier_init_fence(), ptx::async_proxy_fence();
+  __shared__ BlockState state;
+  const BlockMemory<kUnits> memory{dynamic, p.division.row_bytes, p.division.stage_bytes, p.division.stages,
+                                   p.division.warps};
+  if (warp() == kMultipliers) state.schedule.find(p);
+  if (threadIdx.x == 0) memory.init_barriers(p.call.gathered);
   __syncthreads();
-  if (threadIdx.x <= kSlots) tiles[threadIdx.x] = schedule[threadIdx.x];
-  __syncthreads();
-  const auto load_slots = [&](int i) {
-    const RowTile& tile = tiles[i % kTiles];
-    if (p.call.slot_of_row && threadIdx.x < tile.rows)
-      ptx::copy_async_pair(pass.memory.slots(i) + threadIdx.x, p.call.slot_of_row + tile.row + threadIdx.x, 4);
-    ptx::copy_async_commit();
-  };
-  const auto load = [&](int i) { pass.load(tiles[i % kTiles], i % kStages, pass.memory.slots(i)); };
-  if (threadIdx.x < 32) {
-#pragma unroll 1
-    for (int i = 0; i < kSlots; ++i) load_slots(i);
-    ptx::copy_async_wait<0>();
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) load(i);
+  if (warp() < kMultipliers) {
+    ptx::registers_increase<232>();
+    if (warp() < memory.warps) Multiplier<T, kUnits, kProduct, kGradient>(p, memory, state).run();
+  } else {
+    ptx::registers_decrease<40>();
+    if (warp() == kMultipliers) Loader<T, kUnits, kProduct, kGradient>{p, memory, state}.run();
+    if (warp() == kMultipliers + 1 && p.call.gathered && ptx::elect_one()) store_gathered(p, memory, state);
+    if (kProduct && warp() == kMultipliers + 2) add_products<T>(p, memory, state);
   }
-#pragma unroll 1
-  for (int i = 0; i < schedule.count(); ++i) {
-    const RowTile& tile = tiles[i % kTiles];
-    const int stage = i % kStages;
-    barrier_wait(pass.memory.barrier(stage), i / kStages % 2);
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      load_slots(i + kSlots);
-      ptx::copy_async_wait<kSlots - 2>();
-      if (p.call.gathered) tma::wait_read<0>();
-      load(i + kStages - 1);
-      if (p.call.gathered) pass.store_gathered(tile, stage);
-    }
-    if (threadIdx.x == blockDim.x - 32) tiles[(i + kSlots + 1) % kTiles] = schedule[i + kSlots + 1];
-    pass.clear_rest(tile, stage);
-    if (tile.begins) pass.begin_group(tile);
-    if constexpr (kProduct) pass.multiply(stage);
-    if constexpr (kGradient) pass.add_to_gradient(stage);
-    if constexpr (kProduct) {
-      __syncthreads();
-      pass.store_products(tile);
-    }
-    if constexpr (kGradient)
-      if (tile.ends) pass.end_group(tile, schedule);
-  }
-  if (threadIdx.x < 32) ptx::copy_async_wait<0>(), tma::wait_all();
 }
 
 // A thread has eight ranks of a column. What one block had whole is there already.
 template <class Out>
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kPartThreads) add_parts_kernel(const __grid_constant__ Params p) {
   const LowRankPass& c = p.call;
-  const int group = blockIdx.x, column = blockIdx.y * kThreads + threadIdx.x, first_rank = blockIdx.z * 8;
+  const int group = blockIdx.x, column = blockIdx.y * kPartThreads + threadIdx.x, first_rank = blockIdx.z * 8;
   if (column >= c.rows.columns) return;
   const int width = p.division.slice_columns, slice = column / width, tiles = p.first_tiles[c.sizes.groups];
   const Tasks tasks(tiles, p.division);
   const int first = slice * tiles + p.first_tiles[group], last = slice * tiles + p.first_tiles[group + 1] - 1;
   float sums[8] = {};
   if (first <= last) {
-    const int begin = tasks.block_of(first), end = tasks.block_of(last);
+    const int begin = tasks.block_of(first, p.first_tasks), end = tasks.block_of(last, p.first_tasks);
     if (begin == end) return;
     for (int block = begin; block <= end; ++block) {
       const float* part =
@@ -471,36 +679,47 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_consta
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) add_slices_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kPartThreads) add_slices_kernel(const __grid_constant__ Params p) {
   const LowRankPass& c = p.call;
   const int64_t rows = rows_before(c.sizes, c.sizes.groups, c.rows.tokens);
-  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int64_t i = blockIdx.x * int64_t{kPartThreads} + threadIdx.x;
   if (i >= rows * c.rank) return;
   float sum = 0.f;
   for (int slice = 0; slice < p.division.slices; ++slice) sum += p.products[slice * c.rows.tokens * c.rank + i];
   static_cast<T*>(c.product)[i] = static_cast<T>(sum);
 }
 
-// Where a slice needs few warps, a multiprocessor has several blocks.
+// Slices have as many columns as each other, but for the last, and so have warps.
 Division divide(int64_t columns, int64_t rank, int device) {
-  const int units = rank > 32 ? 4 : rank > 16 ? 2 : 1, warp_columns = 128 / units;
-  const int all = static_cast<int>(blocks_of(columns, warp_columns)),
-            slices = static_cast<int>(blocks_of(all, kMostWarps)), warps = static_cast<int>(blocks_of(all, slices));
-  const int blocks = device_properties(device).multiprocessors * std::min(4, kMostWarps / warps);
-  return {units, warps, slices, blocks, warps * warp_columns, int64_t{16} * units * warps * warp_columns};
+  Division d{.units = rank > 32 ? 4 : rank > 16 ? 2 : 1, .blocks = device_properties(device).multiprocessors};
+  const int64_t chunks = blocks_of(columns, kChunkColumns), most = kMultipliers * 4 / d.units,
+                of_slice = blocks_of(chunks, blocks_of(chunks, most)), of_warp = blocks_of(of_slice, kMultipliers);
+  d.warps = static_cast<int>(blocks_of(of_slice, of_warp));
+  d.warp_columns = static_cast<int>(of_warp) * kChunkColumns, d.slice_columns = d.warps * d.warp_columns;
+  d.slices = static_cast<int>(blocks_of(columns, d.slice_columns));
+  d.part_numbers = int64_t{16} * d.units * d.slice_columns;
+  d.nearby = low_rank_nearby, d.turns = low_rank_turns;
+  d.row_bytes = d.slice_columns * 2 + 16;  // then eight rows of a warp do not meet in a bank
+  d.stage_bytes = kRows * (d.row_bytes + static_cast<int>(rank) * 2);
+  const int room = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(BlockState));
+  dispatch<1, 2, 4>(d.units, [&](auto units) {
+    d.stages = std::min(kMostStages, (room - BlockMemory<units.value>::other_bytes(d.warps)) / d.stage_bytes);
+  });
+  return d;
 }
 
-constexpr int64_t kTableBytes = 4 * (kMaxGroups + 4);
+int64_t table_bytes(const Division& d) { return 4 * (kMaxGroups + 4 + blocks_of(d.blocks, 4) * 4); }
 int64_t parts_bytes(const Division& d) { return 2 * d.blocks * d.part_numbers * static_cast<int64_t>(sizeof(float)); }
 
 template <class T, int kUnits, bool kProduct, bool kGradient>
 void launch(const Params& p, cudaStream_t stream) {
   void (*const kernel)(Params) = low_rank_kernel<T, kUnits, kProduct, kGradient>;
-  const int shared = BlockMemory<kUnits>::bytes(p.division.warps);
+  const Division& d = p.division;
+  const int shared = BlockMemory<kUnits>::other_bytes(d.warps) + d.stages * d.stage_bytes;
   FUSIBLE_CUDA_CHECK(
       cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
       "shared memory of a pass over rows of low rank");
-  kernel<<<p.division.blocks, p.division.warps * 32, shared, stream>>>(p);
+  kernel<<<d.blocks, kThreads, shared, stream>>>(p);
 }
 
 // Of higher ranks than 16, the factor and the gradient are too much for the registers together.
@@ -521,14 +740,14 @@ void launch_all(const Params& p, cudaStream_t stream) {
   if (c.rows.tokens || c.gradient)
     dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
   if (c.gradient) {
-    const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kThreads)),
+    const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kPartThreads)),
                     static_cast<unsigned>(c.rank / 8));
-    if (c.gradient_type == DType::kFloat32) add_parts_kernel<float><<<grid, kThreads, 0, stream>>>(p);
-    else add_parts_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+    if (c.gradient_type == DType::kFloat32) add_parts_kernel<float><<<grid, kPartThreads, 0, stream>>>(p);
+    else add_parts_kernel<T><<<grid, kPartThreads, 0, stream>>>(p);
   }
   if (c.product && p.division.slices > 1 && c.rows.tokens) {
-    const auto blocks = static_cast<unsigned>(blocks_of(c.rows.tokens * c.rank, kThreads));
-    add_slices_kernel<T><<<blocks, kThreads, 0, stream>>>(p);
+    const auto blocks = static_cast<unsigned>(blocks_of(c.rows.tokens * c.rank, kPartThreads));
+    add_slices_kernel<T><<<blocks, kPartThreads, 0, stream>>>(p);
   }
 }
 
@@ -536,7 +755,7 @@ void launch_all(const Params& p, cudaStream_t stream) {
 
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device) {
   const Division d = divide(columns, rank, device);
-  return kTableBytes + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
+  return table_bytes(d) + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
 }
 
 void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
@@ -548,8 +767,13 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
   FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
                 c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);
-  uint8_t* const parts = workspace + kTableBytes;
-  Params p{c, division, reinterpret_cast<int32_t*>(workspace), reinterpret_cast<float*>(parts),
+  uint8_t* const parts = workspace + table_bytes(division);
+  auto* const table = reinterpret_cast<int32_t*>(workspace);
+  Params p{c,
+           division,
+           table,
+           table + kMaxGroups + 4,
+           reinterpret_cast<float*>(parts),
            reinterpret_cast<float*>(parts + (c.gradient ? parts_bytes(division) : 0))};
   p.call.sizes.wrong = wrong_size_word(device);
   dispatch_dtype_of_16_bits(c.rows.type, [&](auto type) { launch_all<Element<decltype(type)::value>>(p, stream); });
