@@ -1,8 +1,8 @@
 """Times experts whose activation is a function of a user's against the built-in one.
 
-Short and long functions, functions of numbers of columns, and a bias before the gate; inside the grouped GEMM and as a
-kernel of their own; with ``--compiled`` also ``grouped_mm`` and the same function under ``torch.compile``, and with
-``--first-calls`` how long a compiler takes. Run it with ``python -m fusible.benchmarks.functions``.
+Short and long functions, functions of numbers of columns, and a bias before the gate; inside the grouped GEMM, as a
+kernel of their own, and under ``torch.compile`` behind ``grouped_mm``; and how long the kernels take to be ready.
+``python -m fusible.benchmarks.functions`` takes the sizes of four published models.
 """
 
 from __future__ import annotations
@@ -69,67 +69,64 @@ class FunctionContestant(NamedTuple):
             self.model(x, split_sizes=sizes)
 
 
-def of_columns(function: Function, sizes: Sizes, device: str, **dtypes: torch.dtype) -> fusible.Pointwise:
-    """A function of gate, up and numbers of each expert's columns."""
-    start = {n: torch.ones(sizes.experts, sizes.hidden, device=device, dtype=dtype) for n, dtype in dtypes.items()}
-    return fusible.Pointwise(function, halves="concat", columns=start)
+def function_of(function: Function, sizes: Sizes, device: str, **columns: torch.dtype) -> list[nn.Module]:
+    """A function of gate, up and numbers of each expert's columns, which are of these types."""
+    start = {n: torch.ones(sizes.experts, sizes.hidden, device=device, dtype=dtype) for n, dtype in columns.items()}
+    return [fusible.Pointwise(function, halves="concat", columns=start)]
 
 
-def contestants(sizes: Sizes, device: str) -> Mapping[str, FunctionContestant]:
-    """By name."""
-
-    def experts(*acts: nn.Module, fused: bool = True) -> FunctionContestant:
-        shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
-        options = {"bias": False, "device": device, "dtype": torch.bfloat16}
-        first, second = (fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes)  # type: ignore[arg-type]
-        model = fusible.Sequential(first, *acts, second)
-        return FunctionContestant(model, [p for p in model.parameters() if p.requires_grad], fused)
-
-    column = partial(of_columns, sloped, sizes, device)
-    bf16, fp32 = torch.bfloat16, torch.float32
-
-    def biased() -> list[nn.Module]:
-        return [fusible.Bias(2 * sizes.hidden, device=device, dtype=bf16), fusible.SwiGLU()]
-
-    return {
-        "SwiGLU": experts(fusible.SwiGLU()),
-        "function": experts(fusible.Pointwise(swiglu, halves="concat")),
-        "long function": experts(fusible.Pointwise(mish_glu, halves="concat")),
-        "column bf16": experts(column(beta=bf16)),
-        "column fp32": experts(column(beta=fp32)),
-        "column frozen": experts(column(beta=fp32).requires_grad_(False)),
-        "column unfused": experts(column(beta=bf16), fused=False),
-        "two columns": experts(of_columns(shifted, sizes, device, beta=bf16, shift=fp32)),
-        "bias": experts(*biased()),
-        "bias unfused": experts(*biased(), fused=False),
-    }
+def biased(sizes: Sizes, device: str) -> list[nn.Module]:
+    """A bias that all experts share, before gate and up meet."""
+    return [fusible.Bias(2 * sizes.hidden, device=device, dtype=torch.bfloat16), fusible.SwiGLU()]
 
 
-def compiled_contestants(sizes: Sizes, device: str) -> Mapping[str, FunctionContestant]:
-    """``grouped_mm`` and a function, all of it under ``torch.compile``."""
+ACTS: Mapping[str, Callable[[Sizes, str], list[nn.Module]]] = {
+    "SwiGLU": lambda sizes, device: [fusible.SwiGLU()],
+    "function": partial(function_of, swiglu),
+    "long function": partial(function_of, mish_glu),
+    "column": partial(function_of, sloped, beta=torch.bfloat16),
+    "two columns": partial(function_of, shifted, beta=torch.bfloat16, shift=torch.float32),
+    "bias": biased,
+}
+"""What is between the linears, by name; the first is what the others are compared with."""
+UNFUSED, COMPILED = ("function", "two columns", "bias"), {"function": swiglu, "long function": mish_glu}
+CONTESTANTS = (*ACTS, *(f"{name} unfused" for name in UNFUSED), *(f"{name} compiled" for name in COMPILED))
+"""Unfused: as a kernel of its own. Compiled: ``grouped_mm`` and the function, all of it under ``torch.compile``."""
+PUBLISHED = {"qwen3": 32768, "mixtral": 8192, "gpt-oss": 32768, "deepseek-v3-ep8": 8192}
+"""Tokens of each preset that is timed without any being asked for."""
+
+
+def contestant(name: str, sizes: Sizes, device: str) -> FunctionContestant:
+    """One of :data:`CONTESTANTS`."""
+    act, _, kind = name.rpartition(" ")
+    if kind == "compiled":
+        return _compiled(COMPILED[act], sizes, device)
+    fused = kind != "unfused"
+    shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
+    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    first, second = (fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes)  # type: ignore[arg-type]
+    model = fusible.Sequential(first, *ACTS[name if fused else act](sizes, device), second)
+    return FunctionContestant(model, [*model.parameters()], fused)
+
+
+def _compiled(function: Function, sizes: Sizes, device: str) -> FunctionContestant:
     options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     weights = [
         torch.randn(sizes.experts, out, depth, **options)  # type: ignore[call-overload]
         for out, depth in ((2 * sizes.hidden, sizes.features), (sizes.features, sizes.hidden))
     ]
 
-    def experts(function: Function) -> FunctionContestant:
-        def forward(x: Tensor, split_sizes: Tensor) -> Tensor:
-            ends = split_sizes.cumsum(0).to(torch.int32)
-            gate, up = F.grouped_mm(x, weights[0].mT, offs=ends).chunk(2, -1)
-            return F.grouped_mm(function(gate, up), weights[1].mT, offs=ends)
+    def forward(x: Tensor, split_sizes: Tensor) -> Tensor:
+        ends = split_sizes.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(x, weights[0].mT, offs=ends).chunk(2, -1)
+        return F.grouped_mm(function(gate, up), weights[1].mT, offs=ends)
 
-        return FunctionContestant(torch.compile(forward), weights)
-
-    return {f"compiled {f.__name__}": experts(f) for f in (swiglu, mish_glu)}
+    return FunctionContestant(torch.compile(forward, dynamic=False), weights)
 
 
-def seconds(
-    sizes: Sizes, device: str, rounds: int, compiled: bool = False, chosen: Sequence[str] | None = None
-) -> Mapping[str, Mapping[str, float]]:
+def seconds(sizes: Sizes, device: str, rounds: int, names: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
     """Median seconds of each contestant, both directions and the forward alone."""
-    every = {**contestants(sizes, device), **(compiled_contestants(sizes, device) if compiled else {})}
-    every = {name: each for name, each in every.items() if chosen is None or name in chosen or compiled}
+    every = {name: contestant(name, sizes, device) for name in names}
     groups = split_sizes("random", sizes.experts, sizes.rows).to(device)
     x = torch.randn(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
@@ -189,31 +186,33 @@ def _empty_cache() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table in Markdown for each preset, and what else is asked for."""
+    """Prints how long the kernels take to be ready, and a table in Markdown for each preset."""
     parser = argparse.ArgumentParser(prog="functions", description=__doc__.splitlines()[0] if __doc__ else None)
-    add_size_arguments(parser, 4096, ["qwen3"], nargs="+")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--contestants", nargs="+", help="some of them, by name")
-    parser.add_argument(
-        "--compiled", action="store_true", help="torch.compile of grouped_mm and the same functions too"
-    )
-    parser.add_argument("--first-calls", action="store_true", help="how long the kernels take to be ready")
+    add_size_arguments(parser, [], list(PUBLISHED), nargs="+")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--contestants", choices=CONTESTANTS, nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--no-first-calls", action="store_true", help="not how long the kernels take to be ready")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.first_calls:
+    if not args.no_first_calls:
         for function in (swiglu, mish_glu):
             first = first_calls(function)
             print(f"{function.__name__}: compiled in {first.compiled:.2f} s, kept {first.kept * 1e3:.1f} ms")
     for preset in args.preset:
-        sizes = sizes_of(args, preset, args.tokens if isinstance(args.tokens, int) else args.tokens[0])
-        times = seconds(sizes, device, args.rounds, args.compiled, args.contestants)
-        base = next(iter(times["forward"]))
-        rows = [
-            [name, *[f"{each[name] * 1e3:.3f} ({each[name] / each[base]:.3f})" for each in times.values()]]
-            for name in times["forward"]
-        ]
-        shape = f"{preset}: {sizes.experts} experts of {sizes.features} x {sizes.hidden}, {sizes.rows} rows"
-        print(markdown((f"{shape}, bf16, {device}, ms (of {base})", *times), rows))
+        for tokens in args.tokens or [PUBLISHED.get(preset, 4096)]:
+            sizes = sizes_of(args, preset, tokens)
+            times = seconds(sizes, device, args.rounds, args.contestants)
+            shape = f"{preset}, {tokens} tokens: {sizes.experts} experts of {sizes.features} x {sizes.hidden}, bf16"
+            print(_table(f"{shape}, {device}, ms (of {args.contestants[0]})", times), flush=True)
+
+
+def _table(heading: str, times: Mapping[str, Mapping[str, float]]) -> str:
+    base = next(iter(times["forward"]))
+    cells = {
+        name: [f"{each[name] * 1e3:.3f} ({each[name] / each[base]:.3f})" for each in times.values()]
+        for name in times["forward"]
+    }
+    return markdown((heading, *times), [[name, *row] for name, row in cells.items()])
 
 
 if __name__ == "__main__":

@@ -395,6 +395,7 @@ def linear_activation_backward(
     dvectors: list[int] = ...,
     dvector_types: list[int] = ...,
     dvectors_of_both: list[int] = ...,
+    dvectors_of_all_rows: list[int] = ...,
     workspace: int = ...,
     variant: int = ...,
     second_k: int = ...,

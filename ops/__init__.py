@@ -6,7 +6,7 @@ from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .device_errors import check_device_errors
 from .functional import grouped_gemm
-from .fused import GLUScale, GroupedLinearGLU, GroupedMLP, PointwiseChain, RoutedLoRA, RoutedMLP
+from .fused import GLUScale, GroupedLinearGLU, GroupedLinearResidual, GroupedMLP, PointwiseChain, RoutedLoRA, RoutedMLP
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
@@ -43,6 +43,7 @@ __all__ = [
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearGLU",
+    "GroupedLinearResidual",
     "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",

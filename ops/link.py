@@ -37,7 +37,12 @@ class Link(NamedTuple):
     @property
     def spec(self) -> ActivationSpec | None:
         """The link as an activation, with the scale of a row for its number; None where kernels have none such."""
-        if len(self.rows) > 1 or self.matrices:
+        return None if self.matrices else self.forward_spec
+
+    @property
+    def forward_spec(self) -> ActivationSpec | None:
+        """As :attr:`spec`, also where it reads matrices, as kernels of the forward can."""
+        if len(self.rows) > 1:
             return None
         return spec_of_program(with_constants(self.program, self.constants), self.block)
 

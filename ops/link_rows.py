@@ -63,7 +63,7 @@ def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tu
     link = operands.link
     read = operands.numbers(), operands.vectors(), operands.split_sizes
     y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants, operands.matrices())
-    return y.reshape(*x.shape[:-1], y.shape[-1]), _saved(operands, x, needs_grad)
+    return y.reshape(*x.shape[:-1], y.shape[-1]), saved(operands, x, needs_grad)
 
 
 def backward(
@@ -151,7 +151,8 @@ def column_grads(
     return grads
 
 
-def _saved(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> Saved:
+def saved(operands: LinkOperands, x: Tensor | None, needs_grad: frozenset[str]) -> Saved:
+    """What :func:`backward` reads of the forward."""
     link, by_keyword, columns, split_sizes = operands
     outputs, dtypes = _outputs(link, needs_grad), {name: operand.dtype for name, operand in by_keyword.items()}
     if not outputs:

@@ -575,23 +575,30 @@ def test_float32_beside_bfloat16(capsys):
 
 
 def test_bench_of_functions_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "1"]
-    functions.main([*sizes, "--preset", "small", "gpt-oss", "--rounds", "1"])
+    sizes = ["--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "1", "--no-first-calls"]
+    names = [name for name in functions.CONTESTANTS if not name.endswith("compiled")]
+    functions.main([*sizes, "--preset", "small", "gpt-oss", "--rounds", "1", "--contestants", *names])
 
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("| small: 2 experts of 8 x 8, 2 rows")
-    columns = ["column bf16", "column fp32", "column frozen", "column unfused", "two columns", "bias", "bias unfused"]
-    names = ["SwiGLU", "function", "long function", *columns]
+    assert printed[0].startswith("| small, 1 tokens: 2 experts of 8 x 8")
     assert [line.split("|")[1].strip() for line in printed[2 : 2 + len(names)]] == names
-    assert printed[2 + len(names)].startswith("| gpt-oss: 2 experts of 8 x 8, 4 rows")
+    assert printed[2 + len(names)].startswith("| gpt-oss, 1 tokens: 2 experts of 8 x 8")
 
 
-def test_bench_of_functions_times_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--experts", "2", "--features", "8", "--hidden", "8", "--tokens", "1"]
-    functions.main([*sizes, "--contestants", "SwiGLU", "long function", "--rounds", "1"])
+def test_contestants_of_functions_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    sizes, rows = functions.Sizes(2, 16, 8, 5), torch.tensor([3, 2])
+    x = torch.randn(5, 16, dtype=torch.bfloat16)
+    names = ("function", "function unfused", "function compiled")
+    first, *others = every = [functions.contestant(name, sizes, "cpu") for name in names]
+    with torch.no_grad():
+        for other in others:
+            for ours, theirs in zip(first.parameters, other.parameters, strict=True):
+                theirs.copy_(ours.view_as(theirs))
 
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in printed[2:]] == ["SwiGLU", "long function"]
+    expected, *results = [each.model(x, split_sizes=rows) for each in every]
+    for result in results:
+        torch.testing.assert_close(result, expected, rtol=0.016, atol=1e-3)
 
 
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from fusible import (
 
 E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
 D, BF16 = torch.float64, torch.bfloat16
-FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
+FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearResidual", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
 IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows", "residual")]
 
 
@@ -133,6 +133,45 @@ def test_random_chains_in_half_precision():
     assert of_fused <= 1.1 * of_apart
 
 
+CHAINS_WITH_MATRICES = chains_of([*IN_EPILOGUES, *COLUMNS, *["residual"] * 6]).filter(
+    lambda drawn: "residual" in drawn[0]
+)
+
+
+def test_random_chains_with_matrices():
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(CHAINS_WITH_MATRICES)
+    def agree(drawn):
+        names, *how = drawn
+        check(names, D, *how)
+
+    agree()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["first half", "both"])
+@pytest.mark.parametrize("names", [["swiglu", "scale", "residual"], ["residual", "silu", "groups"]], ids=str)
+def test_chains_with_matrices_in_half_precision(names, ends):
+    check(names, BF16, ends)
+
+
+def test_a_bias_scale_beside_a_matrix():
+    torch.manual_seed(0)
+    model = Sequential(GroupedLinear(E, K, 2 * H, scale_bias=True, dtype=D), SwiGLU(), AddExtraInput("residual"))
+    keywords = {"bias_scale": torch.rand(T, dtype=D), "residual": torch.randn(T, H, dtype=D)}
+    leaves = [torch.randn(T, K, dtype=D), *keywords.values()]
+    results = []
+    for disabled in (set(), FUSIONS):
+        with config(disable_fusions=disabled):
+            inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+            bias_scale, residual = inputs[1:]
+            y = model(inputs[0], split_sizes=torch.tensor(SIZES), bias_scale=bias_scale, residual=residual)
+            valid = y[: sum(SIZES)]
+            results.append([valid, *torch.autograd.grad(valid.sin().sum(), [*inputs, *model.parameters()])])
+            assert steps(model)[0] == ("GroupedLinear" if disabled else "GroupedLinearResidual")
+    for fused, apart in zip(*results, strict=True):
+        torch.testing.assert_close(fused, apart)
+
+
 def test_random_chains_with_columns_of_groups():
     @settings(max_examples=40, deadline=None, derandomize=True)
     @given(CHAINS_WITH_COLUMNS)
@@ -165,9 +204,11 @@ def test_chains_with_columns_of_groups_in_half_precision(names, ends):
         (["bias", "silu"], ["GroupedMLP"]),
         (["bias", "groups", "swiglu", "column", "bias"], ["GroupedMLP"]),
         (["silu", "tanh", "bias"], ["GroupedMLP"]),
-        (["silu", "residual"], ["GroupedLinearGLU", "AddExtraInput", "GroupedLinear"]),
-        (["residual", "silu"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
-        (["silu", "residual", "tanh"], ["GroupedLinearGLU", "PointwiseChain", "GroupedLinear"]),
+        (["silu", "residual"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["residual", "silu"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["silu", "residual", "tanh"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["swiglu", "scale", "residual", "groups"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["row", "scale", "residual"], ["GroupedLinearGLU", "Scale", "AddExtraInput", "GroupedLinear"]),
         (["constant", "scale"], ["GroupedLinear", "ConstantScale", "Scale", "GroupedLinear"]),
     ],
     ids=str,
@@ -182,8 +223,8 @@ def test_what_becomes_one_op(names, expected):
     ("names", "reason"),
     [
         (["row", "tanh", "scale", "row"], "act reads more than one number of a row"),
-        (["residual", "silu"], "act adds a matrix, for which the warps of an epilogue would wait"),
-        (["swiglu", "residual"], "act adds a matrix, for which the warps of an epilogue would wait"),
+        (["residual", "silu"], "act adds a matrix, which the epilogue of a backward does not read"),
+        (["swiglu", "residual"], "act adds a matrix, which the epilogue of a backward does not read"),
     ],
     ids=str,
 )

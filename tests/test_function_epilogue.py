@@ -14,6 +14,7 @@ import torch
 from checks import fused
 from checks.functions import (
     ACTS_OF_COLUMNS,
+    ACTS_OF_MATRICES,
     OF_COLUMNS,
     PUBLISHED,
     learned_slope,
@@ -93,6 +94,14 @@ def test_numbers_of_columns(name: str) -> None:
     fused.check_backward("cpu", replace(case, sizes=(0, 0)))
 
 
+def test_kernels_without_scales_are_those_of_calls_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epilogue, "knows_scales", True)
+    case = fused.case_of(op_of_columns("shift"), OF_COLUMNS["shift"][0], sizes=SIZES, features=40, columns=72)
+    for scales in (None, torch.float32):
+        fused.check_forward("cpu", replace(case, scales=scales))
+        fused.check_backward("cpu", replace(case, scales=scales))
+
+
 @pytest.mark.parametrize("block", [1, 4, 8])
 def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
     op = op_of_columns("slope", interleaved(block))
@@ -111,6 +120,24 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name: str, halves: An
         fused.check_forward("cpu", replace(case, variant=variant))
     fused.check_backward("cpu", case)
     fused.check_backward("cpu", replace(case, sizes=(0, 0)), bias_dtype=None)
+
+
+@pytest.mark.parametrize("name", ACTS_OF_MATRICES)
+@pytest.mark.parametrize("halves", ["concat", interleaved(8)], ids=str)
+def test_matrices(name: str, halves: Any) -> None:
+    build_act, function = ACTS_OF_MATRICES[name]
+    case = fused.case_of(build_act(halves), function, sizes=(70, 0, 1, 33, 16), features=40, columns=136)
+    for variant in extension.library().ACTIVATION_VARIANTS:
+        fused.check_forward("cpu", replace(case, variant=variant, scales=None))
+    fused.check_forward("cpu", replace(case, matrices=torch.float32, bias=torch.bfloat16))
+    fused.check_forward("cpu", replace(case, sizes=(0, 0), dtype=torch.float16))
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_matrices_beside_narrow_blocks_of_gate_and_up(block: int) -> None:
+    build_act, function = ACTS_OF_MATRICES["residual"]
+    case = fused.case_of(build_act(interleaved(block)), function, sizes=SIZES, features=40, columns=136)
+    fused.check_forward("cpu", replace(case, dtype=torch.float16))
 
 
 def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time() -> None:

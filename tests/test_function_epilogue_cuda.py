@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from checks import fused
 from checks.device import skip_module_without_hopper
-from checks.functions import ACTS_OF_COLUMNS, OF_COLUMNS, PUBLISHED, learned_slope, op_of_columns, random_function
+from checks.functions import (
+    ACTS_OF_COLUMNS,
+    ACTS_OF_MATRICES,
+    OF_COLUMNS,
+    PUBLISHED,
+    learned_slope,
+    op_of_columns,
+    random_function,
+)
 from checks.functions import op_of as op_of_function
 from test_pointwise import FUNCTIONS
 
@@ -110,6 +118,24 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
     fused.check_backward("cuda", case)
 
 
+@pytest.mark.parametrize("name", ACTS_OF_MATRICES)
+@pytest.mark.parametrize("halves", ["concat", interleaved(8)], ids=str)
+def test_matrices(name, halves):
+    build, function = ACTS_OF_MATRICES[name]
+    case = fused.case_of(build(halves), function)
+    for variant in (-1, *_C.ACTIVATION_VARIANTS):
+        fused.check_forward("cuda", replace(case, variant=variant))
+        fused.check_forward("cuda", replace(case, variant=variant, columns=320, scales=None, matrices=torch.float32))
+    fused.check_forward("cuda", replace(case, dtype=torch.float16, transposed=True, bias=torch.float32))
+    fused.check_forward("cuda", replace(case, sizes=(0, 0, 0)))
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_matrices_beside_narrow_blocks_of_gate_and_up(block):
+    build, function = ACTS_OF_MATRICES["residual"]
+    fused.check_forward("cuda", fused.case_of(build(interleaved(block)), function, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("sizes", [(5000, 0, 3), tuple(range(200))], ids=["long", "many"])
 def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time(sizes):
     build, function = ACTS_OF_COLUMNS["biases"]
@@ -127,6 +153,15 @@ def test_numbers_of_columns(name, vectors):
     fused.check_backward("cuda", replace(case, columns=320, transposed=True, scales=None))
     fused.check_backward("cuda", case, want_vectors=False)
     fused.check_backward("cuda", replace(case, sizes=(0, 0, 0)))
+
+
+def test_kernels_without_scales_are_those_of_calls_without(monkeypatch):
+    monkeypatch.setattr(epilogue, "knows_scales", True)
+    case = fused.case_of(op_of_columns("slope"), learned_slope)
+    for scales in (None, torch.float32):
+        for variant in _C.ACTIVATION_VARIANTS:
+            fused.check_forward("cuda", replace(case, scales=scales, variant=variant))
+        fused.check_backward("cuda", replace(case, scales=scales))
 
 
 @pytest.mark.parametrize("block", [1, 2, 8, 32])

@@ -3,6 +3,7 @@
 import logging
 import multiprocessing
 import os
+import signal
 
 import pytest
 
@@ -191,3 +192,22 @@ def test_one_of_many_processes_compiles(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0] * 6
     assert log.read_text() == "compiled\n"
+
+
+def _is_killed_as_it_writes(folder):
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    KernelCache(folder).find(KEY, lambda: b"code" * 1000)
+
+
+def test_a_writer_that_is_killed_holds_nobody_up(cache):
+    process = multiprocessing.get_context("fork").Process(target=_is_killed_as_it_writes, args=(cache.folder,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not cache.sizes()
+    assert [path.suffix for path in cache.folder.iterdir() if not path.name.startswith(".new-")] == [".lock"]
+    log = []
+    assert cache.find(KEY, compiler(log)) == cache.find(KEY, compiler(log)) == b"\x7fELF code"
+    assert len(log) == 1
+    assert cache.clear() == 1
+    assert [path.suffix for path in cache.folder.iterdir()] == [".lock"]

@@ -19,6 +19,7 @@ struct ColumnFloats {
 template <class Operands, bool kNarrow, int kInput = 0>
 struct ColumnNumbers {
   DEVICE void fetch(const ActivationParams&, int, int) {}
+  DEVICE void stay_as_stored() {}
   template <int kCount>
   DEVICE void convert_to(ColumnFloats<kCount>&) const {}
 };
@@ -41,6 +42,14 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
     }
     others.fetch(p, group, column);
   }
+  // Numbers of 16 bits take twice the registers once they are converted, which the compiler now cannot do earlier.
+  DEVICE void stay_as_stored() {
+    if constexpr (sizeof(Number) == 2) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&numbers)[i]));
+    }
+    others.stay_as_stored();
+  }
   template <int kCount>
   DEVICE void convert_to(ColumnFloats<kCount>& floats) const {
     convert(floats.of[kInput], numbers);
@@ -48,15 +57,19 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
   }
 };
 
-// All numbers that a function reads in a column of the eight: the scale of the row, and those of the column.
-template <int kCount>
+// All numbers that a function reads in a column of the eight: the scale of the row, those of the column, and those of
+// the element.
+template <int kCount, int kMatrices = 0>
 struct FunctionNumbers {
-  float values[1 + kCount];
+  float values[1 + kCount + kMatrices];
 
-  DEVICE FunctionNumbers(float scale, const ColumnFloats<kCount>& columns, int i) {
+  DEVICE FunctionNumbers(float scale, const ColumnFloats<kCount>& columns, const ColumnFloats<kMatrices>& elements,
+                         int i) {
     values[0] = scale;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) values[1 + j] = columns.of[j][i];
+#pragma unroll
+    for (int j = 0; j < kMatrices; ++j) values[1 + kCount + j] = elements.of[j][i];
   }
 };
 

@@ -14,14 +14,15 @@ namespace fusible {
 //
 // A warp has a subtile of a consumer. A step is four rows of it, an 8-wide vector of each lane; or eight rows, two
 // vectors, which hide each other's latencies, where there are registers for them. Every lane stages its vectors of
-// preact in shared memory, a step ahead of their use.
+// preact in shared memory, two vectors ahead of their use.
 template <class Functions = BuiltInFunctions>
 struct ActivationBackwardEpilogue {
   using Params = ActivationParams;
   // Numbers of columns and their sums need registers, which the consumers can spare.
   static constexpr int kStoreWarps = 3, kRegisters = Functions::kColumns > 0 ? 120 : 104;
+  static constexpr int kStagedVectors = 2;
   struct Staged {
-    uint4 gate[2][32], up[2][32];
+    uint4 gate[kStagedVectors][32], up[kStagedVectors][32];
   };
   struct Scratch {
     Staged staged[kConsumers * kStoreWarps];
@@ -59,7 +60,8 @@ struct ActivationBackwardEpilogue {
   DEVICE static void differentiate_subtile(F function, const Params& p, int group, const SmemOutRows& rows, int subtile,
                                            int64_t block, const RowScales& scales, const uint8_t* grads, Staged& staged,
                                            int lane, Wait wait) {
-    constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether;
+    constexpr int kTogether = kWholeVectors ? 2 : 1, kStepRows = 4 * kTogether,
+                  kStepsAhead = kStagedVectors / kTogether;
     const bool gated = kWholeVectors || Functions::gated(p), narrow = !kWholeVectors && gated && Functions::narrow(p);
     const int width = gated ? 2 * p.columns : p.columns, row_of_lane = lane / 8, column = subtile * 64 + lane % 8 * 8;
     const int distance = gated ? up_distance(p.block) : 0,
@@ -71,41 +73,48 @@ struct ActivationBackwardEpilogue {
     T* dpreact = static_cast<T*>(p.dpreact) + static_cast<size_t>(first_token) * width + gate_at;
     T* postact = static_cast<T*>(p.postact) + static_cast<size_t>(first_token) * p.columns + column;
     const auto valid = [&](int row, int i) INLINE { return exists && row + i * 4 + row_of_lane < rows.rows; };
+    const auto staged_vector = [](int row, int i)
+                                   INLINE { return kTogether == kStagedVectors ? i : row / 4 % kStagedVectors; };
     const auto load = [&](int row) INLINE {
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, preact += quad) {
+        const int to = staged_vector(row, i);
         if (valid(row, i)) {
-          ptx::copy_async(&staged.gate[i][lane], preact);
-          if (gated) ptx::copy_async(&staged.up[i][lane], preact + distance);
+          ptx::copy_async(&staged.gate[to][lane], preact);
+          if (gated) ptx::copy_async(&staged.up[to][lane], preact + distance);
         }
       }
       ptx::copy_async_commit();
     };
-    load(0);
+#pragma unroll
+    for (int step = 0; step < kStepsAhead; ++step) load(step * kStepRows);
     float4 sums{};
     [[maybe_unused]] ColumnNumbers<typename Functions::Columns, Functions::kNarrow> numbers;
     if constexpr (Functions::kColumns > 0) numbers.fetch(p, group, column);
     wait();
-    Floats floats;
-    numbers.convert_to(floats);
     Sums dvectors{};
 #pragma unroll 1
     for (int row = 0; row < rows.rows; row += kStepRows) {
       const int of_eight = kTogether == 2 ? 0 : row % 8;  // rows before, of the eight of a swizzle
       uint4 grad[kTogether], gate[kTogether], up[kTogether];
       float share[kTogether];
-      ptx::copy_async_wait<0>();
+      ptx::copy_async_wait<kStepsAhead - 1>();
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
+        const int from = staged_vector(row, i);
         grad[i] = *reinterpret_cast<const uint4*>(grads + (row - of_eight) * 128 +
                                                   in_subtile(of_eight + i * 4 + row_of_lane, lane % 8));
-        gate[i] = staged.gate[i][lane], up[i] = gated ? staged.up[i][lane] : ones<T>();
+        gate[i] = staged.gate[from][lane], up[i] = gated ? staged.up[from][lane] : ones<T>();
         if (narrow) separate(gate[i], up[i], p.block);
       }
-      load(row + kStepRows);
+      load(row + kStagedVectors * 4);
+      Floats floats;
+      numbers.stay_as_stored();
+      numbers.convert_to(floats);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i], scales.of(row + i * 4, lane), floats,
+        share[i] = differentiate_vector<T>(function, gate[i], up[i], grad[i],
+                                           Functions::kScales ? scales.of(row + i * 4, lane) : 1.f, floats,
                                            Functions::kSums > 0 && valid(row, i), dvectors);
 #pragma unroll
       for (int i = 0; i < kTogether; ++i, dpreact += quad, postact += postact_quad) {
@@ -122,7 +131,7 @@ struct ActivationBackwardEpilogue {
                                             up[kLast], lane);
         sums.x += more.x, sums.y += more.y, sums.z += more.z, sums.w += more.w;
       }
-      if (p.dscale_partials) {
+      if (Functions::kScales && p.dscale_partials) {
         float* to = p.dscale_partials + static_cast<size_t>(subtile) * p.shape.tokens + rows.token;
         store_dscale_partials(exists ? share[0] : 0.f, exists ? share[kTogether - 1] : 0.f, to, row,
                               kTogether == 2 ? rows.rows : min(rows.rows, row + 4), lane);
@@ -172,11 +181,12 @@ struct ActivationBackwardEpilogue {
     unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const FunctionNumbers numbers(scale, floats, i);
+      const FunctionNumbers numbers(scale, floats, ColumnFloats<0>(), i);
       const Gradients<1 + Functions::kColumns> d = function.backward(gate[i], up[i], numbers.values, grad[i]);
       share += d.dr[0];
 #pragma unroll
-      for (int j = 0; j < Functions::kSums; ++j) dvectors.of[j][i] += exists ? d.dr[1 + j] : 0.f;
+      for (int j = 0; j < Functions::kSums; ++j)
+        if (exists) dvectors.of[j][i] += d.dr[1 + j];
       gate[i] = d.dx, up[i] = d.du, grad[i] = d.y;
     }
     gates = pack<T>(gate), ups = pack<T>(up), grads = pack<T>(grad);

@@ -8,6 +8,8 @@
 //   kColumns, Columns how many numbers of a column they read, and their types (ColumnOperand)
 //   kNarrow           narrow(p), where they read such
 //   kSums             of how many of these the backward sums the gradients
+//   kMatrices, Matrices how many numbers of the element they read, and their types (MatrixOperand)
+//   kScales           whether there may be a scale; without one it is 1, which the compiler then knows
 //
 // Besides what device/pointwise.cuh asks for, a function has kVectors: how many vectors a lane differentiates at a time
 // where gate and up have vectors of their own. Two hide each other's latencies, where there are registers for them.
@@ -19,9 +21,10 @@
 namespace fusible {
 
 struct BuiltInFunctions {
-  static constexpr int kColumns = 0, kSums = 0;
-  static constexpr bool kNarrow = false;
+  static constexpr int kColumns = 0, kSums = 0, kMatrices = 0;
+  static constexpr bool kNarrow = false, kScales = true;
   using Columns = Types<>;
+  using Matrices = Types<>;
 
   template <class Body>
   DEVICE static void choose(const ActivationParams& p, Body body) {
@@ -32,12 +35,14 @@ struct BuiltInFunctions {
 };
 
 // One function that was generated, for a kernel of its own.
-template <class F, bool kNarrow_, class Columns_ = Types<>, bool kSumsColumns = false>
+template <class F, bool kNarrow_, bool kScales_, class Columns_ = Types<>, bool kSumsColumns = false,
+          class Matrices_ = Types<>>
 struct OneFunction {
   static_assert(F::kRows == 1 && F::kConstants == 0, "the scale; constants are numbers of its code");
-  static constexpr int kColumns = F::kColumns, kSums = kSumsColumns ? kColumns : 0;
-  static constexpr bool kNarrow = kNarrow_;
+  static constexpr int kColumns = F::kColumns, kSums = kSumsColumns ? kColumns : 0, kMatrices = F::kMatrices;
+  static constexpr bool kNarrow = kNarrow_, kScales = kScales_;
   using Columns = Columns_;
+  using Matrices = Matrices_;
 
   template <class Body>
   DEVICE static void choose(const ActivationParams&, Body body) {

@@ -79,31 +79,28 @@ int64_t columns_of_preact(const LinearActivationBackward& call) {
   return call.activation.gated ? 2 * call.gemm.problem.n : call.gemm.problem.n;
 }
 
-void sum_partials(const LinearActivationBackward& call, const float* partials, int64_t columns, void* out, DType type,
-                  int64_t block, cudaStream_t stream) {
-  const GemmProblem& p = call.gemm.problem;
-  sum_dbias_partials({.dbias_partials = partials,
-                      .sizes = call.gemm.sizes,
-                      .tokens = static_cast<int>(p.tokens),
-                      .columns = static_cast<int>(columns),
-                      .out = out,
-                      .type = type,
-                      .block = static_cast<int>(block)},
-                     stream);
-}
-
 // The gradients of the bias and of column operands, if they are wanted, from the sums of blocks.
-void sum_by_group(const LinearActivationBackward& call, const ActivationParams& params, cudaStream_t stream) {
+void sum_columns(const LinearActivationBackward& call, const ActivationParams& params, cudaStream_t stream) {
   const GemmProblem& p = call.gemm.problem;
+  ColumnSumsOfBlocks sums{.sizes = call.gemm.sizes, .tokens = static_cast<int>(p.tokens)};
   if (call.dbias)
-    sum_partials(call, params.dbias_partials, columns_of_preact(call), call.dbias, call.dbias_type, 0, stream);
+    sums.outputs[sums.count++] = {.partials = params.dbias_partials,
+                                  .columns = static_cast<int>(columns_of_preact(call)),
+                                  .out = call.dbias,
+                                  .type = call.dbias_type};
   const int64_t blocks = p.tokens / 64 + p.groups;
   for (int64_t i = 0; i < std::ssize(call.dvectors); ++i) {
     const DVector& to = call.dvectors[i];
     if (to.data)
-      sum_partials(call, params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr, p.n, to.data,
-                   to.type, to.of_both ? call.activation.block : 0, stream);
+      sums.outputs[sums.count++] = {
+          .partials = params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr,
+          .columns = static_cast<int>(p.n),
+          .of_all_rows = to.of_all_rows,
+          .out = to.data,
+          .type = to.type,
+          .block = to.of_both ? static_cast<int>(call.activation.block) : 0};
   }
+  sum_column_partials(sums, stream);
 }
 
 // Only kernels of users' functions read column operands.
@@ -210,7 +207,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   check_activation(p, call.activation, p.n);
   check_vectors(p, call.activation, call.vectors);
   const DeviceGuard guard(device);
-  if (p.tokens == 0) return sum_by_group(call, {}, stream);
+  if (p.tokens == 0) return sum_columns(call, {}, stream);
   const GemmConfig config = choose_backward_config(p, device_properties(device).multiprocessors, gemm.variant);
   WithSecondPair<ActivationParams> params{activation_params(gemm, config, call.activation, call.scales, p.n, stream),
                                           second_pair(gemm, config)};
@@ -233,7 +230,7 @@ void linear_activation_backward(const LinearActivationBackward& call, int device
   if (call.dscales)
     sum_dscale_partials(params.dscale_partials, static_cast<int>(blocks_of(p.n, 64)), p.tokens, gemm.sizes,
                         call.dscales, call.scales.type, stream);
-  sum_by_group(call, params, stream);
+  sum_columns(call, params, stream);
 }
 
 }  // namespace fusible

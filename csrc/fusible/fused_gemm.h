@@ -21,11 +21,11 @@ struct LinearActivation {
   ColumnVectors vectors;
 };
 
-// Where the gradients of an input with numbers of columns go, summed over the rows of each group.
+// Where the gradients of an input with numbers of columns go, summed over the rows of each group, or over all.
 struct DVector {
-  void* data;  // [groups, columns], or where gate and up alternate those of one of them
+  void* data;  // [groups or 1, columns], or where gate and up alternate those of one of them
   DType type;
-  bool of_both;
+  bool of_both, of_all_rows;
 };
 
 // With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of

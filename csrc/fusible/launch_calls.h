@@ -265,7 +265,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
   Addresses vectors, dvectors;
-  Numbers dvector_types, dvectors_of_both;  // one for each of the dvectors
+  Numbers dvector_types, dvectors_of_both, dvectors_of_all_rows;  // one for each of the dvectors
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -276,7 +276,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
     v.field("vectors", vectors), v.field("dvectors", dvectors), v.field("dvector_types", dvector_types);
-    v.field("dvectors_of_both", dvectors_of_both);
+    v.field("dvectors_of_both", dvectors_of_both), v.field("dvectors_of_all_rows", dvectors_of_all_rows);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -285,12 +285,12 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    FUSIBLE_CHECK(dvector_types.size() == dvectors.size() && dvectors_of_both.size() == dvectors.size(),
-                  "each of the dvectors has a type and a layout");
+    for (const Numbers* each : {&dvector_types, &dvectors_of_both, &dvectors_of_all_rows})
+      FUSIBLE_CHECK(each->size() == dvectors.size(), "each of the dvectors has a type, a layout and its rows");
     std::vector<DVector> to;
     for (size_t i = 0; i < dvectors.size(); ++i)
-      to.push_back(
-          {reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]), dvectors_of_both[i] != 0});
+      to.push_back({reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]),
+                    dvectors_of_both[i] != 0, dvectors_of_all_rows[i] != 0});
     linear_activation_backward(
         {gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, column_vectors(vectors), to},
         device, stream);

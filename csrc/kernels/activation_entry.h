@@ -22,15 +22,21 @@ KernelEntry pair_activation_backward_entry(int variant);
 void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens, const SplitSizes& sizes, void* out,
                          DType type, cudaStream_t stream);
 
-// Sums over the rows of each group, from those of its blocks of 64 rows, in a fixed order.
-struct DbiasPartials {
-  const float* dbias_partials;  // of `ActivationParams`
-  SplitSizes sizes;
-  int tokens, columns;
-  void* out;  // [groups, columns], or among twice as many: blocks of gate and of up alternate
+// The sums over the rows of each group, or over all, of what blocks of 64 rows have summed by column.
+struct ColumnPartials {
+  const float* partials;  // [blocks, columns]
+  int columns;
+  bool of_all_rows;
+  void* out;  // [groups or 1, columns], or among twice as many: blocks of gate and of up alternate
   DType type;
-  int block = 0;  // their width; 0: there are none
+  int block;  // their width; 0: there are none
 };
-void sum_dbias_partials(const DbiasPartials& call, cudaStream_t stream);
+// Several of them, in a fixed order, by one launch.
+struct ColumnSumsOfBlocks {
+  SplitSizes sizes;
+  int tokens, count;
+  ColumnPartials outputs[1 + kColumnInputs];
+};
+void sum_column_partials(const ColumnSumsOfBlocks& call, cudaStream_t stream);
 
 }  // namespace fusible

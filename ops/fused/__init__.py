@@ -3,9 +3,19 @@
 from .ep_grouped_mlp import EPGroupedMLP
 from .glu_scale import GLUScale
 from .grouped_linear_glu import GroupedLinearGLU
+from .grouped_linear_residual import GroupedLinearResidual
 from .grouped_mlp import GroupedMLP
 from .pointwise_chain import PointwiseChain
 from .routed_lora import RoutedLoRA
 from .routed_mlp import RoutedMLP
 
-__all__ = ["EPGroupedMLP", "GLUScale", "GroupedLinearGLU", "GroupedMLP", "PointwiseChain", "RoutedLoRA", "RoutedMLP"]
+__all__ = [
+    "EPGroupedMLP",
+    "GLUScale",
+    "GroupedLinearGLU",
+    "GroupedLinearResidual",
+    "GroupedMLP",
+    "PointwiseChain",
+    "RoutedLoRA",
+    "RoutedMLP",
+]

@@ -20,14 +20,17 @@ from ..quantized_linear import in_force
 from .pointwise_chain import LINKS, PointwiseChain, has_function, number_of_gates
 
 ACTIVATION = (Activated, Pointwise)
-_PREFIX, _SIZES = "act.", "split_sizes"
+PREFIX = "act."
+"""Of the names of what the activation of a match has."""
+_SIZES = "split_sizes"
 
 
-def _is_chain(ops: Sequence[Op]) -> bool:
+def is_chain(ops: Sequence[Op]) -> bool:
+    """Whether a chain is one of an activation."""
     return has_function(ops) and number_of_gates(ops) < 2
 
 
-ACTIVATION_OR_CHAIN = one_or_run(ACTIVATION, Run(LINKS, PointwiseChain, _is_chain))
+ACTIVATION_OR_CHAIN = one_or_run(ACTIVATION, Run(LINKS, PointwiseChain, is_chain))
 
 
 def with_activation(pattern: Pattern) -> Pattern:
@@ -47,14 +50,14 @@ def with_activation_of_columns(pattern: Pattern) -> Pattern:
     """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of columns."""
     return _with_rows(
         pattern.where("act has operations that kernels do not know", _is_supported)
-        .where("act and fc1 read different split_sizes", _shares_groups)
+        .where("act and fc1 read different split_sizes", shares_groups)
         .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
     )
 
 
 def _with_rows(pattern: Pattern) -> Pattern:
     return (
-        pattern.where("act adds a matrix, for which the warps of an epilogue would wait", _adds_no_matrix)
+        pattern.where("act adds a matrix, which the epilogue of a backward does not read", _adds_no_matrix)
         .where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
@@ -85,7 +88,7 @@ def reads_numbers(act: Activated | Pointwise | PointwiseChain) -> bool:
 
 def wants_vectors(needs_grad: frozenset[str]) -> bool:
     """Whether a gradient of the activation's numbers of columns is wanted, by the names of a fused op."""
-    return any(name.startswith(_PREFIX) for name in needs_grad)
+    return any(name.startswith(PREFIX) for name in needs_grad)
 
 
 def vector_grads(
@@ -94,9 +97,9 @@ def vector_grads(
     """The wanted gradients of the activation's numbers of columns, by the names of a fused op."""
     if dvectors is None or isinstance(act, Activated):
         return {}
-    wanted = [name.removeprefix(_PREFIX) for name in needs_grad if name.startswith(_PREFIX)]
+    wanted = [name.removeprefix(PREFIX) for name in needs_grad if name.startswith(PREFIX)]
     grads = link_rows.column_grads(_link_of(act), dvectors, dict(act.inputs()), wanted)
-    return {f"{_PREFIX}{name}": gradient for name, gradient in grads.items()}
+    return {f"{PREFIX}{name}": gradient for name, gradient in grads.items()}
 
 
 def keyword_of(role: str, keyword: str) -> str | None:
@@ -130,7 +133,8 @@ def _reading_columns(match: Match) -> dict[str, Link]:
     return {name: link for name, part in parts.items() if (link := _link_of(part)).columns}
 
 
-def _shares_groups(match: Match) -> bool:
+def shares_groups(match: Match) -> bool:
+    """Whether the numbers of columns are those of the groups of fc1."""
     of_groups = [name for name, link in _reading_columns(match).items() if link.groups is not None]
     return {match.source(name, _SIZES) for name in of_groups} <= {match.source("fc1", _SIZES)}
 

@@ -51,6 +51,7 @@ def forward(
     x_is_inner: bool,
     copied: bool = False,
     vectors: tuple[Tensor, ...] | None = None,
+    matrices: tuple[Tensor | None, ...] | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 
@@ -81,6 +82,7 @@ def forward(
         keep_preact=keep_preact,
         tail_unspecified=tail_unspecified,
         vectors=vectors,
+        matrices=matrices,
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))

@@ -39,8 +39,8 @@ from .problem import (
     Activate,
     ActivateBackward,
     ActivationGrads,
+    FunctionOperands,
     GroupedGemm,
-    GroupVectors,
     Layout,
     Matrices,
     OperandPair,
@@ -161,7 +161,7 @@ def ragged_gemm(
 
 @kernel(
     outputs.new_preact_and_postact,
-    added=("vectors",),
+    added=("vectors", "matrices"),
     schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"},
 )
 def grouped_linear_activation(
@@ -176,6 +176,7 @@ def grouped_linear_activation(
     keep_preact: bool,
     tail_unspecified: bool = False,
     vectors: Operands = None,
+    matrices: Operands = None,
     second: OperandPair | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
@@ -184,12 +185,12 @@ def grouped_linear_activation(
     product of ``second`` is added to ``x W^T``.
 
     Args:
-        vectors: the numbers of columns that the activation reads: see :class:`Activate`.
+        vectors, matrices: the numbers of columns and of elements that the activation reads: see :class:`Activate`.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight, second = _fold_transpose(Layout.NT, weight, second)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue, problem.second = Activate(activation, scales, preact, vectors), second
+    problem.epilogue, problem.second = Activate(activation, scales, preact, vectors, matrices), second
     choice = _run(problem)
     if choice is not None and not tail_unspecified:
         for tokens in (preact, postact):
@@ -408,8 +409,8 @@ def _stored(a: Tensor, b: Tensor) -> OperandPair:
     return OperandPair(a, b if b.stride(-1) == 1 else b.contiguous())
 
 
-def _of_groups(vectors: Operands, split_sizes: Tensor | None) -> GroupVectors | None:
-    return None if vectors is None or split_sizes is None else GroupVectors(vectors, split_sizes)
+def _of_groups(vectors: Operands, split_sizes: Tensor | None) -> FunctionOperands | None:
+    return None if vectors is None or split_sizes is None else FunctionOperands(vectors, split_sizes)
 
 
 def _activation_runs(
@@ -417,7 +418,7 @@ def _activation_runs(
     preact: Tensor,
     scales: Tensor | None,
     *rows: Tensor | None,
-    of_groups: GroupVectors | None = None,
+    of_groups: FunctionOperands | None = None,
 ) -> bool:
     """Whether to run an activation; a trace is told instead."""
     if trace.active():

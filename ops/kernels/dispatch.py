@@ -30,7 +30,7 @@ from .hopper import scaled_gemm as hopper_scaled
 from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
 from .jit import pointwise as jit_pointwise
 from .low_rank import LowRankPass
-from .problem import GroupedGemm, GroupVectors, PointwiseRows
+from .problem import FunctionOperands, GroupedGemm, PointwiseRows
 from .pytorch import activation as pytorch_activation
 from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
@@ -175,7 +175,7 @@ def activation_kernels(
     preact: Tensor,
     scales: Tensor | None,
     *rows: Tensor | None,
-    of_groups: GroupVectors | None = None,
+    of_groups: FunctionOperands | None = None,
 ) -> ActivationKernels:
     """For an activation of ``preact``, with ``rows`` that are read or written beside it."""
     return activation_choice(spec, preact, scales, *rows, of_groups=of_groups)[0]
@@ -186,12 +186,12 @@ def activation_choice(
     preact: Tensor,
     scales: Tensor | None,
     *rows: Tensor | None,
-    of_groups: GroupVectors | None = None,
+    of_groups: FunctionOperands | None = None,
 ) -> tuple[ActivationKernels, str]:
     """:func:`activation_kernels`, and why not our own."""
     if spec.program is not None:
-        vectors = None if of_groups is None else of_groups.vectors
-        read = PointwiseRows(preact, spec.block, None if scales is None else (scales,), vectors=vectors)
+        read = PointwiseRows(preact, spec.block, None if scales is None else (scales,))
+        read = read if of_groups is None else read._replace(**of_groups._asdict())
         kernels, why = pointwise_choice(spec.program, preact, read)
         return FunctionKernels(kernels, spec.program, of_groups), why
     refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)

@@ -10,19 +10,19 @@ from torch import Tensor
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from .interface import PointwiseKernels
-from .problem import ActivationGrads, GroupVectors, PointwiseGrads, PointwiseRows
+from .problem import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
 
 
 class FunctionKernels(NamedTuple):
     """Computes an activation by its program, whose ``r0`` is the scale of the row.
 
     Attributes:
-        of_groups: the numbers of columns that the program reads; None: it reads none.
+        of_groups: the numbers of columns and elements that the program reads; None: it reads none.
     """
 
     kernels: PointwiseKernels
     program: Program
-    of_groups: GroupVectors | None = None
+    of_groups: FunctionOperands | None = None
 
     @property
     def NAME(self) -> str:

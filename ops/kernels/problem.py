@@ -57,6 +57,7 @@ class Activate:
     Attributes:
         preact: [T, C], where the product itself goes; None: nowhere.
         vectors: [E, F] each, [1, F] of all rows, 2 F of gate and up: the numbers of columns that the activation reads.
+        matrices: [T, F] each, 2 F of gate and up: the numbers of elements that it reads.
         kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
@@ -64,6 +65,7 @@ class Activate:
     scales: Tensor | None
     preact: Tensor | None
     vectors: Operands = None
+    matrices: Operands = None
     kernels: tuple[int, ...] | None = None
 
 
@@ -173,10 +175,15 @@ class GroupedGemm:
         )
 
     @property
-    def of_groups(self) -> GroupVectors | None:
-        """What the epilogue reads of the columns of each group."""
-        vectors = None if self.epilogue is None else self.epilogue.vectors
-        return None if vectors is None else GroupVectors(vectors, self.split_sizes)
+    def of_groups(self) -> FunctionOperands | None:
+        """What the epilogue's function reads beside the product and the scales."""
+        epilogue = self.epilogue
+        if epilogue is None:
+            return None
+        matrices = epilogue.matrices if isinstance(epilogue, Activate) else None
+        if epilogue.vectors is None and matrices is None:
+            return None
+        return FunctionOperands(epilogue.vectors, self.split_sizes, matrices)
 
     @property
     def is_product_alone(self) -> bool:
@@ -203,7 +210,7 @@ class GroupedGemm:
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
         epilogue = self.epilogue
         if isinstance(epilogue, Activate):
-            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors)
+            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors, epilogue.matrices)
         if isinstance(epilogue, ActivateBackward):
             return moved + nbytes(epilogue.preact, epilogue.vectors, *epilogue.grads[1:])
         return moved
@@ -250,11 +257,18 @@ def nbytes(*tensors: Matrices | Operands) -> int:
     return sum(m.numel() * m.element_size() for m in present if m is not None)
 
 
-class GroupVectors(NamedTuple):
-    """The numbers of columns, [groups, F] or [1, F] each, and how many rows each group has [groups]."""
+class FunctionOperands(NamedTuple):
+    """What a user's function reads beside the product and the scales.
+
+    Attributes:
+        vectors: the numbers of columns, [groups, F] or [1, F] each.
+        split_sizes: [groups], how many rows each group has.
+        matrices: the numbers of elements, [T, F] each.
+    """
 
     vectors: Operands
     split_sizes: Tensor
+    matrices: Operands = None
 
 
 class PointwiseRows(NamedTuple):

@@ -13,7 +13,7 @@ from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .interface import RowKernels
-from .problem import ActivateBackward, GroupedGemm, GroupVectors, Matrices, Operands, PointwiseRows, first, nbytes
+from .problem import ActivateBackward, FunctionOperands, GroupedGemm, Matrices, Operands, PointwiseRows, first, nbytes
 from .pytorch import pointwise as pytorch_pointwise
 
 
@@ -54,7 +54,7 @@ def activation(
     preact: Tensor,
     scales: Tensor | None,
     *rows: Tensor | None,
-    of_groups: GroupVectors | None = None,
+    of_groups: FunctionOperands | None = None,
 ) -> None:
     """An activation, or its backward, with ``rows`` that are read or written beside ``preact``."""
     kernels, reason = activation_choice(spec, preact, scales, *rows[:1], of_groups=of_groups)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_pointwise import BINARY, UNARY, function_of
 from torch import Tensor
 
-from fusible import Activation, Bias, Op, Pointwise, SwiGLU
+from fusible import Activation, AddExtraInput, Bias, Op, Pointwise, Scale, SwiGLU
 from fusible.ops.activation_spec import Interleaved
 from fusible.ops.fused.pointwise_chain import PointwiseChain
 
@@ -124,6 +124,27 @@ ACTS_OF_COLUMNS: dict[str, tuple[Callable[[str | Interleaved], Act], Function]] 
     "bias": (lambda halves: chain(Bias(1), Activation("gelu")), lambda x, a: F.gelu(x + a)),
 }
 """Chains of which numbers of columns are of all rows, of groups, or of gate and up, and what they compute."""
+
+
+ACTS_OF_MATRICES: dict[str, tuple[Callable[[str | Interleaved], Act], Function]] = {
+    "residual": (
+        lambda halves: chain(SwiGLU(layout=halves), AddExtraInput()),
+        lambda gate, up, m: F.silu(gate) * up + m,
+    ),
+    "residual behind a scale": (
+        lambda halves: chain(SwiGLU(layout=halves), Scale(), AddExtraInput(), Pointwise(torch.tanh)),
+        lambda gate, up, s, m: torch.tanh(F.silu(gate) * up * s + m),
+    ),
+    "added to gate and up": (
+        lambda halves: chain(AddExtraInput(), SwiGLU(layout=halves), Bias(1)),
+        lambda gate, up, a, m, n: F.silu(gate + m) * (up + n) + a,
+    ),
+    "two beside columns": (
+        lambda halves: chain(AddExtraInput("m"), op_of_columns("swish"), AddExtraInput("n")),
+        lambda x, slope, m, n: (x + m) * torch.sigmoid((x + m) * slope) + n,
+    ),
+}
+"""Chains that read matrices, and what they compute."""
 
 
 def op_of(function: Function, count: int, halves: str | Interleaved = "concat") -> Pointwise:

@@ -67,6 +67,7 @@ class Case:
     variant: int = -1
     function: Callable[..., Tensor] | None = None  # of gate, up, the scale and columns, where the spec is a user's
     vectors: torch.dtype = torch.float32  # of what the function reads of columns; every second one is of ``dtype``
+    matrices: torch.dtype | None = None  # of what it reads of elements; None: ``dtype``
 
     @property
     def width(self) -> int:
@@ -81,23 +82,31 @@ class Case:
             for i, (name, inputs) in enumerate(operands.items())
         ]
 
+    @property
+    def widths_of_matrices(self) -> list[int]:
+        """How many numbers of a row the function reads of each matrix."""
+        operands = {} if self.spec.program is None else self.spec.program.matrix_operands
+        return [len(inputs) * self.columns for inputs in operands.values()]
+
 
 def case_of(op: Pointwise | PointwiseChain, function: Callable[..., Tensor], **asked: Any) -> Case:
     """A case whose activation is a user's function, times the scale unless the function reads it."""
-    assert op.spec is not None
-    count = op.spec.gated + 1
+    assert op.link is not None
+    spec = op.link.forward_spec
+    assert spec is not None
+    count = spec.gated + 1
 
     def scaled(*inputs: Tensor) -> Tensor:
         return function(*inputs[:count], *inputs[count + 1 :]) * inputs[count]
 
-    return Case(op.spec, function=function if reads_a_row(op) else scaled, **asked)
+    return Case(spec, function=function if reads_a_row(op) else scaled, **asked)
 
 
 class ByAutograd(NamedTuple):
     """The function itself, and its gradients by autograd.
 
     Attributes:
-        columns: [rows, F] each, 2 F of gate and up: what each row reads of columns.
+        columns: [rows, F] each, 2 F of gate and up: what each row reads of columns and of elements.
     """
 
     function: Callable[..., Tensor]
@@ -157,6 +166,8 @@ class Tensors:
         for vector in self.vectors or ():
             if vector.shape[0] > 1:
                 vector[self.sizes == 0] = math.nan
+        matrices = [self.rows(columns).to(case.matrices or case.dtype) for columns in case.widths_of_matrices]
+        self.matrices = matrices or None
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device).to(self.case.dtype)
@@ -172,7 +183,8 @@ class Tensors:
         """What gives the truth in float64, of the valid rows."""
         if self.case.function is None:
             return pointwise
-        return ByAutograd(self.case.function, [self.of_rows(vector) for vector in self.vectors or ()])
+        elements = [matrix[: self.valid].double() for matrix in self.matrices or ()]
+        return ByAutograd(self.case.function, [self.of_rows(vector) for vector in self.vectors or ()] + elements)
 
     def of_rows(self, vector: Tensor) -> Tensor:
         """What each valid row reads of it, in float64."""
@@ -232,7 +244,8 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     postact = poisoned(t, case.columns, dtype=case.dtype)
     layout, weights = as_stored(t, t.w1, Layout.NT)
     problem = GroupedGemm(layout, t.x, weights, t.sizes, postact, bias=t.bias, bias_scale=t.bias_scale)
-    problem.epilogue, problem.second = Activate(case.spec, t.scales, preact, t.vectors), second_pair(t, t.b1)
+    problem.epilogue = Activate(case.spec, t.scales, preact, t.vectors, t.matrices)
+    problem.second = second_pair(t, t.b1)
     assert hopper.refusal(problem) is None
     assert hopper.epilogue_refusal(problem) is None
     addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ...programs.columns import columns_of
+from ...programs.columns import columns_of, matrices_of
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
 from ..jit.operands import Input, inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
+from ..problem import Activate, ActivateBackward, Epilogue, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
-from .rows import ActivationFields, activation, column_sums, scale_arguments
+from .rows import ActivationFields, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
@@ -61,6 +61,7 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     rows = (postact,) if preact is None else (postact, preact)
     why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
     why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, postact.shape[-1])
+    why = why or _matrices_refusal(epilogue, postact.shape[-1])
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
@@ -103,7 +104,10 @@ def _form(problem: GroupedGemm, program: Program, block: int | None, columns: in
     types = tuple([vector.dtype for vector, inputs in of_operands if vector is not None for _ in inputs])
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
-    return functions.form_of(program, backward, *layout, *extras, types, sums)
+    scales = ending is not None and ending.scales is not None
+    matrices = _matrices_of(program, ending, columns)
+    of_elements = tuple([each.tensor.dtype for each in matrices if each.tensor is not None])
+    return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
@@ -129,6 +133,32 @@ def _vectors_refusal(spec: ActivationSpec, vectors: Operands, columns: int) -> s
         if not vector.is_contiguous() or addresses(vector)[0] % 16:
             return "needs numbers of columns that are dense and aligned to 16 bytes"
     return None
+
+
+def _matrices_refusal(epilogue: Activate, columns: int) -> str | None:
+    """They are read in pieces of 16 bytes, beside the numbers of columns."""
+    program, block = epilogue.spec.program, epilogue.spec.block
+    if program is None or epilogue.matrices is None:
+        return None
+    if len(program.columns + program.matrices) > MOST_OPERANDS:
+        count = len(program.columns + program.matrices)
+        return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
+    if block in _NARROW and any(len(inputs) == 2 for inputs in program.matrix_operands.values()):
+        return f"has no loads of matrices of gate and up for blocks of {block} columns"
+    for matrix in matrices_of(program, epilogue.matrices, columns):
+        if matrix is None or matrix.dtype not in TYPE_CODES:
+            return "needs matrices of 16 or 32 bits"
+        if not matrix.is_contiguous() or addresses(matrix)[0] % 16:
+            return "needs matrices that are dense and aligned to 16 bytes"
+    return None
+
+
+def _matrices_of(program: Program, epilogue: Epilogue, columns: int) -> tuple[Input, ...]:
+    """The inputs of a program that are numbers of elements."""
+    if not isinstance(epilogue, Activate) or epilogue.matrices is None:
+        return ()
+    operands = matrices_of(program, epilogue.matrices, columns)
+    return inputs_of(program.matrix_operands, operands, epilogue.spec.block or columns)
 
 
 def _vectors_of(program: Program, vectors: Operands, block: int | None, columns: int) -> tuple[Input, ...]:
@@ -194,7 +224,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     program = epilogue.spec.program
     dvectors = None
     if program is not None and grads.vectors is not None:
-        dvectors = _ColumnGradients.of(program, grads.vectors, p.groups, columns)
+        dvectors = _ColumnGradients.of(program, grads.vectors, columns)
     scales, scales_type = scale_arguments(epilogue.scales)
     size = library.backward_workspace_bytes(
         groups=p.groups,
@@ -227,8 +257,10 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
 
 def _vector_addresses(epilogue: Activate | ActivateBackward, columns: int) -> list[int]:
     spec = epilogue.spec
-    vectors = () if spec.program is None else _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
-    return [each.address for each in vectors]
+    if spec.program is None:
+        return []
+    vectors = _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
+    return [each.address for each in (*vectors, *_matrices_of(spec.program, epilogue, columns))]
 
 
 def second_depth(problem: GroupedGemm) -> int:
@@ -252,39 +284,31 @@ def second_fields(second: OperandPair | None) -> dict[str, int]:
 
 
 class _ColumnGradients(NamedTuple):
-    """Where the kernel puts the gradients of numbers of columns: ``out``, or sums by group to be summed over these."""
+    """Where the kernel puts the gradients of numbers of columns: ``out``, or what is dense and copied to it."""
 
     out: list[Tensor | None]
-    by_group: list[Tensor | None]
+    dense: list[Tensor | None]
 
     @classmethod
-    def of(cls, program: Program, out: Operands, groups: int, columns: int) -> _ColumnGradients:
-        gradients, by_group = columns_of(program, out, columns), list[Tensor | None]()
-        for name, gradient in zip(program.column_operands, gradients, strict=False):
-            if gradient is None or (name[0] == "b" and gradient.is_contiguous()):
-                by_group.append(gradient)
-            else:
-                by_group.append(gradient.new_empty((groups, gradient.shape[1]), dtype=torch.float32))
-        return cls(gradients, by_group)
+    def of(cls, program: Program, out: Operands, columns: int) -> _ColumnGradients:
+        gradients = columns_of(program, out, columns)
+        return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
 
     def fields(self, program: Program, block: int) -> dict[str, list[int]]:
         """As the extension wants them."""
-        inputs = inputs_of(program.column_operands, self.by_group, block)
+        inputs = inputs_of(program.column_operands, self.dense, block)
         return {
             "dvectors": [each.address for each in inputs],
             "dvector_types": [TYPE_CODES[each.tensor.dtype] if each.tensor is not None else 0 for each in inputs],
             "dvectors_of_both": [int(name[-1] in "gu") for name in program.columns],
+            "dvectors_of_all_rows": [int(name[0] == "a") for name in program.columns],
         }
 
     def finish(self) -> None:
-        """Sums those of all rows over the groups."""
-        for gradient, by_group in zip(self.out, self.by_group, strict=True):
-            if gradient is None or by_group is None or gradient is by_group:
-                continue
-            if gradient.shape[0] == 1 and gradient.is_contiguous():
-                column_sums(by_group, None, gradient, None)
-            else:
-                gradient.copy_(by_group)
+        """Copies what is not dense."""
+        for gradient, dense in zip(self.out, self.dense, strict=True):
+            if gradient is not None and dense is not None and dense is not gradient:
+                gradient.copy_(dense)
 
 
 def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:

@@ -39,16 +39,18 @@ def compile_ahead(
         compiled([form.source()], _ROWS_ARCHITECTURE)
     if spec is None or spec.program is None or dtype == torch.float32 or not is_built():
         return len(rows)
-    return len(rows) + sum(epilogue.compile_ahead(form) for form in _forms(spec.program, spec.block, dtype, columns))
+    scales = (True,) if program.rows else (False, True)
+    forms = {form for each in scales for form in _forms(spec.program, spec.block, dtype, columns, each)}
+    return len(rows) + sum(map(epilogue.compile_ahead, forms))
 
 
 def _forms(
-    program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...]
+    program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...], scales: bool
 ) -> list[EpilogueForm]:
     forms = [(False, bias, False) for bias in (False, True)]  # whether backward, with a bias, with sums of vectors
     forms += [(True, False, sums) for sums in ((False, True) if vectors else (False,))]
     layouts = (Layout.NT, Layout.NN)
     return [
-        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, vectors=vectors, sums_vectors=sums)
+        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, False, vectors, sums, scales)
         for (backward, bias, sums), layout in product(forms, layouts)
     ]

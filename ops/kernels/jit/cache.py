@@ -20,6 +20,7 @@ from pathlib import Path
 
 _MAGIC = b"fusible kernel 1\n"
 _DIGEST_BYTES = 32
+_UNFINISHED = ".new-"  # begins the names of files that are being written
 _log = logging.getLogger("fusible")
 
 
@@ -48,11 +49,13 @@ class KernelCache:
         return kept
 
     def clear(self) -> int:
-        """Removes every kernel; returns the number of them."""
+        """Removes every kernel, and what writers that were killed have left; returns the number of kernels."""
         removed = 0
         for path in self._kernels():
             path.unlink(missing_ok=True)
             removed += 1
+        for path in self.folder.glob(f"{_UNFINISHED}*") if self.refusal is None else ():
+            path.unlink(missing_ok=True)
         return removed
 
     def sizes(self) -> list[int]:
@@ -81,7 +84,7 @@ class KernelCache:
             return
         name = None
         try:
-            handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+            handle, name = tempfile.mkstemp(dir=self.folder, prefix=_UNFINISHED)
             with open(handle, "wb") as file:
                 file.write(_head(key, cubin) + cubin)
             os.replace(name, self.folder / f"{key}.cubin")

@@ -18,10 +18,12 @@ from ..problem import Layout
 from .compilation import ELEMENTS, compiled
 from .compiler import CompileError
 from .driver import LoadedKernel
-from .operands import column_types
+from .operands import column_types, matrix_types
 
 ARCHITECTURE = "sm_90a"
 _VECTOR = 8  # columns of a vector
+knows_scales = False
+"""Whether a call without scales has kernels of its own, in which they are 1: fewer instructions. Awaits measurement."""
 _log = logging.getLogger("fusible")
 
 
@@ -36,6 +38,8 @@ class EpilogueForm(NamedTuple):
         second: it has a second pair of operands.
         vectors: the types of the inputs that are numbers of columns.
         sums_vectors: their gradients are wanted.
+        scales: there may be a number of the row; without one it is 1.
+        matrices: the types of the inputs that are numbers of elements.
     """
 
     program: Program
@@ -48,6 +52,8 @@ class EpilogueForm(NamedTuple):
     second: bool = False
     vectors: tuple[torch.dtype, ...] = ()
     sums_vectors: bool = False
+    scales: bool = True
+    matrices: tuple[torch.dtype, ...] = ()
 
 
 def form_of(
@@ -61,11 +67,15 @@ def form_of(
     second: bool = False,
     vectors: tuple[torch.dtype, ...] = (),
     sums_vectors: bool = False,
+    scales: bool = True,
+    matrices: tuple[torch.dtype, ...] = (),
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
     gated, width = len(program.arguments) == 2, block or columns
     concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, vectors, sums_vectors)
+    scales = scales or not knows_scales
+    operands = vectors, sums_vectors, scales, matrices
+    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
 
 
 def refusal(form: EpilogueForm) -> str | None:
@@ -149,8 +159,10 @@ def _variants(form: EpilogueForm) -> list[int]:
 
 def _epilogue(form: EpilogueForm) -> str:
     types = column_types(form.program.columns, form.vectors)
-    vectors = (types, boolean(form.sums_vectors)) if form.vectors else ()
-    functions = f"OneFunction<{', '.join(('Function', boolean(form.narrow), *vectors))}>"
+    vectors = (types, boolean(form.sums_vectors)) if form.vectors or form.matrices else ()
+    matrices = (matrix_types(form.program.matrices, form.matrices),) if form.matrices else ()
+    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors, *matrices
+    functions = f"OneFunction<{', '.join(arguments)}>"
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"

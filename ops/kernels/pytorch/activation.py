@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ...activation_spec import ActivationSpec
 from ..function import FunctionKernels
-from ..problem import ActivationGrads, GroupVectors
+from ..problem import ActivationGrads, FunctionOperands
 from . import pointwise
 
 _aten = torch.ops.aten
@@ -78,12 +78,12 @@ def _curve(spec: ActivationSpec) -> CurveFunctions:
 
 
 def forward(
-    preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, of_groups: GroupVectors | None = None
+    preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, of_groups: FunctionOperands | None = None
 ) -> None:
     """``out`` [rows, F] = activation of ``preact`` [rows, C], times ``scales`` [rows] before the one rounding.
 
     Args:
-        of_groups: the numbers of columns that a user's function reads.
+        of_groups: the numbers of columns and elements that a user's function reads.
     """
     if spec.program is not None:
         return FunctionKernels(pointwise, spec.program, of_groups).forward(preact, spec, scales, out)
@@ -113,7 +113,7 @@ def backward(
     spec: ActivationSpec,
     scales: Tensor | None,
     out: ActivationGrads,
-    of_groups: GroupVectors | None = None,
+    of_groups: FunctionOperands | None = None,
 ) -> None:
     """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
 

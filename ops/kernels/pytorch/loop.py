@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Activate, ActivateBackward, GroupedGemm, GroupVectors, Layout, Matrices, Operands
+from ..problem import Activate, ActivateBackward, FunctionOperands, GroupedGemm, Layout, Matrices, Operands
 from . import activation, few_rows
 
 NAME = "loop"
@@ -81,7 +81,8 @@ def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
         part = out.new_empty((rows.stop - rows.start, problem.mnk[1])) if preact is None else preact[rows]
         _multiply_groups(problem, span, part)
         scales = _rows(epilogue.scales, rows)
-        activation.forward(part, epilogue.spec, scales, out[rows], _of_span(epilogue.vectors, span, problem))
+        matrices = _rows_of(epilogue.matrices, rows)
+        activation.forward(part, epilogue.spec, scales, out[rows], _of_span(epilogue.vectors, span, problem, matrices))
 
 
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
@@ -267,9 +268,15 @@ def _sums_all_rows(epilogue: ActivateBackward) -> bool:
     return epilogue.grads.vectors is not None and program is not None and any(n[0] == "a" for n in program.columns)
 
 
-def _of_span(vectors: Operands, span: Span, problem: GroupedGemm) -> GroupVectors | None:
-    vectors, sizes = _vectors_of(vectors, span), problem.split_sizes
-    return None if vectors is None else GroupVectors(vectors, sizes.new_tensor(span.sizes))
+def _of_span(vectors: Operands, span: Span, problem: GroupedGemm, matrices: Operands = None) -> FunctionOperands | None:
+    if vectors is None and matrices is None:
+        return None
+    return FunctionOperands(_vectors_of(vectors, span), problem.split_sizes.new_tensor(span.sizes), matrices)
+
+
+def _rows_of(matrices: Operands, rows: slice) -> Operands:
+    """Some rows of each [T, F]."""
+    return None if matrices is None else [None if each is None else each[rows] for each in matrices]
 
 
 def _vectors_of(vectors: Operands, span: Span) -> Operands:

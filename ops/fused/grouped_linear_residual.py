@@ -1,0 +1,124 @@
+"""A grouped linear and a chain that adds a matrix: GroupedLinear -> ... -> AddExtraInput -> ..."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Keyword, Match, Op, Pattern, Run, one_or_run, register_fusion
+from .. import link_rows
+from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..link import Link
+from ..quantized_linear import in_force
+from ..residual import AddExtraInput
+from . import fc1 as first_linear
+from .activation_role import PREFIX, is_chain, shares_groups
+from .fc1 import FC1, filed, flat, names_of
+from .pointwise_chain import LINKS, PointwiseChain
+
+_SIZES = "split_sizes"
+
+
+def _adds_a_matrix(ops: Sequence[Op]) -> bool:
+    return is_chain(ops) and any(isinstance(op, AddExtraInput) for op in ops)
+
+
+def _is_supported(match: Match) -> bool:
+    return match.act.link is not None
+
+
+def _reads_one_number(match: Match) -> bool:
+    return len(match.act.link.rows) < 2
+
+
+def _is_unquantized(match: Match) -> bool:
+    return in_force(match.fc1.recipe) is None
+
+
+@register_fusion(
+    Pattern.path(fc1=GroupedLinear, act=one_or_run((), Run(LINKS, PointwiseChain, _adds_a_matrix)))
+    .absent("output", "fc1")
+    .where("act has operations that kernels do not know", _is_supported)
+    .where("act reads more than one number of a row", _reads_one_number)
+    .where("act and fc1 read different split_sizes", shares_groups)
+    .where("act adds a matrix, which quantised products do not", _is_unquantized),
+    priority=25,
+)
+class GroupedLinearResidual(FusedOp):
+    """The product and the chain as one kernel, the chain's gradients as another; keeps x and the pre-activation."""
+
+    replayable = True
+    fc1: GroupedLinear
+    act: PointwiseChain
+
+    class Saved(NamedTuple):
+        fc1: GroupedLinear.Saved
+        act: link_rows.Saved
+
+    def __init__(self, **roles: Any) -> None:
+        super().__init__(**roles)
+        assert self.act.link is not None
+        self.link: Link = self.act.link
+        of_chain = {f"act_{name}": keyword for name, keyword in self.act.keywords.items() if name != _SIZES}
+        self.keywords: dict[str, Keyword] = {**type(self).keywords, **of_chain}
+
+    def takes(self, role: str, keyword: str) -> str | None:
+        first, _, member = role.partition(".")
+        if first != "act" or keyword == _SIZES:
+            return super().takes(role, keyword)
+        return f"act_{self.act.takes(member, keyword) if member else keyword}"
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor,
+        grad_input: Buffer | None = None,
+        fc1_bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+        x_is_inner: bool,
+        **keywords: Any,
+    ) -> tuple[Tensor, Saved]:
+        link, columns, needs = self.link, dict(self.act.inputs()), self._needs_of_chain(needs_grad)
+        by_keyword = {name: keywords[f"act_{name}"] for name in link.rows + link.matrices}
+        operands = link_rows.LinkOperands(link, by_keyword, columns, None)
+        spec = link.forward_spec
+        assert spec is not None
+        fc1 = first_linear.forward(
+            *(self.fc1, spec, x, split_sizes, next(iter(operands.numbers()), None), grad_input, flat(fc1_bias_scale)),
+            *(names_of(FC1, needs_grad), autocast_dtype),
+            keep_preact=bool(needs_grad),
+            tail_unspecified=False,
+            x_is_inner=x_is_inner,
+            vectors=link_rows.vectors_of(link, columns),
+            matrices=operands.matrices(),
+        )
+        assert isinstance(fc1.postact, Tensor)
+        of_groups = operands._replace(split_sizes=None if link.groups is None else fc1.saved.split_sizes)
+        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, link_rows.saved(of_groups, fc1.preact, needs))
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        needs = names_of(FC1, needs_grad)
+        of_chain = link_rows.backward(
+            self.link, saved.act, dy, dict(self.act.inputs()), self._needs_of_chain(needs_grad)
+        )
+        grads: dict[str, Gradient] = {self._outer_name(n): gradient for n, gradient in of_chain.items() if n != "x"}
+        if not needs:
+            return grads
+        dpreact = of_chain["x"]
+        assert isinstance(dpreact, Tensor)
+        return grads | filed(FC1, first_linear.backward(self.fc1, saved.fc1, as_rows(dpreact), needs))
+
+    def _needs_of_chain(self, needs_grad: frozenset[str]) -> frozenset[str]:
+        """The gradients that the chain must give, by its names."""
+        names = [*self.link.rows, *self.link.columns, *self.link.matrices]
+        wanted = {name for name in names if self._outer_name(name) in needs_grad}
+        return frozenset(wanted | ({"x"} if names_of(FC1, needs_grad) else set()))
+
+    def _outer_name(self, name: str) -> str:
+        """The fused op's name for an operand of the chain."""
+        return f"{PREFIX}{name}" if name in self.link.columns else f"act_{name}"
