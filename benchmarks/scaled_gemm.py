@@ -81,6 +81,11 @@ def operands(shape: Shape) -> GemmOperands:
     return GemmOperands(draw(rows, model.features), weight, draw(rows, columns), sizes)
 
 
+def transposed(o: GemmOperands) -> GemmOperands:
+    """Of the product that gives the gradient of the rows: those of the result, and the other copy of the weights."""
+    return GemmOperands(o.dy, o.weight.mT.contiguous(), o.x, o.sizes)
+
+
 def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes of [..., values of a block], and the power of two that decodes each block."""
     scale = torch.exp2((blocks.abs().amax(-1).float() / MOST).clamp(min=2.0**-100).log2().ceil())
@@ -146,6 +151,8 @@ def forward(o: GemmOperands, tiles: Sequence[int]) -> dict[str, Function]:
     rowwise = whole_rows(o, out)
     fast = replace(rowwise, fast_accumulation=True)
     functions |= {"rows": lambda: _ran(rowwise), "rows fast": lambda: _ran(fast)}
+    if tiles:
+        functions["rows tile 1"] = lambda: _ran(rowwise, 1)
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
@@ -230,7 +237,27 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
         gemm.launch(Layout.TN, o.dy, o.x, by_bfloat16, o.sizes)
         return by_bfloat16
 
-    return functions | {"bf16": bf16}
+    return functions | {"bf16": bf16} | _torch_wgrad(o)
+
+
+def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
+    """torch's own, of one scale a column, if it runs; it takes no groups but of multiples of 16 rows."""
+    (dy, _), (x, _) = (quantized(operand.mT.contiguous()) for operand in (o.dy, o.x))
+    ends = o.sizes.cumsum(0) // 16 * 16
+    ends[-1] = len(o.x)
+    ends = ends.to(torch.int32)
+    of_dy, of_x = (torch.ones(len(o.sizes) * len(columns), device="cuda") for columns in (dy, x))
+
+    def grouped(fast: bool) -> Tensor:
+        return torch._scaled_grouped_mm(
+            *(dy, x.mT, of_dy, of_x), offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    functions: dict[str, Function] = {
+        "grouped fast": lambda: grouped(True),
+        "grouped two-level": lambda: grouped(False),
+    }
+    return {name: function for name, function in functions.items() if _runs(name, function)}
 
 
 def activation(o: GemmOperands) -> dict[str, Function]:
@@ -300,9 +327,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=15)
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *FEW_ROWS], default=list(SHAPES))
     parser.add_argument(
-        "--products", nargs="+", choices=["forward", "wgrad", "activation"], default=["forward", "wgrad"]
+        "--products",
+        nargs="+",
+        choices=["forward", "dgrad", "wgrad", "activation"],
+        default=["forward", "dgrad", "wgrad"],
     )
-    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of the forward, by their numbers")
+    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="tiles of forward and dgrad, by their numbers")
     parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[])
     arguments = parser.parse_args(argv)
     for name in arguments.shapes:
@@ -311,8 +341,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for product in arguments.products:
             if product == "activation":
                 functions = activation(o)
-            elif product == "forward":
-                functions = forward(o, arguments.tiles)
+            elif product in ("forward", "dgrad"):
+                functions = forward(o if product == "forward" else transposed(o), arguments.tiles)
             else:
                 functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
             rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)

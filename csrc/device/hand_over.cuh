@@ -30,7 +30,7 @@ DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float
 #pragma unroll
   for (int part = 0; part < Layout::kParts; ++part) {
     if constexpr (K::kScaleBias)
-      apply<K::kTileN / Layout::kParts>(s.epilogue.stage, acc, part, (consumer + kBlock * kConsumers) * 64, warp, lane);
+      apply<K::kTileN / Layout::kParts>(s.epilogue.stage, acc, part, (consumer + kBlock * K::kConsumers) * 64, warp, lane);
     uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
     bool fetches = false;
     if constexpr (K::kFetchesOld) fetches = p.accumulate;

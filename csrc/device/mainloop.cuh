@@ -50,7 +50,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
-  constexpr bool kAhead = K::kSpareRegisters;
+  constexpr bool kAhead = K::kSpareRegisters && K::kHeldSteps == 0 && K::kConsumers == 2;
   constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
   WorkTile tile, following;
   for (bool more = tiles.next(tile); more; tile = following) {
@@ -134,7 +134,7 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
   const auto multiply_step = [&](int i, int step, bool accumulate) {
     wgmma<typename K::T, A::kTranspose, B::kTranspose>(
         reinterpret_cast<float (&)[kColumns / 2]>(acc[i]),
-        A::descriptor(s.stages.a[state.stage] + (consumer + i * kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        A::descriptor(s.stages.a[state.stage] + (consumer + i * K::kConsumers) * kBlockBytes) + step * (A::kStep / 16),
         B::descriptor(s.stages.b[state.stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;

@@ -28,7 +28,7 @@ struct RowScaling : FastRowScaling {
    public:
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage&, int, int, int, int) {}
-    DEVICE void begin_unit(int) {}
+    DEVICE void begin_unit(int, const typename K::Storage&, int, int) {}
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int, int) const {
 #pragma unroll

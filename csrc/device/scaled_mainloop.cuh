@@ -12,12 +12,19 @@
 
 namespace fusible {
 
-constexpr int kUnits = 2;
+// 64 rows of a stage of A, as wgmma has them in registers.
+template <int kSteps>
+DEVICE void load_fragments(uint32_t (*fragments)[4], const uint8_t* a, int warp, int lane) {
+  const uint32_t base = ptx::smem_address(a);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+    ptx::load_matrix_x4(fragments[step], base + in_subtile(warp * 16 + lane % 16, step * 2 + lane / 16));
+}
 
 // acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile` is called when the first product is
 // under way, and before `acc` is written.
 template <class K, int kUsed, class Meanwhile>
-DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, PipelineState<K::kStages>& state,
+DEVICE void multiply_scaled(float (&acc)[K::kUnits][64], typename K::Storage& s, PipelineState<K::kStages>& state,
                             const WorkTile& tile, const typename K::Params& p, int consumer, int warp, int lane,
                             Meanwhile meanwhile) {
   using A = typename K::A;
@@ -25,26 +32,33 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
   constexpr bool kInStage = A::kRaggedDepth;  // scales are read from the stage until its end
-  constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
+  // There are registers for it.
+  constexpr bool kOverlaps = (!K::kScaleBias || K::Scaling::kScalesColumns) && !(K::kConsumers == 3 && A::kRaggedDepth);
   if constexpr (!kOverlaps) meanwhile();
   Factors factors(tile);
   float part[64];
   const auto stage = [&](auto steps, auto first) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
+    // Not of a tile's first stage, beside which the tile before is in registers.
+    constexpr int kHeld = first.value && kOverlaps ? 0 : K::kHeldSteps;
+    [[maybe_unused]] uint32_t fragments[kHeld + 1][4];
+    if constexpr (kHeld > 0) load_fragments<kHeld>(fragments, s.stages.a[state.stage] + consumer * kBlockBytes, warp, lane);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
       const uint8_t* a =
-          s.stages.a[state.stage] + (consumer + (K::kUnitsAreRows ? unit : 0) * kConsumers) * kBlockBytes;
+          s.stages.a[state.stage] + (consumer + (K::kUnitsAreRows ? unit : 0) * K::kConsumers) * kBlockBytes;
       const uint8_t* b = s.stages.b[state.stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns * kSwizzleBytes;
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < steps.value; ++step)
-        wgmma_e4m3(part, A::descriptor(a) + step * (A::kStep / 16), B::descriptor(b) + step * (B::kStep / 16),
-                   step != 0);
+      for (int step = 0; step < steps.value; ++step) {
+        const uint64_t of_b = B::descriptor(b) + step * (B::kStep / 16);
+        if (step < kHeld) wgmma_e4m3(part, fragments[min(step, kHeld)], of_b, step != 0);
+        else wgmma_e4m3(part, A::descriptor(a) + step * (A::kStep / 16), of_b, step != 0);
+      }
       wgmma_commit();
       if (first.value && kOverlaps && unit == 0) meanwhile();
       if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
-      factors.begin_unit(unit);
+      factors.begin_unit(unit, s, state.stage, lane);
       wgmma_wait<0>();
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);
@@ -63,7 +77,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
     } else {
       if constexpr (kOverlaps) meanwhile();
 #pragma unroll
-      for (int i = 0; i < kUnits * 64; ++i) acc[i / 64][i % 64] = 0.f;
+      for (int i = 0; i < K::kUnits * 64; ++i) acc[i / 64][i % 64] = 0.f;
       if (blocks == 0) return;  // an empty group's are zeros
     }
     for (int block = 1; block < blocks - 1; ++block) stage(kAll, std::false_type());
@@ -79,13 +93,12 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
 
 template <class K>
 DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, int consumer) {
-  static_assert(K::kRowBlocks * K::kTileN == kUnits * kUnitColumns, "two units for each consumer");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   WorkTileReader tiles(s.work);
   PipelineState<K::kStages> state;
   PipelineState<K::Layout::kSlots> slot;
   uint32_t epilogue_phase = 0;
-  float acc[kUnits][64];
+  float acc[K::kUnits][64];
   auto& rows = reinterpret_cast<float (&)[K::kRowBlocks][K::kTileN / 2]>(acc);
   int complete = 0;  // blocks of rows of the tile before, still in their registers
   const auto end_tile_before = [&] {
@@ -104,7 +117,7 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
     } else if (K::kUnitsAreRows ? mine == 1 : K::narrow(tile, p)) {
       multiply_scaled<K, 1>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
     } else {
-      multiply_scaled<K, 2>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
+      multiply_scaled<K, K::kUnits>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);
     }
     complete = mine;
   }

@@ -39,11 +39,12 @@ struct RowFactors {
   float values[K::kRowBlocks][2];  // upper and lower rows
   // From `apart` floats for each 128 rows.
   DEVICE void read(const float* of_tile, int apart, int consumer, int warp, int lane) {
+    const int first = K::kConsumers == 2 ? consumer * 64 : consumer / 2 * apart + consumer % 2 * 64;
 #pragma unroll
     for (int i = 0; i < K::kRowBlocks; ++i)
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
-        values[i][lower] = of_tile[i * apart + consumer * 64 + warp * 16 + lane / 4 + lower * 8];
+        values[i][lower] = of_tile[i * apart + first + warp * 16 + lane / 4 + lower * 8];
   }
 };
 
@@ -67,7 +68,7 @@ struct Scaling1D2D {
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
   struct Stages {
-    static constexpr int kBoxes = kTileM / 128, kApart = 160;                   // floats, of boxes
+    static constexpr int kBoxes = (kTileM + 127) / 128, kApart = 160;                   // floats, of boxes
     static constexpr uint32_t kBytes = kBoxes * kRowScalesBox * sizeof(float);  // of a stage
     alignas(128) float a[kStages][kBoxes * kApart];
     float2 b[kStages];  // of a weight's first and last 128 rows in the tile
@@ -95,8 +96,8 @@ struct Scaling1D2D {
     DEVICE Putting(const typename K::Params& p, const WorkTile& tile)
         : next_(p.b_scales.data + tile.group * p.b_scales.group +
                 (tile.idle ? 0 : tile.column) * p.b_scales.tile_step * p.b_scales.row),
-          step_(p.b_scales.column),
-          second_(has_second(p, tile) ? p.b_scales.unit_step * p.b_scales.row : 0) {
+          step_(static_cast<int>(p.b_scales.column)),
+          second_(has_second(p, tile) ? static_cast<int>(p.b_scales.unit_step * p.b_scales.row) : 0) {
       fetch();
     }
     // Before the stage's arrival.
@@ -115,7 +116,7 @@ struct Scaling1D2D {
       if constexpr (K::kTileN > kUnitColumns) scales_.y = __ldg(next_ + second_);
     }
     const float* next_;
-    int64_t step_, second_;
+    int step_, second_;
     float2 scales_{};
   };
   // Of a consumer, through a tile.
@@ -127,7 +128,7 @@ struct Scaling1D2D {
       rows_.read(s.scales.a[stage] + shift_, decltype(s.scales)::kApart, consumer, warp, lane);
       weight_ = s.scales.b[stage];
     }
-    DEVICE void begin_unit(int unit) {
+    DEVICE void begin_unit(int unit, const typename K::Storage&, int, int) {
       const float weight = K::kUnitsAreRows || unit == 0 ? weight_.x : weight_.y;
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower)
@@ -177,15 +178,20 @@ struct Scaling1D1D {
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], 128, consumer, warp, lane);
     }
-    DEVICE void begin_unit(int) {}
+    DEVICE void begin_unit(int unit, const typename K::Storage& s, int stage, int lane) {
+      const float* columns = of_columns(unit, s, stage, lane);
+      if (K::kUnitsAreRows && unit > 0) return;  // the same columns
+#pragma unroll
+      for (int vector = 0; vector < kAhead; ++vector) ahead_[vector] = pair_of(columns, vector);
+    }
     template <bool kFirst>
     DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
                         int lane) const {
-      const float* columns = s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+      const float* columns = of_columns(unit, s, stage, lane);
       const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {
-        const float2 pair = *reinterpret_cast<const float2*>(columns + vector * 8);
+        const float2 pair = vector < kAhead ? ahead_[min(vector, kAhead)] : pair_of(columns, vector);
 #pragma unroll
         for (int lower = 0; lower < 2; ++lower) {
           const int i = vector * 4 + lower * 2;
@@ -196,7 +202,15 @@ struct Scaling1D1D {
     }
 
    private:
+    static constexpr int kAhead = K::kVectorsAhead;
+    DEVICE static const float* of_columns(int unit, const typename K::Storage& s, int stage, int lane) {
+      return s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
+    }
+    DEVICE static float2 pair_of(const float* columns, int vector) {
+      return *reinterpret_cast<const float2*>(columns + vector * 8);
+    }
     RowFactors<K> rows_;
+    float2 ahead_[kAhead + 1];
   };
 };
 

@@ -88,6 +88,15 @@ DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulat
   WGMMA_E4M3(256, REGISTERS128, "%128", "%129", "%130", ACC32(0), ACC32(32), ACC32(64), ACC32(96));
 }
 #undef WGMMA_E4M3
+// The same with A in registers: thread 32 w + l has bytes 4 (l % 4) to 3 further of row 16 w + l / 4, of the row 8 below
+// it, and those of both 16 bytes on.
+DEVICE void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, %69, 0;\n"
+               " wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" REGISTERS64
+               "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1;\n}"
+               : ACC32(0), ACC32(32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
 
 #define WGMMA_OF_SIZE(n)                    \
   if constexpr (kSize == n / 2) {           \

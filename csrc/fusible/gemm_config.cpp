@@ -97,8 +97,8 @@ GemmConfig choose_scaled_config(const GemmProblem& p, int multiprocessors, int v
   return complete(p, multiprocessors, may_halve, variant, variants);
 }
 
-GemmConfig row_scaled_config(const GemmProblem& p, int multiprocessors) {
-  return complete(p, multiprocessors, false, 0, &kRowScaledVariant);
+GemmConfig row_scaled_config(const GemmProblem& p, int multiprocessors, int variant) {
+  return complete(p, multiprocessors, false, std::max(0, variant), kRowScaledVariants);
 }
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& p) {

@@ -28,6 +28,9 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
+  int held_steps = 0;     // of e4m3 operands: of A, in registers for both units (device/scaled_mainloop.cuh)
+  int vectors_ahead = 0;  // of scales of columns, loaded while their unit is multiplied (device/scaling.cuh)
+  int consumers = 2;      // warpgroups that multiply
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 128 * 256;
@@ -35,7 +38,7 @@ struct TileVariant {
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
   // What a consumer stores to shared memory at a time, and the room for it.
-  constexpr int smem_out_bytes() const { return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
+  constexpr int smem_out_bytes() const { return tile_n == 64 || consumers == 3 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
   constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
@@ -46,9 +49,11 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
-inline constexpr TileVariant kScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-inline constexpr TileVariant kRowScaledVariant = {128, 256, 2, 1, 3, 8};  // of those whose rows have one scale each
-inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr TileVariant kScaledVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}, {192, 128, 1, 2, 4, 8, false, 0, 0, 3}};
+inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}};  // of those whose rows have one scale each
+inline constexpr TileVariant kScaledWgradVariants[] = {
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 0, 10}, {192, 128, 1, 2, 4, 8, false, 0, 6, 3}, {256, 128, 1, 2, 3, 8, false, 0, 8}};
 inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
 inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
@@ -107,7 +112,7 @@ struct GemmConfig {
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 // Of e4m3 operands.
 GemmConfig choose_scaled_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
-GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors);
+GemmConfig row_scaled_config(const GemmProblem& problem, int multiprocessors, int variant);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

@@ -95,16 +95,15 @@ void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream)
   const GemmProblem& p = gemm.problem;
   check_operands(gemm, device);
   FUSIBLE_CHECK(p.k % 16 == 0, "k must be a multiple of 16. ", p);
-  FUSIBLE_CHECK(gemm.variant <= 0, "there is no tile variant ", gemm.variant, ". ", p);
   if (p.tokens == 0) return;
   FUSIBLE_CHECK(call.a_scales && call.b_scales, "the scales of a or of b are not given. ", p);
   const DeviceGuard guard(device);
-  const GemmConfig config = row_scaled_config(p, device_properties(device).multiprocessors);
+  const GemmConfig config = row_scaled_config(p, device_properties(device).multiprocessors, gemm.variant);
   GemmParams params = prepare_params(gemm, config, stream);
   params.shape.narrow_end = last_tile_is_narrow(p, config.tile());
   params.epilogue.operands = {
       .of_a = call.a_scales, .of_b = call.b_scales, .b_group = call.b_scales_group, .b_row = call.b_scales_row};
-  launch(params, built(row_scaled_entry(p.output, call.fast), config, p), config, p, device, stream);
+  launch(params, built(row_scaled_entry(p.output, call.fast, config.variant), config, p), config, p, device, stream);
 }
 
 void scaled_activation(const ScaledActivation& call, int device, cudaStream_t stream) {

@@ -26,8 +26,11 @@ struct GroupedGemmKernel {
   using Params = typename Scaling::template Params<typename Groups::template Params<typename Epilogue::Params>>;
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n, kStages = kVariant.stages,
                        kCluster = kVariant.cluster();
+  static constexpr int kConsumers = kVariant.consumers;
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
+  static constexpr int kUnits = kRowBlocks * kTileN / kUnitColumns;
+  static constexpr int kHeldSteps = kVariant.held_steps, kVectorsAhead = kVariant.vectors_ahead;
   static constexpr bool kScaleBias = kScaleBiasValue, kRaggedDepth = A::kRaggedDepth;
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
@@ -197,10 +200,10 @@ struct GroupedGemmKernel {
       ptx::registers_decrease<kProducerRegisters>();
       if (warp == 0) {
         Groups::template produce<GroupedGemmKernel>(s, p, rank);
-      } else if (warp == 1) {
+      } else if (warp == 1 && kConsumers == 2) {
         Groups::template fetch<GroupedGemmKernel>(s, p);
       } else if (kWholeWarp || ptx::elect_one()) {
-        const int store_warp = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
+        const int store_warp = kConsumers == 3 ? (warp + 1) % 3 : warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
         constexpr int kStoreThreads = kWholeWarp ? Epilogue::kStoreWarps : 1;
         Epilogue::template store_tiles<GroupedGemmKernel>(s, p, store_warp / kStoreThreads, store_warp % kStoreThreads);
       }
@@ -217,7 +220,7 @@ struct GroupedGemmKernel {
  private:
   static constexpr int kConsumersEnd = 4 * (1 + kConsumers);  // the warp behind them
   // Two scales for each element leave less beside the accumulators.
-  static constexpr bool kScarce = Scaling::kScaled && kRaggedDepth;
+  static constexpr bool kScarce = Scaling::kScaled && (kRaggedDepth || kHeldSteps > 0 || kConsumers == 3);
   static constexpr int kProducerRegisters = kWholeWarp         ? Epilogue::kRegisters
                                             : kScarce          ? 56
                                             : Scaling::kScaled ? 72
@@ -225,6 +228,7 @@ struct GroupedGemmKernel {
                                                                : 56;
   static constexpr int kConsumerRegisters = kApart             ? 256 - Epilogue::kRegisters
                                             : kWholeWarp       ? (504 - Epilogue::kRegisters) / 2
+                                            : kConsumers == 3  ? 152
                                             : kScarce          ? 224
                                             : Scaling::kScaled ? 216
                                             : kSpareRegisters  ? 192

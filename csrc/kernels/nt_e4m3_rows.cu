@@ -6,16 +6,19 @@
 namespace fusible {
 namespace {
 
-template <class Out, class Scaling>
-using RowScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kRowScaledVariant.tile_n>, Out, true,
-                                          kRowScaledVariant, StoreEpilogue, TokenGroups, Scaling>;
+template <class Out, class Scaling, int kVariant>
+using RowScaledKernel =
+    GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kRowScaledVariants[kVariant].tile_n>, Out, true,
+                      kRowScaledVariants[kVariant], StoreEpilogue, TokenGroups, Scaling>;
 
 }  // namespace
 
-KernelEntry row_scaled_entry(DType out, bool fast) {
+KernelEntry row_scaled_entry(DType out, bool fast, int variant) {
   return dispatch_dtype(out, [&](auto type) {
     using Out = Element<decltype(type)::value>;
-    return fast ? entry_of<RowScaledKernel<Out, FastRowScaling>>() : entry_of<RowScaledKernel<Out, RowScaling>>();
+    if (fast) return variant == 0 ? entry_of<RowScaledKernel<Out, FastRowScaling, 0>>() : KernelEntry{};
+    return variant == 0 ? entry_of<RowScaledKernel<Out, RowScaling, 0>>()
+                        : entry_of<RowScaledKernel<Out, RowScaling, 1>>();
   });
 }
 

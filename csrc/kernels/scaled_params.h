@@ -37,7 +37,7 @@ struct QuantizedActivationParams : ActivationParams {
 // Without a function where the variant is not built for it.
 KernelEntry scaled_entry(DType out, bool scale_bias, int variant);
 KernelEntry scaled_halves_entry(DType out, bool scale_bias);  // of kScaledHalvesVariant
-KernelEntry row_scaled_entry(DType out, bool fast);
+KernelEntry row_scaled_entry(DType out, bool fast, int variant);
 KernelEntry scaled_wgrad_entry(DType out, int variant);
 // Into rows of 16 bits and of e4m3. `halves`: a tile has as many columns of gate as of up.
 KernelEntry scaled_activation_entry(DType out, bool halves, bool scale_bias);

@@ -60,6 +60,7 @@ struct Product {
   int columns;
   bool accumulate, transpose_a, transpose_b;
   Elements elements;
+  const uint32_t* fragment = nullptr;  // this thread's registers of A, where it is not in shared memory
   bool same(const Product& p) const {
     return a == p.a && b == p.b && columns == p.columns && accumulate == p.accumulate && transpose_a == p.transpose_a &&
            transpose_b == p.transpose_b && elements == p.elements;

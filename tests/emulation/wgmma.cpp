@@ -105,17 +105,26 @@ float sum_of_products(const Factor* a, const Factor* b, float c) {
   return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, exact) & ~0x3FFu);
 }
 
-void multiply_e4m3(const Product& p, float* const accumulators[128]) {
+// Thread t = 32 w + l holds bytes 4 (l%4) to 3 further of row 16w + l/4, of the row 8 below it, and those of both 16 bytes on.
+void load_factors(const uint32_t* const fragments[128], Factor (*to)[kDepth8]) {
+  for (int t = 0; t < 128; ++t)
+    for (int i = 0; i < 4; ++i)
+      for (int byte = 0; byte < 4; ++byte)
+        to[t / 32 * 16 + t % 32 / 4 + i % 2 * 8][t % 4 * 4 + i / 2 * 16 + byte] = factor_of(static_cast<uint8_t>(fragments[t][i] >> 8 * byte));
+}
+
+void multiply_e4m3(const Product& p, const uint32_t* const fragments[128], float* const accumulators[128]) {
   static Factor a[64][kDepth8], b[256][kDepth8];
-  load_factors(p.a, 64, a);
+  if (p.fragment) load_factors(fragments, a);
+  else load_factors(p.a, 64, a);
   load_factors(p.b, p.columns, b);
   each_accumulator(p.columns, [&](int t, int i, int row, int column) {
     accumulators[t][i] = sum_of_products(a[row], b[column], p.accumulate ? accumulators[t][i] : 0.f);
   });
 }
 
-void multiply(const Product& p, float* const accumulators[128]) {
-  if (p.elements == Elements::kE4M3) return multiply_e4m3(p, accumulators);
+void multiply(const Product& p, const uint32_t* const fragments[128], float* const accumulators[128]) {
+  if (p.elements == Elements::kE4M3) return multiply_e4m3(p, fragments, accumulators);
   static float a[16 * 64], b[16 * 256], sums[64 * 256];
   load_operand(p.a, p.transpose_a, p.elements == Elements::kBFloat16, 64, a);
   load_operand(p.b, p.transpose_b, p.elements == Elements::kBFloat16, p.columns, b);
@@ -144,11 +153,13 @@ void wait_for_products(int newest) {
     for (int t = 0; t < 128; ++t) threads[t].products.complete_all_but(newest, [&](const Product& p) { products[t].push_back(p); });
     for (size_t i = 0; i < products[0].size(); ++i) {
       float* accumulators[128];
+      const uint32_t* fragments[128];
       for (int t = 0; t < 128; ++t) {
         check(products[t].size() == products[0].size() && products[t][i].same(products[0][i]), "threads of a warpgroup issue different products");
         accumulators[t] = products[t][i].accumulator;
+        fragments[t] = products[t][i].fragment;
       }
-      multiply(products[0][i], accumulators);
+      multiply(products[0][i], fragments, accumulators);
     }
   });
 }

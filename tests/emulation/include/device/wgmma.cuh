@@ -22,6 +22,9 @@ DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulat
   static_assert(kSize % 8 == 0 && (kSize <= 64 || kSize == 128), "16 to 128 columns, or 256");
   emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, false, false, emulation::Elements::kE4M3});
 }
+DEVICE void wgmma_e4m3(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  emulation::current->products.open.push_back({d, 0, b, 128, accumulate, false, false, emulation::Elements::kE4M3, a});
+}
 template <class T, int kTransposeA, int kTransposeB, int kSize>
 DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
