@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import io
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,7 +33,20 @@ NUDGE = 1e-6
 NUDGES = 3  # runs from nudged parameters, the furthest of which says what training amplifies
 
 
-def losses(device: str, steps: int) -> dict[str, list[float]]:
+class Training(NamedTuple):
+    """From one seed, under some switches.
+
+    Attributes:
+        nudge: how much the parameters of the head differ, relatively, from those of the others.
+        bf16: whether a CPU computes in bfloat16, as CUDA always does.
+    """
+
+    switches: Mapping[str, Any]
+    nudge: float = 0.0
+    bf16: bool = False
+
+
+def losses(device: str, steps: int, jobs: int = 1) -> dict[str, list[float]]:
     """In nats a byte at every step: fused, op by op on the same kernels, and op by op on the fallback.
 
     On CUDA the model computes in bfloat16 from float32 parameters, by autocast. Training amplifies every rounding; by
@@ -39,37 +54,45 @@ def losses(device: str, steps: int) -> dict[str, list[float]]:
     """
     fallback = "grouped_mm" if device == "cuda" else "loop"
     unfused = [fusion.name for fusion in registry]
-    ways: dict[str, dict[str, Any]] = {
-        "fused": {},
-        "unfused": {"disable_fusions": unfused},
-        f"unfused, {fallback}": {"disable_fusions": unfused, "backend": fallback},
+    slowest = {"disable_fusions": unfused, "backend": fallback}
+    trainings = {
+        f"unfused, {fallback}, nudged": Training(slowest, NUDGE),
+        "fused": Training({}),
+        "unfused": Training({"disable_fusions": unfused}),
+        f"unfused, {fallback}": Training(slowest),
     }
-    by_name = {name: _losses(way, device, steps) for name, way in ways.items()}
-    *_, (fallback, way) = ways.items()
-    return {f"{fallback}, nudged": _losses(way, device, steps, NUDGE), **by_name}
+    return _losses_of(trainings, device, steps, jobs)
 
 
-def recipe_losses(device: str, steps: int, names: Collection[str] = ()) -> dict[str, list[float]]:
+def recipe_losses(device: str, steps: int, names: Collection[str] = (), jobs: int = 1) -> dict[str, list[float]]:
     """In nats a byte at every step, in bfloat16 by autocast: nudged runs, each recipe, and 16 bits at last.
 
     Args:
         names: of recipes; all without any.
     """
     recipes = {name: RECIPES[name] for name in names or RECIPES}
-    nudged = {f"nudged {i}": _losses({}, device, steps, i * NUDGE, bf16=True) for i in range(1, NUDGES + 1)}
-    quantised = {name: _losses({"recipe": recipe}, device, steps, bf16=True) for name, recipe in recipes.items()}
-    return {**nudged, **quantised, "16 bits": _losses({}, device, steps, bf16=True)}
+    nudged = {f"nudged {i}": Training({}, i * NUDGE, bf16=True) for i in range(1, NUDGES + 1)}
+    quantised = {name: Training({"recipe": recipe}, bf16=True) for name, recipe in recipes.items()}
+    return _losses_of({**nudged, **quantised, "16 bits": Training({}, bf16=True)}, device, steps, jobs)
 
 
-def _losses(
-    switches: Mapping[str, Any], device: str, steps: int, nudge: float = 0.0, bf16: bool = False
-) -> list[float]:
+def _losses_of(trainings: Mapping[str, Training], device: str, steps: int, jobs: int) -> dict[str, list[float]]:
+    """Of each, in as many processes at a time, which share the device."""
+    if jobs == 1:
+        return {name: _losses(training, device, steps) for name, training in trainings.items()}
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        started = {name: pool.submit(_losses, training, device, steps) for name, training in trainings.items()}
+        return {name: future.result() for name, future in started.items()}
+
+
+def _losses(training: Training, device: str, steps: int) -> list[float]:
     torch.manual_seed(0)
     model, text = LanguageModel().to(device), read_text()
     with torch.no_grad():
-        model.head.weight *= 1 + nudge
-    amp = torch.autocast(device, torch.bfloat16, enabled=bf16 or device == "cuda")
-    with fusible.config(**switches), amp, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        model.head.weight *= 1 + training.nudge
+    amp = torch.autocast(device, torch.bfloat16, enabled=training.bf16 or device == "cuda")
+    silent = contextlib.redirect_stdout(io.StringIO())
+    with fusible.config(**training.switches), amp, silent:
         return train(model, text, 0, steps)
 
 
@@ -96,12 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="RECIPE",
         help="train by these for quantised products, or by all",
     )
+    parser.add_argument("--jobs", type=positive, default=1, help="trainings at a time, each a process")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
     by_recipes = args.recipes is not None
     began = time.perf_counter()
-    by_name = recipe_losses(args.device, args.steps, args.recipes) if by_recipes else losses(args.device, args.steps)
+    options = args.device, args.steps
+    by_name = recipe_losses(*options, args.recipes, args.jobs) if by_recipes else losses(*options, args.jobs)
     took = f"{len(by_name)} runs in {time.perf_counter() - began:.0f} s"
     far_from = "16 bits" if by_recipes else "the fallback"
     heading = ("loss, nats a byte", "first step", f"mean of the last {SMOOTHED}", f"apart from {far_from}, at most")

@@ -31,7 +31,14 @@ from fusible.ops.kernels.quantized_problem import (
     Quantizing,
     ceil_blocks,
 )
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from fusible.ops.quantized.copies import (
+    BLOCK,
+    BlockedColumns,
+    QuantizedRows,
+    QuantizedWeight,
+    RowWeight,
+    Scaling,
+)
 
 from .arguments import add_common_arguments, command, positive
 from .problem import PRESETS, Preset, split_sizes
@@ -64,6 +71,17 @@ def empty_weight(experts: int, n: int, k: int, halves: int, device: str) -> Quan
     return QuantizedWeight(data, torch.empty_like(data.mT.contiguous()), scales)
 
 
+def whole_rows(tokens: int, features: int, device: str) -> QuantizedRows:
+    data = torch.empty(tokens, features, device=device, dtype=torch.float8_e4m3fn)
+    return QuantizedRows(data, torch.empty(tokens, device=device))
+
+
+def whole_weight(experts: int, n: int, k: int, device: str) -> RowWeight:
+    data = torch.empty(experts, n, k, device=device, dtype=torch.float8_e4m3fn)
+    scales = [torch.empty(experts, rows, device=device) for rows in (n, k)]
+    return RowWeight(data, scales[0], torch.empty_like(data.mT.contiguous()), scales[1])
+
+
 def torch_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks of 1 x 128 with powers of two, as one would write it in PyTorch; whole blocks only."""
     blocks = x.float().view(x.shape[0], -1, BLOCK)
@@ -93,7 +111,9 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
     peers = {"torch.compile": partial(torch.compile(torch_rows), x)} if compiled and k % BLOCK == 0 else {}
     yield QuantizePart("rows", QuantizeRows(x, sizes, True, copies[0], None), peers)
     yield QuantizePart("columns", QuantizeRows(x, sizes, True, None, copies[1]), {})
-    del x, copies
+    del copies
+    yield from whole_parts(x, sizes, f, device)
+    del x
     yield from routed_parts(preset, tokens, device)
     yield from activation_parts(rows, f, sizes, device)
     for dtype in (torch.bfloat16, torch.float32):
@@ -107,6 +127,23 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
             f"weights, {str(dtype).removeprefix('torch.')}", QuantizeWeight(weight, 2, True, out), others
         )
         del weight, out
+
+
+def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[QuantizePart]:
+    """The same with scales of whole rows and of groups, which are read twice."""
+    (rows, k), experts = x.shape, sizes.shape[0]
+    by_row, by_column = whole_rows(rows, k, device), empty_columns(rows, experts, k, device)
+    for scaling in (Scaling.ROWS, Scaling.GROUPS):
+        of = f"scales of {scaling.value}"
+        for name, copies in (("rows and columns", (by_row, by_column)), ("rows", (by_row, None))):
+            problem = QuantizeRows(x, sizes, True, copies[0], copies[1], scaling=scaling)
+            yield QuantizePart(f"{name}, {of}", problem, {})
+    del by_row, by_column
+    weight = torch.randn(experts, 2 * f, k, device=device, dtype=torch.bfloat16)
+    out = whole_weight(experts, 2 * f, k, device)
+    for scaling in (Scaling.ROWS, Scaling.GROUPS):
+        problem_of_weight = QuantizeWeight(weight, 1, True, out, scaling)
+        yield QuantizePart(f"weights, bfloat16, scales of {scaling.value}", problem_of_weight, {})
 
 
 def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
@@ -148,7 +185,7 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
 
 
 def moved_bytes(problem: Quantizing) -> int:
-    """What is read and written: without the blocks of columns that are allocated but no group uses."""
+    """What is read, once or twice, and written: without the blocks of columns that are allocated but no group uses."""
     if isinstance(problem, QuantizeWeight | PermuteQuantizedRows):
         return problem.bytes
     columns = [problem.columns]

@@ -762,7 +762,11 @@ def quantize_rows(
     slot_of_row: int = ...,
     top_k: int = ...,
     tiles: int = ...,
+    scaling: int = ...,
+    amax: int = ...,
+    encode: int = ...,
 ) -> None: ...
+def quantize_workspace(*, scaling: int, rows: int, groups: int, features: int) -> int: ...
 def quantize_weight(
     *,
     device: int,
@@ -781,6 +785,10 @@ def quantize_weight(
     transposed: int,
     scales: int,
     scales_transposed: bool,
+    scaling: int = ...,
+    amax: int = ...,
+    encode: int = ...,
+    transposed_scales: int = ...,
 ) -> None: ...
 def permute_scales(
     *,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import tracing as trace
+from ..fuser.replay import capture
 from ..fuser.torch_private import current_graph_task
 from .quantized.formats import E4M3, FORMATS
 from .quantized.per_tensor import DelayedScales, amax_by_group
@@ -45,10 +46,16 @@ def encode_of_tokens(
     """What the values of each group are multiplied by, float32 [E]; None: scales come from ``x`` itself."""
     if not isinstance(recipe, Float8Tensor) or recipe.delayed is None:
         return None
+    capture.refuse("PyTorch advances the scales of steps before")
     tensor = "gradient" if is_gradient else "x"
     if is_gradient or _is_step(linear):
         _advance(linear, tensor, recipe, amax_by_group(x, split_sizes))
     return linear.get_buffer(f"{tensor}_encode")
+
+
+def scales_of_forward(linear: nn.Module, recipe: Recipe | None) -> Tensor | None:
+    """What the last forward has multiplied the values of x by, which its backward may need after other forwards."""
+    return linear.get_buffer("x_encode").clone() if is_delayed(recipe) else None
 
 
 def encode_of_weight(linear: nn.Module, recipe: Recipe, weight: Tensor) -> Tensor | None:

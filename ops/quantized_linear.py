@@ -1,8 +1,8 @@
 """The products of a grouped linear whose operands are quantised, forward and backward, on tensors.
 
 Forward ``y = x W^T`` reads rows of ``x``; ``dx = dy W`` rows of ``dy`` and the transposed bytes of the weight; ``dW =
-dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise for
-``Float8Block``; for other recipes PyTorch does, into the operands of ``quantized/operands.py``.
+dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise to e4m3
+with scales in float32; for other formats PyTorch does, into the operands of ``quantized/operands.py``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,19 @@ from .kernels.quantized import (
     scaled_wgrad,
     zero_tail,
 )
+from .kernels.quantized_whole import quantize_whole_rows, quantize_whole_weight
 from .kernels.scaled_activation import scaled_gemm_activation
 from .quantized import operands
-from .quantized.copies import Columns, ColumnValues, QuantizedRows, Rows, RowValues, TransposedWeight, WeightOperand
+from .quantized.copies import (
+    Columns,
+    ColumnValues,
+    QuantizedRows,
+    Rows,
+    RowValues,
+    Scaling,
+    TransposedWeight,
+    WeightOperand,
+)
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
@@ -58,6 +68,11 @@ class TokenCopies(NamedTuple):
     def for_wgrad(self) -> Tensor | Columns | None:
         """What the gradient of a weight reads."""
         return self.values if self.columns is None else self.columns
+
+
+EncodeOf = Callable[[Recipe, Tensor, Tensor], Tensor | None]
+"""From rows and their split sizes, what the values of each group are multiplied by, where steps before tell: it is a
+step itself. None: nothing has told."""
 
 
 class GatheredTokens(NamedTuple):
@@ -125,9 +140,9 @@ def refusal(linear: Any, recipe: Recipe) -> str | None:
     return operands.format_refusal(recipe, linear.in_features, linear.out_features)
 
 
-def has_kernels(recipe: Recipe, is_gradient: bool) -> bool:
-    """Whether our own kernels quantise rows for this recipe."""
-    return isinstance(recipe, Float8Block) and not (is_gradient and recipe.gradient != "e4m3")
+def quantises_activations(recipe: Recipe, is_gradient: bool) -> bool:
+    """Whether a kernel may quantise what an activation, or its backward, gives: a block of it is all that it needs."""
+    return operands.scaling_of(recipe, is_gradient) is Scaling.BLOCKS
 
 
 def wgrad_is_quantized(recipe: Recipe) -> bool:
@@ -164,10 +179,12 @@ def copies_of(
     kept = tokens if not options and (values or (wgrad and not columns)) else None
     if not rows and not columns:
         return TokenCopies(number, tokens.dtype, kept, None, None)
-    if has_kernels(recipe, is_gradient):
-        assert isinstance(recipe, Float8Block)
+    if (scaling := operands.scaling_of(recipe, is_gradient)) is not None:
         options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
-        copies = quantize_rows(tokens, split_sizes, **options)
+        if scaling is Scaling.BLOCKS:
+            copies = quantize_rows(tokens, split_sizes, **options)
+        else:
+            copies = quantize_whole_rows(tokens, split_sizes, scaling=scaling, encode=encode, **options)
         return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
@@ -185,9 +202,9 @@ def note_quantiser(recipe: Recipe, copies: str, size: int) -> None:
         trace.record(trace.KernelCall("torch (quantise)", why, 0, size, f"torch, {copies}, {size / 1e6:.1f} MB"))
 
 
-def is_power_of_two(recipe: Float8Block) -> bool:
-    """Whether scales are powers of two."""
-    return recipe.scales == "power_of_two"
+def is_power_of_two(recipe: Recipe) -> bool:
+    """Whether scales in float32 are powers of two."""
+    return getattr(recipe, "scales", None) == "power_of_two"
 
 
 def product(
@@ -242,29 +259,40 @@ def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
     return operand
 
 
-def quantized_hidden(
+def hidden_rows(preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None) -> Tensor:
+    """``act(preact) * scales``, rounded; zero in the tail."""
+    postact = kernels.activate(preact, activation, scales)
+    zero_tail(postact, split_sizes)
+    return postact
+
+
+def _hidden_copies(
     recipe: Recipe,
     preact: Tensor,
     split_sizes: Tensor,
     activation: ActivationSpec,
     scales: Tensor | None,
-    copied: bool,
-) -> Tensor | TokenCopies:
-    """``act(preact) * scales``, rounded; ``copied``: the copy that a product of rows reads, and no more."""
-    if copied and isinstance(recipe, Float8Block):
+    encode_of: EncodeOf,
+) -> TokenCopies:
+    """Of :func:`hidden_rows`, the copy that a product of rows reads, and no more."""
+    if isinstance(recipe, Float8Block):
         power_of_two = is_power_of_two(recipe)
         copies = quantize_activation(preact, split_sizes, activation, scales=scales, power_of_two=power_of_two)
         return TokenCopies(preact.shape[0], preact.dtype, None, copies.rows, None)
-    postact = kernels.activate(preact, activation, scales)
-    zero_tail(postact, split_sizes)
-    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False) if copied else postact
+    postact = hidden_rows(preact, split_sizes, activation, scales)
+    encode = encode_of(recipe, postact, split_sizes)
+    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False, encode=encode)
 
 
 def activating(
-    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool
+    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool, encode_of: EncodeOf
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
-    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation."""
-    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact}
+    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation.
+
+    Args:
+        encode_of: of the activation.
+    """
+    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact, "encode_of": encode_of}
     return partial(_activated_product, **options)  # type: ignore[arg-type]
 
 
@@ -278,12 +306,12 @@ def _activated_product(
     activation: ActivationSpec,
     scales: Tensor | None,
     keep_preact: bool,
+    encode_of: EncodeOf,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
     if not isinstance(recipe, Float8Block):
         preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
-        hidden = quantized_hidden(recipe, preact, split_sizes, activation, scales, True)
-        assert isinstance(hidden, TokenCopies)
+        hidden = _hidden_copies(recipe, preact, split_sizes, activation, scales, encode_of)
         return preact if keep_preact else None, hidden
     assert isinstance(rows, QuantizedRows)
     assert weight.scales is not None
@@ -342,13 +370,20 @@ def through_activation(
     activation: ActivationSpec,
     scales: Tensor | None,
     wanted: Wanted,
+    encode_of: EncodeOf,
+    hidden_encode: Tensor | None,
 ) -> ThroughActivation:
-    """Through the linear after an activation, and the activation: in one pass unless something reads its values."""
+    """Through the linear after an activation, and the activation: in one pass unless something reads its values.
+
+    Args:
+        encode_of: of the gradient of the pre-activation.
+        hidden_encode: what the values of the activation have been multiplied by in the forward, if steps before told.
+    """
     assert dy.rows is not None
     dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
-    if wanted.values or not has_kernels(recipe, True) or not wgrad_is_quantized(recipe):
-        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted)
-    assert isinstance(recipe, Float8Block)
+    if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
+        encodes = encode_of, hidden_encode
+        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted, *encodes)
     out = quantize_activation_backward(
         *(dpostact, preact, split_sizes, activation),
         scales=scales,
@@ -371,33 +406,42 @@ def _by_two_passes(
     activation: ActivationSpec,
     scales: Tensor | None,
     wanted: Wanted,
+    encode_of: EncodeOf,
+    hidden_encode: Tensor | None,
 ) -> ThroughActivation:
     grads = kernels.activate_backward(
         dpostact, preact, activation, scales, want_scales=wanted.scales, want_postact=wanted.weight
     )
+    is_read = wanted.inner_rows or wanted.inner_weight or wanted.values
     copies = copies_of(
         *(recipe, grads.preact, split_sizes),
         rows=wanted.inner_rows,
         wgrad=wanted.inner_weight,
         values=wanted.values,
         is_gradient=True,
+        encode=encode_of(recipe, grads.preact, split_sizes) if is_read else None,
     )
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
     postact = grads.postact
     if postact is None:
         return ThroughActivation(dy, copies, grads.scales, None)
-    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True)
+    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=hidden_encode)
     return ThroughActivation(dy, copies, grads.scales, kept.for_wgrad)
 
 
 def hidden_for_wgrad(
-    recipe: Recipe, preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None
+    recipe: Recipe,
+    preact: Tensor,
+    split_sizes: Tensor,
+    activation: ActivationSpec,
+    scales: Tensor | None,
+    encode: Tensor | None,
 ) -> Tensor | Columns | None:
-    """``act(preact) * scales`` as the gradient of a weight reads it."""
+    """``act(preact) * scales`` as the gradient of a weight reads it; ``encode`` as of :func:`copies_of`."""
     if not isinstance(recipe, Float8Block) or not wgrad_is_quantized(recipe):
         postact = kernels.activate(preact, activation, scales)
-        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True).for_wgrad
+        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=encode).for_wgrad
     return quantize_activation(
         *(preact, split_sizes, activation),
         scales=scales,
@@ -408,7 +452,12 @@ def hidden_for_wgrad(
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor | None = None) -> WeightOperands:
-    """A weight that PyTorch quantises, as products read it."""
+    """A weight as products read it, quantised with scales of more than blocks: by kernels, or else by PyTorch."""
+    if (scaling := operands.scaling_of(recipe, False)) is not None:
+        options = {"scaling": scaling, "power_of_two": is_power_of_two(recipe), "both": both, "encode": encode}
+        copies = quantize_whole_weight(weight, **options)  # type: ignore[arg-type]
+        back = None if copies.transposed is None else WeightOperand(copies.transposed, copies.transposed_scales)
+        return WeightOperands(WeightOperand(copies.data, copies.scales), back)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
     size = nbytes(weight, *read.forward, *(read.backward or ()))

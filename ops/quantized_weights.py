@@ -76,7 +76,7 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
 
 
 def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """By our own kernels for ``Float8Block``, else by PyTorch."""
+    """With scales of blocks, or as the recipe says."""
     if not isinstance(recipe, Float8Block):
         return weight_operands(recipe, weight, both)
     copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)

@@ -176,12 +176,24 @@ def other_places_of_the_scale_are_fused_too(world: World) -> None:
 def delayed_scales_are_those_of_each_linear(world: World) -> None:
     group = world.group(dtype=torch.bfloat16)
     mine = batch_for(group, counts_of(world)).of(world.rank)
-    options = {"dtype": torch.bfloat16, "recipe": Float8Tensor(delayed=Delayed())}
-    up, down = (GroupedLinear(group.num_local_experts, *sides, **options) for sides in ((H, 2 * H), (H, H)))
-    layer = Sequential(ep.EPDispatch(group), up, SwiGLU(), Scale(), down, ep.EPCombine(group))
-    said = layer.explain(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
-    assert "EPGroupedMLP" not in [step.name for step in said.steps]
-    assert "delayed scales are those of each linear's own tensors" in [fusion.reason for fusion in said.fusions]
+    call = {"top_k_index": mine.ids, "top_k_weights": mine.weights}
+    options = {"dtype": torch.bfloat16, "recipe": Float8Tensor(delayed=Delayed(history=2))}
+
+    def after_two_steps(fusions: set[str]) -> tuple[list[str], dict[str, torch.Tensor]]:
+        torch.manual_seed(world.rank)
+        up, down = (GroupedLinear(group.num_local_experts, *sides, **options) for sides in ((H, 2 * H), (H, H)))
+        layer, x = Sequential(ep.EPDispatch(group), up, SwiGLU(), Scale(), down, ep.EPCombine(group)), mine.x.detach()
+        with config(disable_fusions=fusions):
+            for _ in range(2):
+                y = layer(x.requires_grad_(), **call)
+                y.sum().backward()
+            shown = [step.name for step in layer.explain(x, **call).steps]
+        return shown, {"y": y.detach(), **{n: p.grad for n, p in layer.named_parameters()}, **layer.state_dict()}
+
+    (shown, ours), (_, theirs) = after_two_steps(set()), after_two_steps({"EPGroupedMLP", "GroupedMLP"})
+    assert shown == ["EPGroupedMLP"]
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value), name
 
 
 class Lending(CollectiveTransport):

@@ -295,6 +295,10 @@ def test_loss_curves_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "apart from 16 bits" in capsys.readouterr().out
 
 
+def test_trainings_of_processes_beside_each_other_are_those_of_one() -> None:
+    assert loss_curves.recipe_losses("cpu", 1, ["Float8Row"], 2) == loss_curves.recipe_losses("cpu", 1, ["Float8Row"])
+
+
 @pytest.mark.cuda
 def test_recipes_train_as_16_bits_do_on_cuda() -> None:
     far = loss_curves.apart(loss_curves.recipe_losses("cuda", 200))

@@ -113,6 +113,16 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "routed MLP, transposed": (OPS.routed_mlp, (*TOKENS, *TURNED, None, None, *SPEC, True, "loop strict")),
     "quantize rows": (OPS.quantize_rows, (HALF, SIZES, True, True, True, None, 1, "auto")),
     "quantize columns": (OPS.quantize_rows, (HALF, SIZES, False, False, True, COUNTS[:3].repeat(2), 2, "auto")),
+    "quantize whole rows": (
+        OPS.quantize_whole_rows,
+        (HALF, SIZES, "rows", False, True, True, None, None, 1, "auto"),
+    ),
+    "quantize whole columns": (
+        OPS.quantize_whole_rows,
+        (HALF, SIZES, "groups", True, False, True, None, COUNTS[:3].repeat(2), 2, "auto"),
+    ),
+    "quantize whole weight": (OPS.quantize_whole_weight, ([WEIGHT], "rows", True, True, None, "auto")),
+    "quantize whole weights": (OPS.quantize_whole_weight, ([*WEIGHT], "groups", False, False, None, "loop")),
     "quantize weight": (OPS.quantize_weight, ([WEIGHT], True, 2, True, "auto")),
     "quantize weights": (OPS.quantize_weight, ([*WEIGHT], False, 1, False, "loop")),
     "quantize activation": (OPS.quantize_activation, (WIDE_HALF, SIZES, *SPEC, SCALES, True, True, True, "auto")),

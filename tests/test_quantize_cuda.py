@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import quantize as checks
+from checks import quantize_whole as whole
 from checks.device import needs_hopper
+
+from fusible.ops.quantized.copies import Scaling
 
 pytestmark = [pytest.mark.cuda, needs_hopper]
 
@@ -79,3 +82,55 @@ def test_gathered_rows(dtype, want):
 def test_permuted_rows():
     checks.check_permuted_rows("cuda", 700, 3, 2880)
     checks.check_permuted_rows("cuda", 3, 8, 1168)
+
+
+of_whole = pytest.mark.parametrize("scaling", whole.WHOLE, ids=lambda scaling: scaling.value)
+
+
+@of_whole
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+@pytest.mark.parametrize("sizes", checks.SIZES, ids=str)
+def test_whole_rows(sizes, dtype, want, power_of_two, scaling):
+    for features, pitch in ((16, 0), (128, 8), (400, 0), (2880, 0)):
+        options = {"want": want, "power_of_two": power_of_two, "pitch": pitch}
+        whole.check_rows("cuda", sizes, features, scaling, dtype, **options)
+
+
+@of_whole
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("groups", [1, 70, 512])
+def test_whole_rows_of_many_groups(groups, index, scaling):
+    whole.check_rows("cuda", [g * 37 % 300 for g in range(groups)], 1040, scaling, index=index, tail=129)
+
+
+@of_whole
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_every_whole_amax(dtype, scaling, power_of_two):
+    part = slice(None) if scaling is Scaling.ROWS else slice(3, None, 64)
+    whole.check_every_amax("cuda", scaling, dtype, power_of_two, part)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_scales_of_steps_before(dtype):
+    whole.check_earlier_scales("cuda", dtype)
+
+
+@of_whole
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+def test_whole_rows_that_are_gathered(scaling, want):
+    whole.check_gathered_rows("cuda", scaling, 700, 3, 2880, want)
+
+
+@of_whole
+@pytest.mark.parametrize("asked", whole.WEIGHTS, ids=str)
+@pytest.mark.parametrize("dtype", [*checks.HALVES, torch.float32], ids=str)
+def test_weight_of_whole_scales(dtype, scaling, asked):
+    whole.check_weight("cuda", scaling=scaling, dtype=dtype, **asked)
+
+
+@of_whole
+def test_weights_of_many_experts_and_whole_scales(scaling):
+    whole.check_weight("cuda", 130, 256, 128, scaling, separate=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import quantize as checks
+from checks import quantize_whole as whole
 from emulation import build, harness
 
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
@@ -18,6 +19,7 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeWeight,
 )
 from fusible.ops.quantized import reference
+from fusible.ops.quantized.copies import Scaling
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -217,3 +219,77 @@ def test_torch_brings_rows_to_experts_alike() -> None:
         assert found is not None
         checks.assert_same(found.data, of_rows.data, "bytes")
         checks.assert_same(found.scales, of_rows.scales, "scales")
+
+
+of_whole = pytest.mark.parametrize("scaling", whole.WHOLE, ids=lambda scaling: scaling.value)
+
+
+@of_whole
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("sizes", checks.SIZES, ids=str)
+def test_whole_rows(sizes: list[int], scaling: Scaling, power_of_two: bool) -> None:
+    whole.check_rows("cpu", sizes, 272, scaling, power_of_two=power_of_two)
+
+
+@of_whole
+@pytest.mark.parametrize("want", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_one_whole_copy(dtype: torch.dtype, scaling: Scaling, want: str) -> None:
+    """Of rows with a pitch, and groups whose sizes are int32."""
+    whole.check_rows("cpu", checks.SIZES[0], 400, scaling, dtype, want=want, pitch=8, index=torch.int32)
+
+
+@of_whole
+def test_whole_rows_of_many_groups(scaling: Scaling, emulation: harness.Emulation) -> None:
+    with emulation.shuffled(1):
+        whole.check_rows("cpu", [g % 4 for g in range(70)], 144, scaling, tail=129)
+
+
+@of_whole
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_every_whole_amax(dtype: torch.dtype, scaling: Scaling, power_of_two: bool) -> None:
+    whole.check_every_amax("cpu", scaling, dtype, power_of_two, slice(3, None, 64))
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
+def test_scales_of_steps_before(dtype: torch.dtype) -> None:
+    whole.check_earlier_scales("cpu", dtype)
+
+
+@of_whole
+@pytest.mark.parametrize("want", ["rows and columns", "rows", "columns"])
+def test_whole_rows_that_are_gathered(scaling: Scaling, want: str) -> None:
+    whole.check_gathered_rows("cpu", scaling, 70, 3, 144, want)
+
+
+@of_whole
+@pytest.mark.parametrize("asked", whole.WEIGHTS, ids=str)
+@pytest.mark.parametrize("dtype", [*checks.HALVES, torch.float32], ids=str)
+def test_weight_of_whole_scales(dtype: torch.dtype, scaling: Scaling, asked: dict[str, object]) -> None:
+    whole.check_weight("cpu", scaling=scaling, dtype=dtype, **asked)  # type: ignore[arg-type]
+
+
+def test_weight_with_scales_of_steps_before() -> None:
+    whole.check_weight("cpu", 3, 144, 160, Scaling.GROUPS, encode=torch.tensor([0.1, 2.0**15, 5.0]))
+
+
+def test_whole_copies_that_are_refused() -> None:
+    problem = rows_problem(torch.ones(4, 32).bfloat16())
+    problem.scaling = Scaling.ROWS
+    assert "scales [4] of torch.float32, dense, got [1, 4]" in str(quantize.refusal(problem))
+    problem.rows = whole.rows_copy(4, 32, "cpu")
+    assert quantize.refusal(problem) is None
+    problem.encode = torch.ones(1)
+    assert "where groups have the scales, not rows" in str(quantize.refusal(problem))
+    problem.scaling = Scaling.GROUPS
+    assert quantize.refusal(problem) is None
+    problem.encode = torch.ones(2)
+    assert "needs [1] dense float32 numbers to multiply groups by, got [2]" in str(quantize.refusal(problem))
+    copy = whole.weight_copy(1, 32, 48, True, "cpu")
+    weight = QuantizeWeight(torch.ones(1, 32, 48), 1, True, copy, Scaling.ROWS)
+    assert quantize.refusal(weight) is None
+    weight.out = copy._replace(transposed_scales=torch.ones(1, 32))
+    assert "scales of the transposed bytes [1, 48]" in str(quantize.refusal(weight))
+    weight.out = copy._replace(scales=torch.ones(1, 48))
+    assert "scales [1, 32] of torch.float32" in str(quantize.refusal(weight))

@@ -280,9 +280,7 @@ def names(model, **keywords):
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_experts_give_the_bits_of_their_ops(recipe, bias):
     model, other = experts(recipe, bias=bias), experts(recipe, bias=bias)
-    fused = names(model) == ["GroupedMLP"]
-
-    assert fused == (recipe != DELAYED)
+    assert names(model) == ["GroupedMLP"]
     assert_equal(run_experts(model), run_experts(other, {"disable_fusions": UNFUSED}))
 
 
@@ -396,6 +394,82 @@ def test_delayed_scales_travel_with_the_state_dict():
     op.zero_grad()
 
     assert_equal(run(op), run(other))
+
+
+def assert_same_state(model, other):
+    assert model.state_dict().keys() == other.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("frozen", [None, "0.weight", "2.weight"])
+def test_fused_experts_keep_the_scales_of_their_ops(frozen, gradient):
+    recipe = fusible.Float8Tensor(gradient=gradient, delayed=fusible.Delayed(history=2))
+    model, other = experts(recipe, bias=False), experts(recipe, bias=False)
+    for each, name in ((model, frozen), (other, frozen)):
+        if name is not None:
+            each.get_parameter(name).requires_grad_(False)
+    for _ in range(3):
+        with torch.no_grad():  # amaxes that change
+            for each in (model, other):
+                each[0].weight *= 1.5
+        assert_equal(run_experts(model), run_experts(other, {"disable_fusions": UNFUSED}))
+    assert_same_state(model, other)
+
+
+def test_a_backward_of_fused_experts_reads_the_scales_of_its_own_forward():
+    def after_two_forwards(model, config):
+        sizes, xs = torch.tensor(SIZES), [(factor * tensor(T, K)).requires_grad_() for factor in (1, 5)]
+        with fusible.config(**config):
+            run_experts(model)
+            outputs = [model(x, split_sizes=sizes) for x in xs]
+        for y in outputs:
+            y.backward(tensor(T, K, seed=2))
+        return {"first": xs[0].grad, "second": xs[1].grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+    model, other = experts(DELAYED, bias=False), experts(DELAYED, bias=False)
+    assert_equal(after_two_forwards(model, {}), after_two_forwards(other, {"disable_fusions": UNFUSED}))
+    assert_same_state(model, other)
+
+
+def test_routed_experts_keep_the_scales_of_their_ops():
+    def outcome(model, config, **options):
+        torch.manual_seed(7)
+        x, weights = tensor(90, K).requires_grad_(), tensor(90, 2, seed=4, dtype=torch.float32).abs()
+        ids = torch.randint(0, E, (90, 2), generator=torch.Generator().manual_seed(3))
+        with fusible.config(**config):
+            for _ in range(3):
+                model.zero_grad()
+                y = model(x, top_k_index=ids, top_k_weights=weights)
+                y.backward(tensor(90, K, seed=2))
+            shown = [step.name for step in model.explain(x, top_k_index=ids, top_k_weights=weights).steps]
+        return shown, {"y": y.detach(), "x": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+    def layer():
+        act = fusible.ScaledSwiGLU()
+        return experts(DELAYED, act, [fusible.Combine()], [fusible.Dispatch(E)], bias=False)
+
+    model, other = layer(), layer()
+    (shown, ours), (_, theirs) = outcome(model, {}), outcome(other, {"disable_fusions": UNFUSED})
+    assert shown == ["RoutedMLP"]
+    assert_equal(ours, theirs)
+    assert_same_state(model, other)
+
+
+def test_a_scale_behind_experts_with_delayed_scales_is_no_part_of_them():
+    """It would change the gradient whose amaxes the second linear keeps."""
+    keywords = {"scales": tensor(T, dtype=torch.float32).abs()}
+    model, other = (experts(DELAYED, second=[fusible.Scale()], bias=False) for _ in range(2))
+
+    assert names(model, **keywords) == ["GroupedMLP", "Scale"]
+    for _ in range(2):
+        assert_equal(run_experts(model, **keywords), run_experts(other, {"disable_fusions": UNFUSED}, **keywords))
+    assert_same_state(model, other)
+    layer = experts(DELAYED, second=[fusible.Scale(), fusible.Combine()], first=[fusible.Dispatch(E)], bias=False)
+    routing = {"top_k_index": torch.zeros(9, 2, dtype=torch.long), "top_k_weights": torch.ones(9, 2)}
+    shown = str(layer.explain(tensor(9, K).requires_grad_(), **routing))
+    assert "the scale after fc2 would change the amaxes that delayed scales come from" in shown
 
 
 def test_delayed_scales_need_a_linear_that_keeps_them():

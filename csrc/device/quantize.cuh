@@ -45,7 +45,8 @@ DEVICE Encoding encoding_of(float amax, bool power_of_two) {
 // The eight rows of a thread. Magnitudes are compared as integers, in which NaN is above infinity: a maximum keeps it.
 template <class T>
 struct Tile {
-  uint32_t words[kTileRows][4];  // two features each
+  static constexpr int kWords = 4;  // of a row, two features each
+  uint32_t words[kTileRows][kWords];
 
   DEVICE void load(int row, bool exists, const T* from) { set(row, ptx::load_vector_if(exists, from)); }
   DEVICE void set(int row, const uint4& w) {
@@ -61,18 +62,13 @@ struct Tile {
   DEVICE static uint32_t larger(uint32_t x, uint32_t y) { return ptx::max_u16x2(x, y); }
   // The larger of the two of a word, as a value.
   DEVICE static float largest(uint32_t x) { return ptx::unpack<T>(ptx::max_u16x2(x, x >> 16)).x; }
-  DEVICE uint32_t largest_word() const {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) most = larger(most, magnitudes(i, j));
-    return most;
-  }
+  // That of one feature, of a word that has it.
+  DEVICE static uint32_t of_feature(uint32_t word, int feature) { return feature % 2 ? word >> 16 : word & 0xFFFFu; }
 };
 template <>
 struct Tile<float> {
-  float values[kTileRows][8];
+  static constexpr int kWords = 8;
+  float values[kTileRows][kWords];
 
   DEVICE void load(int row, bool exists, const float* from) {
 #pragma unroll
@@ -84,17 +80,11 @@ struct Tile<float> {
     }
   }
   DEVICE float2 pair(int row, int j) const { return {values[row][2 * j], values[row][2 * j + 1]}; }
+  DEVICE uint32_t magnitudes(int row, int j) const { return __float_as_uint(values[row][j]) & 0x7FFFFFFFu; }
 
   DEVICE static uint32_t larger(uint32_t x, uint32_t y) { return x < y ? y : x; }
   DEVICE static float largest(uint32_t x) { return __uint_as_float(x); }
-  DEVICE uint32_t largest_word() const {
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < kTileRows; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; ++j) most = larger(most, __float_as_uint(values[i][j]) & 0x7FFFFFFFu);
-    return most;
-  }
+  DEVICE static uint32_t of_feature(uint32_t word, int) { return word; }
 };
 
 // Where a thread stands in a tile.
@@ -158,19 +148,45 @@ DEVICE uint2 row_bytes(const Tile<T>& tile, int row, float encode) {
   return {bytes[0] | bytes[1] << 16, bytes[2] | bytes[3] << 16};
 }
 
-// The largest magnitudes of a row's pairs of features.
+// The largest magnitudes of a thread's part of a row.
 template <class T>
 DEVICE uint32_t largest_word(const Tile<T>& tile, int row) {
-  return Tile<T>::larger(Tile<T>::larger(tile.magnitudes(row, 0), tile.magnitudes(row, 1)),
-                         Tile<T>::larger(tile.magnitudes(row, 2), tile.magnitudes(row, 3)));
+  uint32_t most[Tile<T>::kWords];
+#pragma unroll
+  for (int j = 0; j < Tile<T>::kWords; ++j) most[j] = tile.magnitudes(row, j);
+#pragma unroll
+  for (int words = Tile<T>::kWords / 2; words; words /= 2)
+#pragma unroll
+    for (int j = 0; j < words; ++j) most[j] = Tile<T>::larger(most[2 * j], most[2 * j + 1]);
+  return most[0];
+}
+// Of a thread's part of the tile.
+template <class T>
+DEVICE uint32_t largest_word(const Tile<T>& tile) {
+  uint32_t most = largest_word(tile, 0);
+#pragma unroll
+  for (int i = 1; i < kTileRows; ++i) most = Tile<T>::larger(most, largest_word(tile, i));
+  return most;
 }
 
-// The encoding of row c / 2 of the half's eight. Each exchange halves the rows that a lane looks after.
+// The largest of all threads' words; each gets it.
 template <class T>
-DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, bool power_of_two) {
-  uint32_t most[kTileRows];
+DEVICE float largest_of_block(uint32_t word) {
+  __shared__ uint32_t most[kQuantizeWarps];
 #pragma unroll
-  for (int i = 0; i < kTileRows; ++i) most[i] = largest_word(tile, i);
+  for (int offset = 16; offset; offset /= 2) word = Tile<T>::larger(word, __shfl_xor_sync(~0u, word, offset));
+  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = word;
+  __syncthreads();
+  word = most[0];
+#pragma unroll
+  for (int w = 1; w < kQuantizeWarps; ++w) word = Tile<T>::larger(word, most[w]);
+  return Tile<T>::largest(word);
+}
+
+// The largest of row c / 2 of the half's eight, from the words that each lane has of them. Each exchange halves the
+// rows that a lane looks after.
+template <class T>
+DEVICE float largest_of_row(uint32_t (&most)[kTileRows], const TilePosition& at) {
 #pragma unroll
   for (int rows = 4; rows; rows /= 2) {
     const bool upper = at.c & 2 * rows;
@@ -181,7 +197,15 @@ DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, boo
     }
   }
   most[0] = Tile<T>::larger(most[0], __shfl_xor_sync(~0u, most[0], 1));
-  return encoding_of<T>(Tile<T>::largest(most[0]), power_of_two);
+  return Tile<T>::largest(most[0]);
+}
+// The encoding of that row in one tile.
+template <class T>
+DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, bool power_of_two) {
+  uint32_t most[kTileRows];
+#pragma unroll
+  for (int i = 0; i < kTileRows; ++i) most[i] = largest_word(tile, i);
+  return encoding_of<T>(largest_of_row<T>(most, at), power_of_two);
 }
 
 // Rows of the tile that exist, and features.
@@ -207,10 +231,39 @@ DEVICE void store_rows(const Tile<T>& tile, const TilePosition& at, const TileEx
   }
 }
 
-// Shared memory of a block that writes columns.
+// The largest magnitudes of the features in the rows of each warp, through shared memory.
+template <class T>
+struct ColumnMaxima {
+  uint4 words[kQuantizeWarps][16][Tile<T>::kWords / 4];
+
+  DEVICE void put(const Tile<T>& tile, const TilePosition& at) {
+    uint32_t most[Tile<T>::kWords];
+#pragma unroll
+    for (int j = 0; j < Tile<T>::kWords; ++j) {
+      most[j] = tile.magnitudes(0, j);
+#pragma unroll
+      for (int i = 1; i < kTileRows; ++i) most[j] = Tile<T>::larger(most[j], tile.magnitudes(i, j));
+      most[j] = Tile<T>::larger(most[j], __shfl_xor_sync(~0u, most[j], 16));
+    }
+    if (at.half) return;
+#pragma unroll
+    for (int q = 0; q < Tile<T>::kWords / 4; ++q)
+      words[at.warp][at.c][q] = {most[4 * q], most[4 * q + 1], most[4 * q + 2], most[4 * q + 3]};
+  }
+  // Of a feature in all rows, after a barrier.
+  DEVICE float largest(int feature) const {
+    uint32_t word = 0;
+#pragma unroll
+    for (int w = 0; w < kQuantizeWarps; ++w)
+      word = Tile<T>::larger(word, reinterpret_cast<const uint32_t*>(words[w])[feature * Tile<T>::kWords / 8]);
+    return Tile<T>::largest(Tile<T>::of_feature(word, feature));
+  }
+};
+
+// Shared memory of a block that writes columns of values of 16 bits.
 struct ColumnsShared {
   TransposedTile bytes;
-  uint4 most[kQuantizeWarps][16];  // the largest magnitudes of the features in the rows of a warp, two a word
+  ColumnMaxima<__nv_bfloat16> most;  // as many words for fp16
   float encode[kScaleBlock];
 };
 
@@ -218,24 +271,12 @@ struct ColumnsShared {
 template <class T>
 DEVICE void stage_and_scale_columns(const Tile<T>& tile, const TilePosition& at, const TileExtent& extent,
                                     bool power_of_two, ColumnsShared& shared, float* scales) {
-  uint32_t most[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    most[j] = tile.magnitudes(0, j);
-#pragma unroll
-    for (int i = 1; i < kTileRows; ++i) most[j] = Tile<T>::larger(most[j], tile.magnitudes(i, j));
-    most[j] = Tile<T>::larger(most[j], __shfl_xor_sync(~0u, most[j], 16));
-  }
-  if (at.half == 0) shared.most[at.warp][at.c] = {most[0], most[1], most[2], most[3]};
+  auto& most = reinterpret_cast<ColumnMaxima<T>&>(shared.most);
+  most.put(tile, at);
   __syncthreads();
   if (threadIdx.x < kScaleBlock) {
     const int feature = threadIdx.x;
-    uint32_t word = 0;
-#pragma unroll
-    for (int w = 0; w < kQuantizeWarps; ++w)
-      word = Tile<T>::larger(word, reinterpret_cast<const uint32_t*>(shared.most[w])[feature / 2]);
-    const uint32_t one = feature % 2 ? word >> 16 : word & 0xFFFFu;
-    const Encoding encoding = encoding_of<T>(Tile<T>::largest(one), power_of_two);
+    const Encoding encoding = encoding_of<T>(most.largest(feature), power_of_two);
     shared.encode[feature] = encoding.encode;
     if (feature < extent.features) scales[feature] = encoding.decode;
   }
@@ -265,12 +306,13 @@ struct TokenCopies {
 };
 
 // Quantises the features from `first` to `end` of a block's tokens, tile by tile. read(tile, first feature, extent)
-// fills a tile; it is called while the columns of the tile before are on their way to memory.
-template <class T, bool kRows, bool kColumns, class Read>
-DEVICE void quantize_tokens(const TokenCopies& to, const TilePosition& at, int rows, int64_t first, int64_t end,
-                            bool power_of_two, ColumnsShared& shared, Read read) {
+// fills a tile; it is called while the columns of the tile before are on their way to memory. rows(tile, first feature,
+// extent) stores those of a tile, columns(...) stages its columns.
+template <class T, bool kRows, bool kColumns, class Read, class Rows, class Columns>
+DEVICE void quantize_tokens(const TokenCopies& to, int count, int64_t first, int64_t end, ColumnsShared& shared,
+                            Read read, Rows rows, Columns columns) {
   Tile<T> tile;
-  TileExtent extent{rows, 0};
+  TileExtent extent{count, 0};
   for (int64_t feature = first - kScaleBlock;; feature += kScaleBlock) {
     const int64_t next = feature + kScaleBlock;
     const TileExtent stored = extent;
@@ -283,10 +325,8 @@ DEVICE void quantize_tokens(const TokenCopies& to, const TilePosition& at, int r
       store_columns(shared.bytes, stored, to.columns.data + feature * kScaleBlock);
     }
     if (next >= end) return;
-    if constexpr (kRows)
-      store_rows(tile, at, extent, power_of_two, to.rows.data + next, to.features,
-                 to.rows.scales + next / kScaleBlock * to.rows.scales_pitch);
-    if constexpr (kColumns) stage_and_scale_columns(tile, at, extent, power_of_two, shared, to.columns.scales + next);
+    if constexpr (kRows) rows(tile, next, extent);
+    if constexpr (kColumns) columns(tile, next, extent);
   }
 }
 

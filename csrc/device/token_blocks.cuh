@@ -9,12 +9,14 @@ namespace fusible {
 struct TokenBlock {
   int64_t number, first_row;
   int rows;  // 0: there is no such block
+  int group;
 };
 
 // For every thread of a block of threads, whose first warp walks the groups.
 __device__ inline TokenBlock find_token_block(const SplitSizes& sizes, int tokens, int wanted) {
   __shared__ int first_row;
   __shared__ int rows;
+  __shared__ int group;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     if (lane == 0) rows = 0;
@@ -27,12 +29,13 @@ __device__ inline TokenBlock find_token_block(const SplitSizes& sizes, int token
       if (skipped >= 0 && skipped < mine) {
         first_row = start + skipped * kScaleBlock;
         rows = min(size - skipped * kScaleBlock, kScaleBlock);
+        group = base + lane;
       }
       blocks = __shfl_sync(~0u, after, 31);
     }
   }
   __syncthreads();
-  return {wanted, first_row, rows};
+  return {wanted, first_row, rows, group};
 }
 
 }  // namespace fusible

@@ -15,6 +15,11 @@
 
 namespace fusible {
 
+// What has one scale: a block of values, as the copies say; or a whole row of a copy, where those of a group's tokens
+// are its features; or a group, with all its tokens or its matrix. Whole rows and groups are read twice: for their
+// largest magnitudes, and to be cast.
+enum class Scaling : int { kBlocks = 0, kRows = 1, kGroups = 2 };
+
 struct QuantizeRows {
   DType type;  // bf16 or fp16
   int64_t tokens, features;
@@ -27,6 +32,9 @@ struct QuantizeRows {
   const int32_t* slot_of_row;  // [tokens]: row r is that of the token slot_of_row[r] / top_k; null: row r is x[r]
   int top_k;
   int tiles;  // of 128 features that a block takes, one after the other; 0: as many as seem best
+  Scaling scaling;
+  float* amax;  // largest_magnitudes() numbers, unless blocks have the scales: those of groups, or of rows and columns
+  const float* encode;  // [groups], what the values of groups are multiplied by; null: that follows from their amax
 };
 
 // The matrices of all groups, at equal distances or where `addresses` say.
@@ -39,8 +47,12 @@ struct QuantizeWeight {
   int64_t halves;                        // blocks restart at each
   bool power_of_two;
   uint8_t *data, *transposed;  // [groups, n, k] and [groups, k, n]; null if not wanted
-  float* scales;               // [groups, halves * blocks of n / halves, blocks of k]
+  float* scales;               // [groups, halves * blocks of n / halves, blocks of k], or [groups, n] of rows or groups
   bool scales_transposed;      // [groups, blocks of k, blocks of n]
+  Scaling scaling;
+  float* transposed_scales;  // [groups, k], unless blocks have the scales
+  float* amax;               // as in QuantizeRows, with n for the tokens of each group
+  const float* encode;       // as in QuantizeRows
 };
 
 // out[b, r] = source[b, slot_of_row[r] / top_k] for the rows before *num_rows, of all blocks b of features: the scales
@@ -90,6 +102,11 @@ void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream
 void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
 void quantize_activation(const QuantizeActivation& call, int device, cudaStream_t stream);
 void quantize_activation_backward(const QuantizeActivationBackward& call, int device, cudaStream_t stream);
+
+// Numbers of `amax`, for `rows` of all groups.
+constexpr int64_t largest_magnitudes(Scaling scaling, int64_t rows, int64_t groups, int64_t features) {
+  return scaling == Scaling::kGroups ? groups : rows + groups * features;
+}
 
 // A share of dscales for each block of 128 features.
 constexpr int64_t quantize_backward_workspace(int64_t tokens, int64_t features) {

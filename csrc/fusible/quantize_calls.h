@@ -17,6 +17,11 @@ void visit_copies(Visitor& v, QuantizedRows& rows, BlockedColumns& columns) {
   v.field("columns", columns.data), v.field("column_scales", columns.scales);
 }
 
+template <class Visitor>
+void visit_scaling(Visitor& v, Scaling& scaling, float*& amax, const float*& encode) {
+  v.field("scaling", scaling), v.field("amax", amax), v.field("encode", encode);
+}
+
 struct QuantizeRowsLaunch : OnStream {
   static constexpr const char* kName = "quantize_rows";
   QuantizeRows call{};
@@ -28,6 +33,7 @@ struct QuantizeRowsLaunch : OnStream {
     v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
     v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
+    visit_scaling(v, call.scaling, call.amax, call.encode);
   }
   void complete() {}
   void run() const { quantize_rows(call, device, stream); }
@@ -46,6 +52,8 @@ struct QuantizeWeightLaunch : OnStream {
     v.field("power_of_two", call.power_of_two), v.field("data", call.data), v.field("transposed", call.transposed);
     v.field("scales", call.scales);
     v.field("scales_transposed", call.scales_transposed);
+    v.optional();
+    visit_scaling(v, call.scaling, call.amax, call.encode), v.field("transposed_scales", call.transposed_scales);
   }
   void complete() { call.addresses = addresses; }
   void run() const { quantize_weight(call, device, stream); }
@@ -99,6 +107,21 @@ struct QuantizeActivationBackwardLaunch : OnStream {
   }
   void complete() {}
   void run() const { quantize_activation_backward(call, device, stream); }
+};
+
+// Of `amax`.
+struct QuantizeWorkspace {
+  static constexpr const char* kName = "quantize_workspace";
+  Scaling scaling = Scaling::kBlocks;
+  int64_t rows = 0, groups = 0, features = 0;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.field("scaling", scaling), v.rows("rows", rows), v.field("groups", groups), v.field("features", features);
+  }
+  int64_t bytes() const {
+    return largest_magnitudes(scaling, rows, groups, features) * static_cast<int64_t>(sizeof(float));
+  }
 };
 
 struct QuantizeBackwardWorkspace {

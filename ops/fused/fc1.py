@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +13,9 @@ from ...fuser import Gradient, Grads
 from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
+from ..delayed_scales import encode_of_tokens
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized_linear import TokenCopies, activating, applied, quantized_hidden
+from ..quantized_linear import TokenCopies, activating, applied, hidden_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,28 +50,28 @@ def forward(
     keep_preact: bool,
     tail_unspecified: bool,
     x_is_inner: bool,
-    copied: bool = False,
+    reader: GroupedLinear | None = None,
     vectors: tuple[Tensor, ...] | None = None,
     matrices: tuple[Tensor | None, ...] | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 
     Args:
-        copied: whether hidden rows that follow a recipe are wanted as the copies that the second linear reads.
+        reader: the second linear, for which hidden rows that follow a recipe are copies; None: they are values.
     """
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
     recipe = applied(fc1, rows.dtype)
     if recipe is not None:
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent = bias_scale, grad_input
-        if copied:
-            activate = activating(activation, flat(scales), keep_preact)
+        if reader is not None:
+            activate = activating(activation, flat(scales), keep_preact, partial(encode_of_tokens, reader))
             (kept, copies), saved = fc1.quantized_fwd(
                 recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
             )
             return FirstLinear(copies, kept, saved)
         preact, saved = fc1.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms)
-        hidden = quantized_hidden(recipe, preact, sizes, activation, flat(scales), False)
+        hidden = hidden_rows(preact, sizes, activation, flat(scales))
         return FirstLinear(hidden, preact if keep_preact else None, saved)
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}

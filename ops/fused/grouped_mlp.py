@@ -8,7 +8,7 @@ kernel that is given the product ``s o`` serves both places of the scale.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ...fuser import tracing as trace
 from ...fuser.config import thread_config
 from ...fuser.replay import capture
 from .. import kernels
-from ..delayed_scales import is_delayed
+from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
@@ -70,10 +70,13 @@ _PATH = Pattern.path(
 
 
 def with_one_recipe(pattern: Pattern) -> Pattern:
-    """The pattern, where both linears follow one recipe, which quantises each tensor by itself."""
+    """The pattern, where both linears follow one recipe, and each keeps amaxes of the same tensors as by itself."""
     return pattern.where(
         "fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2)
-    ).where("delayed scales are those of each linear's own tensors", lambda m: not is_delayed(followed_by(m.fc1)))
+    ).where(
+        "the scale after fc2 would change the amaxes that delayed scales come from",
+        lambda m: m.out_scale is None or not is_delayed(followed_by(m.fc1)),
+    )
 
 
 @register_fusion(
@@ -103,6 +106,7 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: tuple[Tensor, ...] | None
+        hidden_encode: Tensor | None = None
 
     def __init__(self, *args: Any, **roles: Any) -> None:
         super().__init__(*args, **roles)
@@ -136,7 +140,7 @@ class GroupedMLP(FusedOp):
             tail_unspecified=True,
             x_is_inner=x_is_inner,
             vectors=vectors,
-            copied=True,
+            reader=self.fc2,
         )
         factors = {
             "out": None if output is None else output.view(-1, self.fc2.out_features),
@@ -145,7 +149,8 @@ class GroupedMLP(FusedOp):
             "row_scale": flat(out_scale_scales),
         }
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors)
+        hidden_encode = scales_of_forward(self.fc2, fc1.saved.recipe)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, hidden_encode)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -157,12 +162,17 @@ class GroupedMLP(FusedOp):
         out_scales: Tensor | None,
         needs_grad: frozenset[str],
     ) -> tuple[Tensor, Saved]:
-        """The output as rows, and what is saved, from rows that are gathered as they are quantised."""
+        """The output as rows, and what is saved, from rows that are gathered as they are quantised.
+
+        Args:
+            recipe: one whose scales come from the rows themselves.
+        """
         needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
         tokens = x.tokens if isinstance(x, GatheredTokens) else x
         copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
         bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
-        activate = activating(spec, flat(scales), reads_preact(needs_grad))
+        encode_of = partial(encode_of_tokens, self.fc2)
+        activate = activating(spec, flat(scales), reads_preact(needs_grad), encode_of)
         (preact, hidden), first = self.fc1.quantized_fwd(
             recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
         )
@@ -230,7 +240,7 @@ class GroupedMLP(FusedOp):
     def reads_values(self, recipe: Recipe, saved: Saved, needs_grad: frozenset[str]) -> bool:
         """Whether a backward reads the gradient of the output as it was before it is quantised."""
         biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
-        return biased or (not wgrad_is_quantized(recipe) and _trains(needs_grad))
+        return biased or is_delayed(recipe) or (not wgrad_is_quantized(recipe) and _trains(needs_grad))
 
     def _through_quantized(
         self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
@@ -238,13 +248,14 @@ class GroupedMLP(FusedOp):
         """:meth:`through_fc2` of a call that followed a recipe."""
         sizes, weight, spec, trains = saved.fc2.split_sizes, saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
         through = weight is not None and _through(needs_grad)
-        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains, is_gradient=True)
+        encode = encode_of_tokens(self.fc2, recipe, dy, sizes, True) if isinstance(dy, Tensor) else None
+        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains, is_gradient=True, encode=encode)
         total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
         if not through:
-            hidden = hidden_for_wgrad(recipe, saved.preact, sizes, spec, total) if trains else None
-            return ThroughActivation(copies, None, None, hidden)
+            options = recipe, saved.preact, sizes, spec, total, saved.hidden_encode
+            return ThroughActivation(copies, None, None, hidden_for_wgrad(*options) if trains else None)
         weight = transposed_operand(recipe, weight)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
@@ -254,7 +265,10 @@ class GroupedMLP(FusedOp):
             inner_weight="weight" in inner,
             values=not inner.isdisjoint(("bias", "bias_scale")),
         )
-        return through_activation(recipe, copies, weight, saved.preact, sizes, spec, total, wanted)
+        encode_of = partial(encode_of_tokens, self.fc1, is_gradient=True)
+        return through_activation(
+            recipe, copies, weight, saved.preact, sizes, spec, total, wanted, encode_of, saved.hidden_encode
+        )
 
     def _recomputes(self) -> bool:
         """Whether the backward computes the pre-activation again, where the switches say so."""

@@ -17,6 +17,7 @@ from ...fuser.module_state import with_tensors
 from ...fuser.replay import capture
 from .. import routing as permutation
 from ..activation_spec import ActivationSpec
+from ..delayed_scales import is_delayed
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
@@ -56,7 +57,8 @@ def forward(
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
     factors = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
     recipe = applied(mlp.fc1, tokens.dtype)
-    if recipe is not None and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):
+    gathers = recipe is not None and not is_delayed(recipe)  # amaxes of steps are those of the rows
+    if recipe is not None and gathers and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):
         rows = gathered(tokens, routing)
         scales = factors.get("scales"), factors.get("out_scale_scales")
         y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)

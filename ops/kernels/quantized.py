@@ -167,7 +167,7 @@ def quantize_rows(
         slot_of_row: row r of the copies is that of the token ``slot_of_row[r] // top_k``; None: of the token r.
     """
     copies = new_copies(x, split_sizes, want_rows, want_columns, slot_of_row)
-    _quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, slot_of_row, top_k))
+    quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, slot_of_row, top_k))
     return copies
 
 
@@ -175,7 +175,7 @@ def quantize_rows(
 def quantize_weight(weight: Matrices, *, power_of_two: bool, halves: int = 1, both: bool = False) -> QuantizedWeight:
     """The bytes and scales of a weight [E, N, K]; ``both``: also the transposed bytes."""
     copies = new_weight(weight, halves, both)
-    _quantize(QuantizeWeight(weight, halves, power_of_two, copies))
+    quantize(QuantizeWeight(weight, halves, power_of_two, copies))
     return copies
 
 
@@ -194,7 +194,7 @@ def quantize_activation(
     copies = new_activation_copies(preact, split_sizes, activation, want_rows, want_columns)
     problem = QuantizeActivation(preact, split_sizes, activation, scales, power_of_two, copies.rows, copies.columns)
     if quantizers(problem)[0].NAME == HOPPER:
-        _quantize(problem)
+        quantize(problem)
         return copies
     postact = activate(preact, activation, scales)
     return quantize_rows(
@@ -228,12 +228,12 @@ def quantize_activation_backward(
         *(copies.rows, copies.columns, out.postact, out.dscales),
     )
     if quantizers(problem)[0].NAME == HOPPER:
-        _quantize(problem)
+        quantize(problem)
         return out
     grads = activate_backward(dpostact, preact, activation, scales, want_scales=want_scales, want_postact=want_postact)
-    _quantize(QuantizeRows(grads.preact, split_sizes, power_of_two, copies.rows, copies.columns))
+    quantize(QuantizeRows(grads.preact, split_sizes, power_of_two, copies.rows, copies.columns))
     if grads.postact is not None:
-        _quantize(QuantizeRows(grads.postact, split_sizes, power_of_two, None, out.postact))
+        quantize(QuantizeRows(grads.postact, split_sizes, power_of_two, None, out.postact))
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
     return out._replace(dscales=grads.scales)
@@ -323,7 +323,7 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
         row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
 
 
-def _quantize(problem: Quantizing) -> None:
+def quantize(problem: Quantizing) -> None:
     """Runs a quantiser, or tells a trace of it."""
     backend, reason = quantizers(problem)
     tensor = source(problem)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
 from .problem import Matrices, first, nbytes
 
 
@@ -27,6 +27,9 @@ class QuantizeRows:
         columns: where the transposed copy goes, in blocks of a group's tokens; None: it is not wanted.
         slot_of_row: int32 [R]: row r is that of the token ``slot_of_row[r] // top_k``, so that the rows of the experts
             are read where the tokens lie; None: row r is ``x[r]``.
+        scaling: of whole rows and groups, the rows have a scale each, [T].
+        encode: float32 [E], what the values of each group are multiplied by, where groups have the scales; None: that
+            follows from the values.
     """
 
     x: Tensor
@@ -36,6 +39,8 @@ class QuantizeRows:
     columns: BlockedColumns | None
     slot_of_row: Tensor | None = None
     top_k: int = 1
+    scaling: Scaling = Scaling.BLOCKS
+    encode: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -44,10 +49,11 @@ class QuantizeRows:
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.x, self.slot_of_row) + copy_bytes(self.rows, self.columns)
+        read = nbytes(self.x) * _reads(self.scaling) + nbytes(self.slot_of_row)
+        return read + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:
-        return f"rows {'+'.join(copy_names(self.rows, self.columns))}"
+        return f"rows {'+'.join(copy_names(self.rows, self.columns))}{_scales_of(self.scaling)}"
 
 
 @dataclass(slots=True)
@@ -59,19 +65,24 @@ class QuantizeWeight:
         halves: 2 where the N rows are as many of a gate and then of an up, which no block spans; else 1.
         power_of_two: whether scales are powers of two.
         out: where the bytes, their transposed copy if it is not None, and the scales go.
+        scaling: of blocks into a :class:`QuantizedWeight`, else into a :class:`RowWeight`, whose rows all have the same
+            scale if groups have one; ``halves`` is then 1.
+        encode: as of :class:`QuantizeRows`.
     """
 
     weight: Matrices
     halves: int
     power_of_two: bool
-    out: QuantizedWeight
+    out: QuantizedWeight | RowWeight
+    scaling: Scaling = Scaling.BLOCKS
+    encode: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.weight, *self.out)
+        return nbytes(self.weight) * _reads(self.scaling) + nbytes(*self.out)
 
     def __str__(self) -> str:
-        return f"weight {'both' if self.out.transposed is not None else 'rows'}"
+        return f"weight {'both' if self.out.transposed is not None else 'rows'}{_scales_of(self.scaling)}"
 
 
 @dataclass(slots=True)
@@ -317,6 +328,15 @@ def source(problem: Quantizing) -> Tensor:
     if isinstance(problem, PermuteQuantizedRows):
         return problem.source.data
     return problem.x if isinstance(problem, QuantizeRows) else problem.preact
+
+
+def _reads(scaling: Scaling) -> int:
+    """How often values are read: once more where the scale of a value is that of many blocks."""
+    return 1 if scaling is Scaling.BLOCKS else 2
+
+
+def _scales_of(scaling: Scaling) -> str:
+    return "" if scaling is Scaling.BLOCKS else f", scales of {scaling.value}"
 
 
 def copy_bytes(*copies: QuantizedRows | BlockedColumns | None) -> int:

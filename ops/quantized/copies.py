@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,6 +12,14 @@ SCALES = "weight_scale_inv"
 """The buffer of the decode scales of a weight that stays quantised; checkpoints call it so."""
 AMAX = "weight_amax"
 """The buffer [E] from which the scales of groups come, of a weight that stays quantised by ``NVFP4``."""
+
+
+class Scaling(Enum):
+    """What has one scale: a block of values; a row of a copy, and a column of a group's tokens; or all of a group."""
+
+    BLOCKS = "blocks"
+    ROWS = "rows"
+    GROUPS = "groups"
 
 
 class QuantizedRows(NamedTuple):
@@ -55,6 +64,20 @@ class QuantizedWeight(NamedTuple):
     data: Tensor
     transposed: Tensor | None
     scales: Tensor
+
+
+class RowWeight(NamedTuple):
+    """Weights of E experts with a scale for each row of either copy.
+
+    Attributes:
+        data: e4m3 [E, N, K]; scales: float32 [E, N].
+        transposed: e4m3 [E, K, N]; transposed_scales: float32 [E, K]. Both None: nobody wants them.
+    """
+
+    data: Tensor
+    scales: Tensor
+    transposed: Tensor | None
+    transposed_scales: Tensor | None
 
 
 class WeightOperand(NamedTuple):

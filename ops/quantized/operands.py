@@ -22,6 +22,7 @@ from .copies import (
     QuantizedRows,
     Rows,
     RowValues,
+    Scaling,
     TransposedWeight,
     WeightOperand,
 )
@@ -55,6 +56,15 @@ def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str |
         if size % nvfp4.NV_BLOCK:
             return f"NVFP4 needs {name}_features that are multiples of {nvfp4.NV_BLOCK}, got {size}"
     return None
+
+
+def scaling_of(recipe: Recipe, is_gradient: bool) -> Scaling | None:
+    """What has one scale in the copies that kernels make; None: they make none."""
+    if not isinstance(recipe, Float8Block | Float8Row | Float8Tensor) or (is_gradient and recipe.gradient != "e4m3"):
+        return None
+    if isinstance(recipe, Float8Block):
+        return Scaling.BLOCKS
+    return Scaling.ROWS if isinstance(recipe, Float8Row) else Scaling.GROUPS
 
 
 def of_tokens(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from .copies import RowWeight
 from .formats import E4M3, Format, cast
 from .reference import (
     Blocks,
@@ -18,20 +17,6 @@ from .reference import (
     quantize_blocks,
     token_blocks,
 )
-
-
-class RowWeight(NamedTuple):
-    """E matrices with a scale for each row; the transposed copy is another quantisation.
-
-    Attributes:
-        data: [E, N, K]; scales: float32 [E, N].
-        transposed: [E, K, N]; transposed_scales: float32 [E, K].
-    """
-
-    data: Tensor
-    scales: Tensor
-    transposed: Tensor
-    transposed_scales: Tensor
 
 
 def quantize_rows(x: Tensor, is_power_of_two: bool, format: Format = E4M3) -> Blocks:
@@ -51,7 +36,7 @@ def quantize_columns(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, form
 
 
 def quantize_weight(weight: Tensor, is_power_of_two: bool, format: Format = E4M3) -> RowWeight:
-    """Both copies of ``weight`` [E, N, K]."""
+    """Both copies of ``weight`` [E, N, K]; the transposed one is another quantisation."""
     transposed = quantize_rows(weight.mT.contiguous(), is_power_of_two, format)
     return RowWeight(*quantize_rows(weight, is_power_of_two, format), *transposed)
 

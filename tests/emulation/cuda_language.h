@@ -72,6 +72,12 @@ T atomicAdd(T* to, U value) {
   *to += value;
   return before;
 }
+template <class T, class U>
+T atomicMax(T* to, U value) {
+  const T before = *to;
+  if (before < value) *to = value;
+  return before;
+}
 // Loads and stores with hints for the caches, which can be checked as ordinary ones cannot.
 template <class T>
 T emulate_load(const T* from) {

@@ -1,4 +1,5 @@
-"""Our own CUDA kernels that quantise: each reads its tensor once and writes both copies of it.
+"""Our own CUDA kernels that quantise: each reads its tensor once and writes both copies of it, or twice, where scales
+are of whole rows or groups.
 
 They write what the door has just allocated, whose version nobody has kept: it stays. Rows past the last group are
 neither read nor written.
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
 from ..problem import Matrices, addresses, first
 from ..quantized_problem import (
     PermuteQuantizedRows,
@@ -32,6 +33,7 @@ NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
 _MANY = 2**30  # rows: those of a group are numbers of 32 bits
 _MOST_MATRICES = 512
+_SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}
 
 
 def refusal(problem: Quantizing) -> str | None:
@@ -67,9 +69,21 @@ def _rows_refusal(problem: QuantizeRows) -> str | None:
         _tokens_refusal(tokens, problem.split_sizes)
         or _features_refusal(x.shape[1])
         or _indices_refusal(problem.slot_of_row)
-        or _rows_copy_refusal(problem.rows, tokens, x.shape[1])
+        or _rows_copy_refusal(problem.rows, tokens, x.shape[1], problem.scaling)
         or _columns_copy_refusal(problem.columns, tokens, x.shape[1], problem.split_sizes.shape[0])
+        or _encode_refusal(problem.encode, problem.scaling, problem.split_sizes.shape[0])
     )
+
+
+def _encode_refusal(encode: Tensor | None, scaling: Scaling, groups: int) -> str | None:
+    """Of the numbers by which groups are multiplied."""
+    if encode is None:
+        return None
+    if scaling is not Scaling.GROUPS:
+        return f"takes numbers to multiply groups by where groups have the scales, not {scaling.value}"
+    if encode.dtype == torch.float32 and encode.shape == (groups,) and encode.is_contiguous():
+        return None
+    return f"needs [{groups}] dense float32 numbers to multiply groups by, got {list(encode.shape)} of {encode.dtype}"
 
 
 def _indices_refusal(*indices: Tensor | None) -> str | None:
@@ -99,12 +113,14 @@ def _dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -
     return f"needs {name} {list(shape)} of {dtype}, dense, got {list(tensor.shape)} of {tensor.dtype}"
 
 
-def _rows_copy_refusal(rows: QuantizedRows | None, tokens: int, features: int) -> str | None:
+def _rows_copy_refusal(
+    rows: QuantizedRows | None, tokens: int, features: int, scaling: Scaling = Scaling.BLOCKS
+) -> str | None:
     if rows is None:
         return None
-    pitch = -(-tokens // 4) * 4
+    scales = (ceil_blocks(features), -(-tokens // 4) * 4) if scaling is Scaling.BLOCKS else (tokens,)
     return _dense_refusal("bytes", rows.data, torch.float8_e4m3fn, tokens, features) or _dense_refusal(
-        "scales", rows.scales, torch.float32, ceil_blocks(features), pitch
+        "scales", rows.scales, torch.float32, *scales
     )
 
 
@@ -120,6 +136,7 @@ def _columns_copy_refusal(columns: BlockedColumns | None, tokens: int, features:
 @run.register
 def _quantize_rows(problem: QuantizeRows) -> None:
     x, sizes, device = problem.x, problem.split_sizes, problem.x.get_device()
+    amax = _largest_magnitudes(problem.scaling, problem.tokens, sizes.shape[0], x)
     compiled().quantize_rows(
         device=device,
         stream=stream(device),
@@ -133,7 +150,19 @@ def _quantize_rows(problem: QuantizeRows) -> None:
         **_copy_arguments(problem.rows, problem.columns),
         slot_of_row=address(problem.slot_of_row),
         top_k=problem.top_k,
+        scaling=_SCALING_CODES[problem.scaling],
+        amax=address(amax),
+        encode=address(problem.encode),
     )
+
+
+def _largest_magnitudes(scaling: Scaling, rows: int, groups: int, like: Tensor) -> Tensor | None:
+    """Memory for those of rows and columns, or of groups; asked at every call, as :func:`_workspace` is."""
+    if scaling is Scaling.BLOCKS:
+        return None
+    code, features = _SCALING_CODES[scaling], like.shape[-1]
+    size = compiled().quantize_workspace(scaling=code, rows=rows, groups=groups, features=features)
+    return like.new_empty(size, dtype=torch.uint8)
 
 
 def _group_arguments(split_sizes: Tensor) -> dict[str, int]:
@@ -168,24 +197,29 @@ class _Stored(NamedTuple):
     group_stride: int
     data: Tensor | None
     transposed: Tensor | None
-    scales: Tensor
+    scales: Tensor | None
+    transposed_scales: Tensor | None
     is_transposed: bool
 
 
-def _stored(weight: Matrices, out: QuantizedWeight) -> _Stored:
+def _stored(weight: Matrices, out: QuantizedWeight | RowWeight) -> _Stored:
     """The matrices, or their transposes where those are row-major."""
     one = first(weight)
     is_transposed = one.stride(-1) != 1 and one.stride(-2) == 1
     stacked = isinstance(weight, Tensor)
     matrices = [weight] if isinstance(weight, Tensor) else list(weight)
     data, transposed = (out.transposed, out.data) if is_transposed else (out.data, out.transposed)
+    scales: tuple[Tensor | None, Tensor | None] = out.scales, None
+    if isinstance(out, RowWeight):
+        scales = out.scales, out.transposed_scales
+        scales = (scales[1], scales[0]) if is_transposed else scales
     return _Stored(
         [matrix.mT for matrix in matrices] if is_transposed else matrices,
         one.shape[0] if stacked else len(matrices),
         one.stride(0) if stacked else 0,
         data,
         transposed,
-        out.scales,
+        *scales,
         is_transposed,
     )
 
@@ -200,13 +234,24 @@ def _weight_refusal(problem: QuantizeWeight) -> str | None:
     why = _matrix_refusal(stored) or _features_refusal(k) or _features_refusal(half_rows)
     if why is None and stored.is_transposed and halves == 2 and half_rows % BLOCK:
         why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half_rows}"
-    grid = (stored.groups, halves * ceil_blocks(half_rows), ceil_blocks(k))
     return (
         why
         or _dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
         or _transposed_refusal(out.transposed, stored.groups, k, n)
-        or _dense_refusal("scales", out.scales, torch.float32, *grid)
+        or _weight_scales_refusal(problem, stored.groups, n, k)
+        or _encode_refusal(problem.encode, problem.scaling, stored.groups)
     )
+
+
+def _weight_scales_refusal(problem: QuantizeWeight, groups: int, n: int, k: int) -> str | None:
+    out, halves = problem.out, problem.halves
+    if isinstance(out, QuantizedWeight):
+        grid = (groups, halves * ceil_blocks(n // halves), ceil_blocks(k))
+        return _dense_refusal("scales", out.scales, torch.float32, *grid)
+    why = _dense_refusal("scales", out.scales, torch.float32, groups, n)
+    if why is None and out.transposed_scales is not None:
+        why = _dense_refusal("scales of the transposed bytes", out.transposed_scales, torch.float32, groups, k)
+    return why
 
 
 def _transposed_refusal(transposed: Tensor | None, groups: int, k: int, n: int) -> str | None:
@@ -233,6 +278,7 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
     stored = _stored(problem.weight, problem.out)
     one = stored.matrices[0]
     device, (n, k), is_stacked = one.get_device(), one.shape[-2:], isinstance(problem.weight, Tensor)
+    amax = _largest_magnitudes(problem.scaling, stored.groups * n, stored.groups, one)
     compiled().quantize_weight(
         device=device,
         stream=stream(device),
@@ -244,12 +290,16 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
         pitch=one.stride(-2),
         group_stride=stored.group_stride,
         addresses=[] if is_stacked else [matrix.data_ptr() for matrix in stored.matrices],
-        halves=1 if stored.is_transposed else problem.halves,
+        halves=1 if stored.is_transposed or problem.scaling is not Scaling.BLOCKS else problem.halves,
         power_of_two=problem.power_of_two,
         data=address(stored.data),
         transposed=address(stored.transposed),
-        scales=stored.scales.data_ptr(),
+        scales=address(stored.scales),
         scales_transposed=stored.is_transposed,
+        scaling=_SCALING_CODES[problem.scaling],
+        amax=address(amax),
+        encode=address(problem.encode),
+        transposed_scales=address(stored.transposed_scales),
     )
 
 

@@ -7,8 +7,9 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ...quantized import reference
-from ...quantized.copies import BlockedColumns, QuantizedRows
+from ...quantized import operands, reference
+from ...quantized.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
+from ...quantized.recipe import Float8Row, Float8Tensor
 from ..problem import ActivationGrads, stacked
 from ..quantized_problem import (
     PermuteQuantizedRows,
@@ -36,6 +37,8 @@ def run(problem: Quantizing) -> None:
 
 @run.register
 def _rows(problem: QuantizeRows) -> None:
+    if problem.scaling is not Scaling.BLOCKS:
+        return _fill_whole(problem)
     _fill(_gathered(problem), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
 
 
@@ -44,6 +47,21 @@ def _gathered(problem: QuantizeRows) -> Tensor:
     if problem.slot_of_row is None:
         return problem.x
     return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
+
+
+def _fill_whole(problem: QuantizeRows) -> None:
+    wanted = {"rows": problem.rows is not None, "columns": problem.columns is not None, "encode": problem.encode}
+    copied = operands.of_tokens(_recipe(problem), _gathered(problem), problem.split_sizes, **wanted)  # type: ignore[arg-type]
+    for to, copy in ((problem.rows, copied.rows), (problem.columns, copied.columns)):
+        if to is not None:
+            to.data.copy_(copy.data)  # type: ignore[union-attr]
+            to.scales.copy_(copy.scales)  # type: ignore[union-attr]
+
+
+def _recipe(problem: QuantizeRows | QuantizeWeight) -> Float8Row | Float8Tensor:
+    """One with such copies."""
+    of = Float8Row if problem.scaling is Scaling.ROWS else Float8Tensor
+    return of(scales="power_of_two" if problem.power_of_two else "float32")
 
 
 @run.register
@@ -69,11 +87,26 @@ def _fill(
 
 @run.register
 def _quantize_weight(problem: QuantizeWeight) -> None:
+    if isinstance(problem.out, RowWeight):
+        return _fill_weight(problem, problem.out)
     copies = reference.quantize_weight(stacked(problem.weight), problem.halves, problem.power_of_two)
     problem.out.data.copy_(copies.data)
     problem.out.scales.copy_(copies.scales)
     if problem.out.transposed is not None:
         problem.out.transposed.copy_(copies.data.mT)
+
+
+def _fill_weight(problem: QuantizeWeight, out: RowWeight) -> None:
+    copies = operands.of_weight(
+        _recipe(problem), stacked(problem.weight), out.transposed is not None, encode=problem.encode
+    )
+    for to, scales, copy in (
+        (out.data, out.scales, copies.forward),
+        (out.transposed, out.transposed_scales, copies.backward),
+    ):
+        if to is not None and scales is not None:
+            to.copy_(copy.data)  # type: ignore[union-attr]
+            scales.copy_(copy.scales)  # type: ignore[union-attr, arg-type]
 
 
 @run.register

@@ -1,0 +1,78 @@
+"""The door to quantisers of whole rows and of groups, as :mod:`.quantized` is to those of blocks.
+
+Their copies have one scale for each row, the same in all rows of a group where that has one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quantized.copies import BLOCK, RowWeight, Scaling
+from .custom_ops import kernel
+from .problem import Matrices, first
+from .quantized import E4M3, RowCopies, quantize
+from .quantized_problem import QuantizeRows, QuantizeWeight
+
+
+def new_whole_rows(
+    x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool, slot_of_row: Tensor | None
+) -> RowCopies:
+    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots."""
+    rows, features = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], x.shape[1]
+    blocks = rows // BLOCK + split_sizes.shape[0]
+    by_row: tuple[Tensor | None, ...] = (None, None)
+    by_column: tuple[Tensor | None, ...] = (None, None)
+    if want_rows:
+        by_row = x.new_empty((rows, features), dtype=E4M3), x.new_empty((rows,), dtype=torch.float32)
+    if want_columns:
+        scales = x.new_empty((blocks, features), dtype=torch.float32)
+        by_column = x.new_empty((blocks, features, BLOCK), dtype=E4M3), scales
+    return RowCopies(*by_row, *by_column)
+
+
+def new_whole_weight(weight: Matrices, both: bool) -> RowWeight:
+    """Memory for the copies of a weight."""
+    one, groups = first(weight), weight.shape[0] if isinstance(weight, Tensor) else len(weight)
+
+    def copy(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        data = one.new_empty((groups, rows, columns), dtype=E4M3)
+        return data, one.new_empty((groups, rows), dtype=torch.float32)
+
+    n, k = one.shape[-2:]
+    return RowWeight(*copy(n, k), *(copy(k, n) if both else (None, None)))
+
+
+@kernel(new_whole_rows)
+def quantize_whole_rows(
+    x: Tensor,
+    split_sizes: Tensor,
+    *,
+    scaling: Scaling,
+    power_of_two: bool,
+    want_rows: bool = True,
+    want_columns: bool = False,
+    encode: Tensor | None = None,
+    slot_of_row: Tensor | None = None,
+    top_k: int = 1,
+) -> RowCopies:
+    """The wanted copies of the rows of ``x`` [T, K]: scales [T] of rows; of columns [blocks, K], as their bytes lie.
+
+    Args:
+        encode: float32 [E], what the values of groups are multiplied by; None: that follows from them.
+        slot_of_row: as of :func:`quantize_rows`.
+    """
+    copies = new_whole_rows(x, split_sizes, want_rows, want_columns, slot_of_row)
+    options = slot_of_row, top_k, scaling, encode
+    quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, *options))
+    return copies
+
+
+@kernel(new_whole_weight)
+def quantize_whole_weight(
+    weight: Matrices, *, scaling: Scaling, power_of_two: bool, both: bool = False, encode: Tensor | None = None
+) -> RowWeight:
+    """The bytes and scales of a weight [E, N, K]; ``both``: also of its transpose, which rows scale otherwise."""
+    copies = new_whole_weight(weight, both)
+    quantize(QuantizeWeight(weight, 1, power_of_two, copies, scaling, encode))
+    return copies
