@@ -2,9 +2,12 @@
 
     python -m fusible bench jax --preset qwen3 --tokens 8192
 
+The experts of the preset gpt-oss have its biases, its clamped activation, and columns of gate and up by turns.
+
 Each contestant is compiled ahead; ``compile`` is how long that takes, ``temporaries`` what XLA allocates beside
 operands and results. Results are compared with float64 arithmetic first. Times are medians of rounds in which all take
-turns; a measurement is ``--calls`` calls, and ends when the device is done.
+turns. A measurement is as many calls as take ``--seconds``, one after the other, and ends when the device is done. The
+kernels of tokamax are tuned before: ``--configurations`` of each product are tried.
 """
 
 from __future__ import annotations
@@ -19,18 +22,24 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .arguments import command, positive
+import fusible
+
+from . import gpt_oss
+from .arguments import command
+from .contestant import Contestant, leaf
 from .contestants import fused
+from .gpt_oss import BiasedResult, GptOssProblem
 from .grouped_mlp import check
 from .left_out import LeftOut, footer
 from .peers.peer import in_one_line
 from .problem import Problem, Result, add_asked_arguments, asked
 from .report import Report, describe
 from .timing import interleaved, markdown
+from .tokamax_tuning import tune
 
-Layer = Callable[..., Any]  # of x, scales, w1, w2 and split sizes
+Layer = Callable[..., Any]  # of split sizes, x, scales, w1, w2; and of b1 and b2 in gpt-oss
 
 
 class JaxMeasurement(NamedTuple):
@@ -51,11 +60,12 @@ class CompiledLayer:
     step: Callable[[], Any]
     compile: float | None
     temporaries: int | None
+    fields: type[Result | BiasedResult] = Result
     rounding: float = 0.0
 
-    def result(self) -> Result:
+    def result(self) -> Result | BiasedResult:
         """What a step gives, as tensors."""
-        return Result(*map(as_tensor, self.step()))
+        return self.fields(*map(as_tensor, self.step()))
 
 
 def as_tensor(array: Any) -> Tensor:
@@ -66,10 +76,14 @@ def as_tensor(array: Any) -> Tensor:
     return tensor.clone()
 
 
-def ours(x: Any, scales: Any, w1: Any, w2: Any, sizes: Any) -> Any:
+def ours(sizes: Any, x: Any, scales: Any, w1: Any, w2: Any, b1: Any = None, b2: Any = None) -> Any:
     import fusible.jax
 
-    return fusible.jax.grouped_mlp(x, w1, w2, sizes, scales, weight_layout="nk")
+    keywords: dict[str, Any] = {}
+    if b1 is not None:
+        keywords = {"limit": gpt_oss.LIMIT, "alpha": gpt_oss.ALPHA, "linear_offset": gpt_oss.LINEAR_OFFSET}
+        keywords |= {"interleave": 1, "b13": b1, "b2": b2, "probs_at": "output"}
+    return fusible.jax.grouped_mlp(x, w1, w2, sizes, scales, weight_layout="nk", **keywords)
 
 
 def _by_products(product: Layer) -> Layer:
@@ -77,12 +91,27 @@ def _by_products(product: Layer) -> Layer:
     import jax
     import jax.numpy as jnp
 
-    def layer(x: Any, scales: Any, w1: Any, w2: Any, sizes: Any) -> Any:
-        gate, up = jnp.split(product(x, jnp.swapaxes(w1, 1, 2), sizes), 2, axis=1)
-        hidden = (jax.nn.silu(gate) * up * scales[:, None]).astype(x.dtype)
-        return product(hidden, jnp.swapaxes(w2, 1, 2), sizes)
+    def layer(sizes: Any, x: Any, scales: Any, w1: Any, w2: Any, *biases: Any) -> Any:
+        first = product(x, jnp.swapaxes(w1, 1, 2), sizes)
+        if not biases:
+            gate, up = jnp.split(first, 2, axis=1)
+            hidden = (jax.nn.silu(gate) * up * scales[:, None]).astype(x.dtype)
+            return product(hidden, jnp.swapaxes(w2, 1, 2), sizes)
+        b1, b2 = (jnp.repeat(bias, sizes, axis=0, total_repeat_length=x.shape[0]) for bias in biases)
+        hidden = _clamped(first + b1).astype(x.dtype)
+        return ((product(hidden, jnp.swapaxes(w2, 1, 2), sizes) + b2) * scales[:, None]).astype(x.dtype)
 
     return layer
+
+
+def _clamped(preact: Any) -> Any:
+    """The activation of gpt-oss."""
+    import jax
+    import jax.numpy as jnp
+
+    gate, up = preact[:, ::2], preact[:, 1::2]
+    gate, up = jnp.minimum(gate, gpt_oss.LIMIT), jnp.clip(up, -gpt_oss.LIMIT, gpt_oss.LIMIT)
+    return gate * jax.nn.sigmoid(gpt_oss.ALPHA * gate) * (up + gpt_oss.LINEAR_OFFSET)
 
 
 def _ragged_dot() -> Layer:
@@ -97,50 +126,79 @@ def _tokamax() -> Layer:
     return _by_products(lambda a, b, sizes: tokamax.ragged_dot(a, b, sizes, preferred_element_type=a.dtype))
 
 
+TOKAMAX = "tokamax"
 LAYERS: dict[str, Callable[[], Layer]] = {
     "fusible.jax": lambda: ours,
     "ragged_dot": _ragged_dot,
-    "tokamax": _tokamax,
+    TOKAMAX: _tokamax,
 }
 PYTORCH = "fusible (PyTorch)"
 CONTESTANTS = (*LAYERS, PYTORCH)
 
 
-def compiled(layer: Layer, problem: Problem) -> CompiledLayer:
-    """A layer for a problem, on jax's default device."""
+def compiled(layer: Layer, problem: Problem, configurations: int = 0) -> CompiledLayer:
+    """A layer for a problem, on jax's default device; of tokamax, so many configurations are tried before."""
     import jax
 
-    arrays, dy = _arrays(problem)
+    sizes, dy, *arrays = _arrays(problem)
 
-    def step(dy: Any, x: Any, scales: Any, w1: Any, w2: Any, sizes: Any) -> Any:
-        y, pull = jax.vjp(lambda *operands: layer(*operands, sizes), x, scales, w1, w2)
+    def step(dy: Any, sizes: Any, *arrays: Any) -> Any:
+        y, pull = jax.vjp(lambda *operands: layer(sizes, *operands), *arrays)
         return (y, *pull(dy))
 
+    if configurations:
+        tune(jax.jit(step).lower(dy, sizes, *arrays), configurations)
     start = time.perf_counter()
-    both = jax.jit(step).lower(dy, *arrays).compile()
+    both = jax.jit(step).lower(dy, sizes, *arrays).compile()
     seconds = time.perf_counter() - start
-    forward, memory = jax.jit(layer).lower(*arrays).compile(), both.memory_analysis()
+    forward, memory = jax.jit(layer).lower(sizes, *arrays).compile(), both.memory_analysis()
     temporaries = None if memory is None else int(memory.temp_size_in_bytes)
-    return CompiledLayer(lambda: forward(*arrays), lambda: both(dy, *arrays), seconds, temporaries)
+    fields = BiasedResult if isinstance(problem, GptOssProblem) else Result
+    return CompiledLayer(
+        lambda: forward(sizes, *arrays), lambda: both(dy, sizes, *arrays), seconds, temporaries, fields
+    )
 
 
-def _arrays(problem: Problem) -> tuple[list[Any], Any]:
-    """x, scales, W1, W2 and split sizes as arrays of jax, and dy."""
+def _arrays(problem: Problem) -> list[Any]:
+    """Split sizes, dy, x, scales, W1, W2, and biases if there are some, as arrays of jax."""
     import jax
 
-    p, sizes = problem, problem.split_sizes.to(torch.int32)
-    arrays = [jax.dlpack.from_dlpack(tensor) for tensor in (p.x, p.scales, p.w1, p.w2, sizes, p.dy)]
-    return arrays[:-1], arrays[-1]
+    p = problem
+    tensors = [p.split_sizes.to(torch.int32), p.dy, p.x, p.scales, p.w1, p.w2]
+    tensors += [p.b1, p.b2] if isinstance(p, GptOssProblem) else []
+    return [jax.dlpack.from_dlpack(tensor) for tensor in tensors]
 
 
 def by_pytorch(problem: Problem) -> CompiledLayer:
     """The same kernels without jax; calls are replayed as in training."""
+    if isinstance(problem, GptOssProblem):
+        contestant = _gpt_oss_by_pytorch(problem)
+        return CompiledLayer(contestant.infer, contestant.step, None, None, BiasedResult)
     contestant = fused(problem)
     return CompiledLayer(contestant.infer, contestant.step, None, None)
 
 
+def _gpt_oss_by_pytorch(problem: GptOssProblem) -> Contestant:
+    """Experts as gpt-oss has them; the fusion is that of others."""
+    groups, columns, features = problem.w1.shape
+    fc1 = fusible.GroupedLinear(groups, features, columns, device="meta")
+    fc2 = fusible.GroupedLinear(groups, columns // 2, features, device="meta")
+    fc1.weight, fc2.weight = weights = nn.Parameter(problem.w1), nn.Parameter(problem.w2)
+    fc1.bias, fc2.bias = biases = nn.Parameter(problem.b1), nn.Parameter(problem.b2)
+    activation = fusible.ClampedSwiGLU(
+        limit=gpt_oss.LIMIT,
+        alpha=gpt_oss.ALPHA,
+        linear_offset=gpt_oss.LINEAR_OFFSET,
+        layout=fusible.interleaved(1),
+    )
+    model = fusible.Sequential(fc1, activation, fc2, fusible.Scale())
+    x, scales = leaf(problem.x), leaf(problem.scales)
+    leaves = (x, scales, *weights, *biases)
+    return Contestant(lambda: model(x, split_sizes=problem.split_sizes, scales=scales), leaves, problem.dy)
+
+
 def taking_part(
-    problem: Problem, names: Sequence[str]
+    problem: Problem, names: Sequence[str], configurations: int = 0
 ) -> tuple[dict[str, CompiledLayer], list[LeftOut], dict[str, float]]:
     """Those that can run here, why the others cannot, and how wrong the first are."""
     programs: dict[str, CompiledLayer] = {}
@@ -148,7 +206,8 @@ def taking_part(
     errors: dict[str, float] = {}
     for name in names:
         try:
-            program = by_pytorch(problem) if name == PYTORCH else compiled(LAYERS[name](), problem)
+            tried = configurations if name == TOKAMAX else 0
+            program = by_pytorch(problem) if name == PYTORCH else compiled(LAYERS[name](), problem, tried)
             errors |= check(problem, {name: program})  # type: ignore[dict-item]
             programs[name] = program
         except Exception as error:  # whatever a library raises, the others are timed
@@ -157,17 +216,27 @@ def taking_part(
 
 
 def measure(
-    problem: Problem, programs: dict[str, CompiledLayer], errors: dict[str, float], rounds: int, calls: int
+    programs: dict[str, CompiledLayer], errors: dict[str, float], rounds: int, least: float
 ) -> dict[str, JaxMeasurement]:
-    """Times every contestant."""
+    """Times every contestant; a measurement takes so many seconds at least."""
     seconds = {}
     for part in ("forward", "step"):
-        functions = {name: _finished(getattr(program, part), calls) for name, program in programs.items()}
-        seconds[part] = {name: time / calls for name, time in interleaved(functions, rounds).items()}
+        calls = {name: _calls_of(getattr(program, part), least) for name, program in programs.items()}
+        functions = {name: _finished(getattr(programs[name], part), count) for name, count in calls.items()}
+        seconds[part] = {name: time / calls[name] for name, time in interleaved(functions, rounds).items()}
     return {
         name: JaxMeasurement(seconds["forward"][name], seconds["step"][name], p.compile, p.temporaries, errors[name])
         for name, p in programs.items()
     }
+
+
+def _calls_of(function: Callable[[], Any], least: float) -> int:
+    """How many calls take so many seconds."""
+    once = _finished(function, 1)
+    once()
+    start = time.perf_counter()
+    once()
+    return max(1, round(least / (time.perf_counter() - start)))
 
 
 def _finished(function: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -209,8 +278,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Report(args.out, args.json) as report:
         for one in asked(args):
             print(f"{one} …", file=sys.stderr, flush=True)
-            programs, left_out, errors = taking_part(one.problem, args.contestants)
-            measured = measure(one.problem, programs, errors, args.rounds, args.calls)
+            problem = GptOssProblem.of(one.problem) if one.preset == "gpt-oss" else one.problem
+            programs, left_out, errors = taking_part(problem, args.contestants, args.configurations)
+            measured = measure(programs, errors, args.rounds, args.seconds)
             text = [f"### {one}: {describe(one.problem)}, jax {_version()}\n", table(one.problem, measured)]
             data = {"contestants": {name: m._asdict() for name, m in measured.items()}}
             report.add(
@@ -228,7 +298,9 @@ def _version() -> str:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench jax", __doc__)
     add_asked_arguments(parser, [8192], CONTESTANTS, rounds=9)
-    parser.add_argument("--calls", type=positive, default=5, help="calls in one measurement")
+    parser.add_argument("--seconds", type=float, default=0.1, help="of one measurement, at least")
+    tried = "of each product of tokamax are tried before; 0: none"
+    parser.add_argument("--configurations", type=int, default=24, help=tried)
     return parser.parse_args(argv)
 
 

@@ -97,7 +97,7 @@ class Experts:
             shape = (rows, columns) if self.layout == "kn" else (columns, rows)
             made[name] = array(random, groups, *shape, dtype=self.dtype, scale=rows**-0.5)
         if self.probs is not None:
-            made["probs"] = jnp.asarray(random.uniform(0.2, 1.0, self.rows), self.probs)
+            made["probs"] = poisoned(jnp.asarray(random.uniform(0.2, 1.0, self.rows), self.probs), self.sizes)
         if self.biases is not None:
             made["b13"] = array(random, groups, wide, dtype=self.biases)
             made["b2"] = array(random, groups, self.features, dtype=self.biases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from checks.device import needs_hopper
 from emulation import build
+from jax.test_util import check_grads
 from jax_emulation import installed
 from jax_problems import (
     RAGGED,
@@ -180,6 +182,44 @@ def test_second_derivatives(backend: str) -> None:
 
     assert weights.grad is not None
     assert_close(jax.grad(of_gradient)(rhs), weights.grad, roundings=2)
+
+
+@pytest.mark.parametrize("ragged", ["rows", "transposed", "contraction"])
+def test_gradients_of_both_orders_by_finite_differences(ragged: str) -> None:
+    """In float32, by jax's own test; products alone have a second derivative."""
+    random, counts = seeded(), jnp.array((5, 0, 2), jnp.int32)
+    lhs, rhs = array(random, 9, 4, dtype=jnp.float32), array(random, 3, 4, 3, dtype=jnp.float32)
+    calls = {
+        "rows": (lambda a, b: fusible.jax.grouped_gemm(a, b, first_dims=counts), rhs),
+        "transposed": (
+            lambda a, b: fusible.jax.grouped_gemm(a, b, first_dims=counts, transpose_rhs=True),
+            jnp.swapaxes(rhs, 1, 2),
+        ),
+        "contraction": (lambda a, b: fusible.jax.grouped_gemm(a, b, last_dims=counts), lhs[:, :3] * 2),
+    }
+    function, right = calls[ragged]
+
+    check_grads(function, (lhs, right), order=2, modes=("rev",), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("form", ["swiglu", "probabilities after", "not gated"])
+def test_gradients_of_experts_by_finite_differences(form: str) -> None:
+    problem = Experts(**FORMS[form] | {"sizes": (4, 0, 2), "features": 4, "columns": 3, "dtype": jnp.float32})
+    arrays = jax.tree.map(jnp.nan_to_num, problem.arrays())
+    counts = jnp.array(problem.sizes, jnp.int32)
+
+    def run(arrays: dict[str, Any]) -> Any:
+        return fusible.jax.grouped_mlp(sizes=counts, **arrays, **problem.call_keywords())
+
+    check_grads(run, (arrays,), order=1, modes=("rev",), rtol=3e-2, atol=3e-2)
+
+
+def test_ragged_dot_is_called_as_that_of_jax() -> None:
+    ours, theirs = (inspect.signature(function).parameters for function in (fusible.jax.ragged_dot, jax.lax.ragged_dot))
+
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
 
 
 def check_experts(problem: Experts, roundings: float = 4) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("jax", reason="jax is not installed")
@@ -9,8 +11,10 @@ pytest.importorskip("flax", reason="flax is not installed")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from checks.device import needs_hopper
 from flax import nnx
 
+import fusible.jax
 from fusible.examples import jax_moe_lm
 
 
@@ -19,6 +23,22 @@ def test_training_lowers_the_loss() -> None:
 
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.cuda
+@needs_hopper
+def test_two_hundred_steps_are_those_of_the_products_of_jax() -> None:
+    """The last losses differ by less than those of different batches do."""
+
+    def losses(**settings: Any) -> np.ndarray:
+        with fusible.jax.config(**settings):
+            return np.array(jax_moe_lm.train(200, dtype=jnp.bfloat16))
+
+    ours, theirs = losses(strict=True), losses(backend="xla")
+
+    assert ours[:20].mean() > ours[-20:].mean() + 0.5
+    assert abs(ours[0] - theirs[0]) < 0.01
+    assert abs(ours[-20:].mean() - theirs[-20:].mean()) < theirs[-20:].std() / 2
 
 
 def test_experts_are_those_of_a_loop() -> None:

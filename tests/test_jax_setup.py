@@ -22,7 +22,7 @@ from jax_emulation import installed
 from jax_emulation import kernels as emulated
 
 import fusible.jax
-from fusible.jax import dispatch, extension
+from fusible.jax import checks, dispatch, extension
 from fusible.jax.extension import Version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +102,23 @@ def test_handlers_that_jaxlib_would_refuse_are_not_registered(monkeypatch: pytes
         assert "is built for version 0.99" in str(extension.unavailable())
         assert "is built for version 0.99" in fusible.jax.info()["fallback"]
         assert float(fusible.jax.ragged_dot(*operands()).sum()) == 3 * 8 * 8
+    finally:
+        extension.kernels.cache_clear()
+        extension.unavailable.cache_clear()
+
+
+def test_handlers_that_jax_refuses_to_register_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("jax has another handler of that name")
+
+    library = SimpleNamespace(XLA_FFI_API=(0, 1), xla_handlers=lambda: {"row_dots": object()})
+    monkeypatch.setattr(extension, "_load", lambda: library)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+    extension.kernels.cache_clear()
+    extension.unavailable.cache_clear()
+    try:
+        assert fusible.jax.info()["fallback"] == "jax has another handler of that name"
+        assert float(jax.jit(fusible.jax.ragged_dot)(*operands()).sum()) == 3 * 8 * 8
     finally:
         extension.kernels.cache_clear()
         extension.unavailable.cache_clear()
@@ -253,11 +270,64 @@ def test_errors_are_raised_while_tracing() -> None:
         jax.jit(fusible.jax.ragged_dot).lower(jax.ShapeDtypeStruct((4, 16), jnp.bfloat16), *operands()[1:])
 
 
-def test_second_derivatives_of_experts_say_what_has_them() -> None:
-    lhs, rhs, sizes = (value.astype(jnp.float32) if value.ndim > 1 else value for value in operands())
+SECOND: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
+    "hessian": jax.hessian,
+    "grad of grad": lambda loss: jax.grad(lambda x: jax.grad(loss)(x).sum()),
+    "grad of a compiled grad": lambda loss: jax.jit(jax.grad(lambda x: jax.jit(jax.grad(loss))(x).sum())),
+    "of a checkpoint": lambda loss: jax.grad(lambda x: jax.grad(jax.checkpoint(loss))(x).sum()),
+}
+
+
+@pytest.mark.parametrize("derivative", SECOND)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_second_derivatives_of_experts_say_what_has_them(derivative: str, dtype: Any) -> None:
+    """Those of products are in test_jax.py."""
+    lhs, rhs, sizes = (value.astype(dtype) if value.ndim > 1 else value for value in operands())
 
     def loss(x):
-        return fusible.jax.grouped_mlp(x, rhs, jnp.ones((2, 4, 8)), sizes).sum()
+        return fusible.jax.grouped_mlp(x, rhs, jnp.ones((2, 4, 8), dtype), sizes).astype(jnp.float32).sum()
 
     with pytest.raises(NotImplementedError, match="second derivatives are not supported; a layer of two grouped_gemm"):
-        jax.hessian(loss)(lhs)
+        SECOND[derivative](loss)(lhs)
+
+
+def mesh_of(kind: jax.sharding.AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((4,), ("x",), axis_types=(kind,))
+
+
+def test_explicit_axes_are_for_shard_map() -> None:
+    """jax's own product has no rule for them either."""
+    lhs, rhs, sizes = operands()
+    rows = jax.sharding.PartitionSpec("x")
+    with jax.set_mesh(mesh_of(jax.sharding.AxisType.Explicit)):
+        spread = jax.device_put(lhs, rows)
+        counts = jax.device_put(jnp.array([1, 0] * 4, jnp.int32), rows)
+        with pytest.raises(fusible.jax.ArgumentError, match="the explicit axes x, for which there is no sharding rule"):
+            jax.jit(fusible.jax.ragged_dot)(spread, rhs, sizes)
+        with pytest.raises(fusible.jax.ArgumentError, match="grouped_mlp: an operand lies on a mesh"):
+            fusible.jax.grouped_mlp(spread, rhs, jnp.ones((2, 4, 8), jnp.bfloat16), sizes)
+        local = jax.shard_map(
+            fusible.jax.ragged_dot, in_specs=(rows, jax.sharding.PartitionSpec(), rows), out_specs=rows
+        )
+        assert jax.jit(local)(spread, rhs, counts).astype(jnp.float32).tolist() == [[8.0] * 8] * 4
+        whole = jax.sharding.auto_axes(fusible.jax.ragged_dot, out_sharding=jax.sharding.PartitionSpec())
+        assert float(jax.jit(whole)(spread, rhs, sizes).sum()) == 3 * 8 * 8
+
+
+def test_what_xla_will_gather_is_told_once() -> None:
+    lhs, rhs, sizes = operands()
+    mesh = mesh_of(jax.sharding.AxisType.Auto)
+    spread, replicated = (
+        jax.device_put(lhs, jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))) for axes in (("x",), ())
+    )
+    checks._warn_of_gathering.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fusible.jax.ragged_dot(replicated, rhs, sizes)
+    with pytest.warns(UserWarning, match="grouped_gemm has an operand that is sharded, outside of shard_map"):
+        out = fusible.jax.ragged_dot(spread, rhs, sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fusible.jax.ragged_dot(spread, rhs, sizes)
+
+    assert float(out.sum()) == 3 * 8 * 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -59,6 +61,24 @@ def test_vmap_is_one_call_after_the_other(backend: str, axes: tuple[int | None, 
         expected = rows_and_gradient(*[pair[i] for pair in pairs])
         assert np.array_equal(np.asarray(out[i]), np.asarray(expected[0]))
         assert np.array_equal(np.asarray(grads[i]), np.asarray(expected[1]))
+
+
+def test_vmap_of_experts(backend: str) -> None:
+    """Rows and sizes are batched, the weights are not: their gradient is that of each."""
+    problem = Experts(sizes=SIZES, tail=2, features=16, columns=24)
+    arrays = problem.arrays()
+    xs = jnp.stack([arrays["x"], jnp.nan_to_num(arrays["x"]) * 2])
+    sizes = jnp.array([SIZES, (0, 12, 1)], jnp.int32)
+
+    def output_and_gradient(x: Any, counts: Any) -> Any:
+        y, pull = jax.vjp(lambda w: fusible.jax.grouped_mlp(x, w, arrays["w2"], counts), arrays["w13"])
+        return y, pull(y)[0]
+
+    together = jax.vmap(output_and_gradient)(xs, sizes)
+
+    for i in range(2):
+        for found, expected in zip(together, output_and_gradient(xs[i], sizes[i]), strict=True):
+            assert np.array_equal(np.asarray(found[i]), np.asarray(expected))
 
 
 def layers(problem: Experts, checkpointed: bool) -> Any:
@@ -173,6 +193,62 @@ def test_export_for_a_gpu_on_a_machine_without() -> None:
 
     assert "fusible_grouped_gemm_v1" in exported.mlir_module()
     assert_close(exported.call(a, b, counts), product64(a, b, SIZES))
+
+
+def test_a_step_is_exported_for_a_gpu() -> None:
+    """Forward and backward of experts, by the same names."""
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    problem = Experts(sizes=SIZES, tail=2, features=16, columns=24, biases=jnp.float32)
+    arrays, counts = jax.tree.map(jnp.nan_to_num, problem.arrays()), jnp.array(SIZES, jnp.int32)
+    library = extension.Kernels(kernels().library, "cuda")
+
+    def step(arrays: dict[str, Any], counts: Any) -> Any:
+        def loss(arrays: dict[str, Any]) -> Any:
+            return jnp.sum(fusible.jax.grouped_mlp(sizes=counts, **arrays).astype(jnp.float32))
+
+        return jax.value_and_grad(loss)(arrays)
+
+    with installed(), patch.object(extension, "kernels", lambda: library):
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in fusible.jax.info()["targets"]]
+        exported = jax.export.export(jax.jit(step), platforms=["cuda", "cpu"], disabled_checks=allowed)(arrays, counts)
+    found = set(re.findall(r"fusible_(\w+)_v1", exported.mlir_module()))
+    loss, grads = exported.call(arrays, counts)
+
+    assert found == {"linear_activation", "linear_activation_backward", "grouped_gemm", "column_sums"}
+    with fusible.jax.config(backend="xla"):
+        expected_loss, expected = step(arrays, counts)
+    assert_close(loss, exact(expected_loss), dtype=jnp.bfloat16)
+    for name, grad in grads.items():
+        assert_close(grad, exact(expected[name]), dtype=jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_kernels_are_compiled_no_slower_than_the_products_of_jax() -> None:
+    """A program of six calls: there is nothing in it that XLA would compile."""
+    if MISSING is not None:
+        pytest.skip(MISSING)
+    problem = Experts(sizes=SIZES, tail=2, features=16, columns=24)
+    arrays, counts = jax.tree.map(jnp.nan_to_num, problem.arrays()), jnp.array(SIZES, jnp.int32)
+
+    def experts_of_jax(x: Any, w13: Any, w2: Any, sizes: Any, probs: Any) -> Any:
+        gate, up = jnp.split(jax.lax.ragged_dot(x, w13, sizes), 2, axis=1)
+        return jax.lax.ragged_dot((jax.nn.silu(gate) * up * probs[:, None]).astype(x.dtype), w2, sizes)
+
+    def compiled(layer: Any) -> tuple[float, str]:
+        def loss(arrays: dict[str, Any]) -> Any:
+            return jnp.sum(layer(sizes=counts, **arrays).astype(jnp.float32))
+
+        start = time.perf_counter()
+        text = jax.jit(jax.grad(loss)).lower(arrays).compile().as_text()
+        return time.perf_counter() - start, text
+
+    with installed():
+        ours, text = compiled(fusible.jax.grouped_mlp)
+    theirs, _ = compiled(experts_of_jax)
+
+    assert ours < theirs
+    assert not re.search(r"= \S+ (copy|transpose|dot|convert)\(", text)
 
 
 def test_partitioned_without_shard_map_it_is_right(backend: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from .errors import ArgumentError
 
@@ -52,3 +56,35 @@ def check_depths(function: str, names: tuple[str, str], depths: tuple[int, int])
         raise ArgumentError(
             f"{function}: contracts {depths[0]} of {names[0]} with {depths[1]} of {names[1]}; they must be equal"
         )
+
+
+def check_sharding(function: str, *arrays: Any) -> None:
+    """What is spread over devices belongs inside ``shard_map``: an error where a rule would have to say what becomes of
+    it, a warning where XLA gathers it. Under ``jit`` only explicit axes are known while tracing.
+    """
+    present = [array for array in arrays if array is not None]
+    for array in present:
+        mesh = jax.typeof(array).sharding.mesh
+        axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
+        if axes:
+            raise ArgumentError(
+                f"{function}: an operand lies on a mesh with the explicit axes {', '.join(axes)}, for which there is "
+                "no sharding rule; call it inside jax.shard_map, or in jax.sharding.auto_axes"
+            )
+    if any(_is_spread(array) for array in present):
+        _warn_of_gathering(function)
+
+
+def _is_spread(array: Any) -> bool:
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return False
+    return not array.sharding.is_fully_replicated
+
+
+@cache
+def _warn_of_gathering(function: str) -> None:
+    warnings.warn(
+        f"fusible.jax: {function} has an operand that is sharded, outside of shard_map: XLA gathers all operands on "
+        "every device; call it inside jax.shard_map",
+        stacklevel=2,
+    )

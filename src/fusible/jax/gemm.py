@@ -10,7 +10,7 @@ import numpy as np
 
 from . import dispatch
 from .calls import Layout
-from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sizes
+from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .errors import ArgumentError
 from .versions import vary_alike
 
@@ -56,6 +56,7 @@ def grouped_gemm(
     ragged_depth = _is_depth_ragged(first_dims, last_dims, transpose_rhs, bias)
     sizes = last_dims if ragged_depth else first_dims
     _check_operands(lhs, rhs, sizes, ragged_depth, transpose_rhs)
+    check_sharding(_NAME, lhs, rhs, sizes, bias, into)
     a = lhs.reshape(-1, lhs.shape[-1])
     layout, b = (Layout.NT if transpose_rhs else Layout.NN), rhs
     if ragged_depth:

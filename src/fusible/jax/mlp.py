@@ -16,7 +16,7 @@ from . import dispatch
 from .activation import KernelActivation
 from .activation import activation as activation_of
 from .calls import Layout
-from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sizes
+from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .errors import ArgumentError
 from .gemm import no_gradient
 from .versions import vary_alike
@@ -104,6 +104,7 @@ def grouped_mlp(
         spec, _choice("weight_layout", weight_layout, "kn", "nk"), _choice("probs_at", probs_at, "output", "activation")
     )
     _check(static, x, w13, w2, sizes, probs, b13, b2)
+    check_sharding(_NAME, x, w13, w2, sizes, probs, b13, b2)
     rows = x.reshape(-1, x.shape[-1])
     factors = None if probs is None else probs.reshape(-1)
     operands = Arrays(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
