@@ -18,10 +18,10 @@ from fusible.ops import kernels
 
 
 class NothingLaunched:
-    """Takes every launch, and does nothing. It stands for what is captured as well."""
+    """Takes every launch, and does nothing."""
 
     def Capture(self, spans: list[tuple[int, int]], rows: int) -> NothingCaptured:
-        return NothingCaptured(spans)
+        return NothingCaptured(spans, rows)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments, **fields: 16
@@ -30,10 +30,11 @@ class NothingLaunched:
 class NothingCaptured:
     """Captures no launch. It knows memory by its first address."""
 
-    refusal = None
+    refusal: str | None = None
 
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
-        self._firsts = [first for first, _ in spans]
+    def __init__(self, spans: list[tuple[int, int]], rows: int) -> None:
+        self._firsts, self._inputs = [first for first, _ in spans], len(spans)
+        self.rows, self.first_sizes = rows, list[int]()
 
     def __enter__(self) -> None:
         pass
@@ -41,16 +42,37 @@ class NothingCaptured:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def refuse(self, reason: str) -> None:
+        self.refusal = self.refusal or reason
+
     def allocated(self, address: int, nbytes: int, per_row: bool) -> bool:
         self._firsts.append(address)
         return False
 
-    def find(self, address: int) -> tuple[int, int]:
+    def result(self, address: int, nbytes: int, first_size: int) -> int:
         latest = {first: number for number, first in enumerate(self._firsts)}
-        return latest.get(address, -1), 0
+        number = latest.get(address, -1)
+        if number < self._inputs:
+            return number
+        self.first_sizes.append(first_size)
+        return self._inputs + len(self.first_sizes) - 1
 
-    def launches(self, other: NothingCaptured, apart: list[int]) -> NothingLaunched:
-        return NothingLaunched()
+    def launches(self, other: NothingCaptured, large: int) -> NothingReplayed:
+        return NothingReplayed(self, other)
+
+
+class NothingReplayed:
+    """What two captures leave of a run: the sizes of its results, and that of a small piece of scratch memory."""
+
+    def __init__(self, first: NothingCaptured, second: NothingCaptured) -> None:
+        sizes = zip(first.first_sizes, second.first_sizes, strict=True)
+        self._counts = [(a, 0) if a == b else (0, a // first.rows) for a, b in sizes]
+
+    def sizes(self, rows: int) -> list[int]:
+        return [*[fixed + per_row * rows for fixed, per_row in self._counts], 16]
+
+    def run(self, addresses: list[int], rows: int, stream: int) -> None:
+        pass
 
 
 @contextmanager

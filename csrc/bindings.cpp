@@ -90,26 +90,23 @@ void def_capture(py::module_& module) {
   // Local to this module: the emulation of the tests, which has the same types, may be in the same process.
   py::class_<Launches, std::shared_ptr<Launches>>(module, "Launches", py::module_local(),
                                                   "Captured launches, to be made again.")
-      .def("scratch_bytes", &Launches::scratch_bytes, "rows"_a, "What a run needs behind the addresses of tensors.")
+      .def("sizes", &Launches::sizes, "rows"_a,
+           "What a run has to allocate: the first sizes of results, then bytes of other memory.")
       .def("run", &Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
   py::class_<Capture>(module, "Capture", py::module_local(), "Notes the launches of this thread while it is entered.")
       .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "spans"_a, "rows"_a)
       .def("__enter__", [](Capture& capture) { Capture::active() = &capture; })
       .def("__exit__", [](Capture&, const py::args&) { Capture::active() = nullptr; })
       .def_property_readonly("refusal", &Capture::refusal)
+      .def("refuse", &Capture::refuse, "reason"_a, "Says that what happens now would not happen in a replay.")
       .def("allocated", &Capture::allocated, "address"_a, "bytes"_a, "per_row"_a,
            "Tells of memory; returns whether it is a workspace whose size the extension was asked for just before.")
-      .def(
-          "find",
-          [](Capture& capture, Address address) {
-            const fusible::Source source = capture.find(address);
-            return std::pair{source.tensor, source.offset};
-          },
-          "address"_a,
-          "The number of the tensor or, behind those, of the allocation with this address, and the offset; -1 if none.")
-      .def("launches", &Launches::of, "other"_a, "apart"_a,
-           "What is captured here, for its number of rows; with another capture, for any number. A run is given the "
-           "addresses of the tensors and of the allocations that lie `apart`, then that of scratch memory.");
+      .def("result", &Capture::result, "address"_a, "bytes"_a, "first_size"_a,
+           "Tells of what the run returns; returns the number of the tensor with this address or, behind those, of the "
+           "result; -1 if none.")
+      .def("launches", &Launches::of, "other"_a, "large"_a,
+           "What is captured here, for its number of rows; with another capture, for any number; None if they do not "
+           "fit. What has `large` bytes is memory of its own.");
 }
 
 // XLA's handlers by name, as jax registers them.

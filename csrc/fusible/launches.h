@@ -101,6 +101,11 @@ struct CapturedAllocation {
   std::shared_ptr<CapturedWorkspace> workspace;
 };
 
+// An allocation that the run returns, all of it.
+struct CapturedResult {
+  int64_t allocation, first_size;
+};
+
 // What launches while a capture is active in its thread is also noted by it.
 class Capture {
  public:
@@ -125,10 +130,26 @@ class Capture {
     return workspace != nullptr;
   }
 
+  // Tells of what the run returns: the number of the tensor it lies in or, behind those, of the result; -1 if none.
+  int64_t result(Address address, int64_t bytes, int64_t first_size) {
+    const Source source = find(address);
+    const int64_t allocation = source.tensor - std::ssize(spans_);
+    if (allocation < 0) return source.tensor;
+    if (source.offset || bytes != allocations_[allocation].bytes) refuse("a result is a part of an allocation");
+    if (std::ranges::find(results_, allocation, &CapturedResult::allocation) != results_.end())
+      refuse("two results are one allocation");
+    results_.push_back({allocation, first_size});
+    return std::ssize(spans_) + std::ssize(results_) - 1;
+  }
+
   template <class Launch>
   void launched(const Launch& launch);
   template <class Workspace>
   void asked(const Workspace& workspace);
+
+ private:
+  friend class FieldCollector;
+  friend class Launches;
 
   // Every address must be in the latest allocation that had it, or in one tensor that is given.
   Source find(Address address) {
@@ -146,11 +167,10 @@ class Capture {
     return source;
   }
 
- private:
-  friend class Launches;
   int64_t rows_;
   std::vector<std::array<Address, 2>> spans_;
   std::vector<CapturedAllocation> allocations_;
+  std::vector<CapturedResult> results_;
   std::vector<std::shared_ptr<CapturedLaunch>> launches_;
   std::shared_ptr<CapturedWorkspace> asked_;
   std::optional<std::string> refusal_;
@@ -247,29 +267,40 @@ void launch_now(Launch& launch) {
 // differ in the number of rows alone, for any number.
 class Launches {
  public:
-  // `apart` are the allocations whose addresses a run is given behind those of the tensors. The others are pieces of
-  // one scratch memory, whose address is the last. Null if the captures do not fit together.
-  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second, const std::vector<int64_t>& apart) {
+  // Null if the captures do not fit together. What has at least `large` bytes is memory of its own: an allocator finds
+  // that of earlier calls. Everything else but the results are pieces of one scratch memory.
+  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second, int64_t large) {
     auto launches = std::make_shared<Launches>();
-    launches->scratch_ = std::ssize(first.spans_) + std::ssize(apart);
     const bool fits = first.spans_.size() == second.spans_.size() &&
                       first.allocations_.size() == second.allocations_.size() &&
-                      launches->add_memory(first, second, apart) && launches->add_launches(first, second);
+                      launches->add_results(first, second) && launches->add_memory(first, second, large) &&
+                      launches->add_launches(first, second);
     return fits ? launches : nullptr;
   }
 
-  int64_t scratch_bytes(int64_t rows) const {
-    int64_t bytes = 0;
-    for (const Piece& piece : pieces_) bytes += piece.bytes(rows);
-    return bytes;
+  // What a run has to allocate: the first sizes of the results, then bytes: of large pieces, and of scratch memory.
+  Numbers sizes(int64_t rows) const {
+    Numbers sizes;
+    for (const Count& count : results_) sizes.push_back(count.at(rows));
+    int64_t scratch = 0;
+    for (const Piece& piece : pieces_) {
+      if (piece.apart) sizes.push_back(piece.bytes(rows));
+      else scratch += piece.bytes(rows);
+    }
+    if (has_scratch_) sizes.push_back(scratch);
+    return sizes;
   }
 
-  // Not from two threads at once.
+  // The addresses of the tensors, then of what `sizes` says. Not from two threads at once.
   void run(const Addresses& addresses, int64_t rows, int64_t stream) {
-    const int64_t least = scratch_ + !pieces_.empty();
+    const int64_t least = first_piece_ + std::ranges::count(pieces_, true, &Piece::apart) + has_scratch_;
     FUSIBLE_CHECK(std::ssize(addresses) >= least, "launches of ", least, " tensors got ", addresses.size());
-    Address scratch = pieces_.empty() ? 0 : addresses[scratch_];
-    for (Piece& piece : pieces_) piece.first = scratch, scratch += piece.bytes(rows);
+    Address scratch = has_scratch_ ? addresses[least - 1] : 0;
+    int64_t next = first_piece_;
+    for (Piece& piece : pieces_) {
+      piece.first = piece.apart ? addresses[next++] : scratch;
+      if (!piece.apart) scratch += piece.bytes(rows);
+    }
     for (const auto& [target, memory, offset] : addresses_) {
       const Address address = (memory.piece < 0 ? addresses[memory.address] : pieces_[memory.piece].first) + offset;
       std::memcpy(target, &address, sizeof address);
@@ -304,7 +335,8 @@ class Launches {
     Count count;
     std::shared_ptr<CapturedWorkspace> workspace;  // or what tells the size
     std::vector<RowTarget> rows;                   // of it
-    Address first = 0;                             // in a run
+    bool apart = false;
+    Address first = 0;  // in a run
 
     int64_t bytes(int64_t number) const {
       for (const auto& [target, rows_of_workspace] : rows) *target = rows_of_workspace.at(number);
@@ -329,19 +361,34 @@ class Launches {
     return true;
   }
 
-  bool add_memory(const Capture& first, const Capture& second, const std::vector<int64_t>& apart) {
-    for (int64_t i = 0; i < std::ssize(first.spans_); ++i) memory_.push_back({.address = i});
+  bool add_results(const Capture& first, const Capture& second) {
+    if (first.results_.size() != second.results_.size()) return false;
+    for (size_t i = 0; i < first.results_.size(); ++i) {
+      const CapturedResult &a = first.results_[i], &b = second.results_[i];
+      const auto count = common(a.first_size, b.first_size, first, second);
+      if (a.allocation != b.allocation || !count) return false;
+      results_.push_back(*count);
+    }
+    return true;
+  }
+
+  bool add_memory(const Capture& first, const Capture& second, int64_t large) {
+    const int64_t tensors = std::ssize(first.spans_);
+    for (int64_t i = 0; i < tensors; ++i) memory_.push_back({.address = i});
     for (int64_t i = 0; i < std::ssize(first.allocations_); ++i) {
       const CapturedAllocation &a = first.allocations_[i], &b = second.allocations_[i];
       if (a.per_row != b.per_row || !a.workspace != !b.workspace) return false;
-      const auto position = std::ranges::find(apart, i);
-      if (position != apart.end()) {
-        memory_.push_back({.address = std::ssize(first.spans_) + (position - apart.begin())});
+      const auto result = std::ranges::find(first.results_, i, &CapturedResult::allocation);
+      if (result != first.results_.end()) {
+        memory_.push_back({.address = tensors + (result - first.results_.begin())});
       } else {
         memory_.push_back({.piece = std::ssize(pieces_)});
         if (!add_piece(a, b, first, second)) return false;
+        pieces_.back().apart = a.bytes >= large;
       }
     }
+    first_piece_ = tensors + std::ssize(results_);
+    has_scratch_ = std::ranges::count(pieces_, false, &Piece::apart) > 0;
     return true;
   }
 
@@ -375,11 +422,13 @@ class Launches {
   }
 
   std::vector<std::shared_ptr<CapturedLaunch>> launches_;
+  std::vector<Count> results_;  // their first sizes
   std::vector<Piece> pieces_;
   std::vector<Memory> memory_;  // of the tensors and the allocations
   std::vector<AddressTarget> addresses_;
   std::vector<RowTarget> rows_;
-  int64_t scratch_ = 0;
+  int64_t first_piece_ = 0;  // of the addresses that a run is given
+  bool has_scratch_ = false;
   Zeroing zeroing_;
 };
 

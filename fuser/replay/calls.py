@@ -23,9 +23,8 @@ from ..runtime.buffers import extent
 from ..runtime.call import EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
-from .capture import TENSOR_TYPES, Capture
+from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form
-from .program import Replay
 from .step import CapturedContext, CapturedStep, attribute_version
 
 _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
@@ -37,13 +36,7 @@ _OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
 
 
 class CallKey(NamedTuple):
-    """What a call depends on.
-
-    Attributes:
-        key: all that is no tensor.
-        pool: the tensors that the ops hold, then those that the caller gives.
-        rows: the number of rows of ``x``.
-    """
+    """What a call depends on: all that is no tensor; the tensors that its ops hold, then its values; the rows of x."""
 
     key: tuple[Any, ...]
     pool: list[Tensor]
@@ -104,11 +97,6 @@ class CapturedCall(NamedTuple):
         sharing = [[a <= end and first <= b for a, b in spans] for first, end in map(spans.__getitem__, self.buffers)]
         return any([sum(each) > 1 for each in sharing])
 
-    def joined(self, other: CapturedCall) -> CapturedCall | None:
-        """For any number of rows, with a call for another one; None if they do not fit."""
-        steps = tuple([a.joined(b) for a, b in zip(self.steps, other.steps, strict=True)])
-        return None if None in steps else self._replace(steps=steps, last=None)  # type: ignore[arg-type]
-
 
 class CaptureSession:
     """Captures the steps of a call while they run, and files the captured call.
@@ -118,9 +106,10 @@ class CaptureSession:
     """
 
     def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
-        self._form, self._plan, self._rows = form, plan, key.rows
-        self._held, self._values = key.pool[: len(key.pool) - len(values)], values
-        self._steps = list[CapturedStep]()
+        self._form, self._plan, self._rows, self._values = form, plan, key.rows, values
+        self._held, self._steps = key.pool[: len(key.pool) - len(values)], list[CapturedStep]()
+        partner: CapturedCall | None = form.partner
+        self._partners = partner.steps if partner is not None and partner.plan is plan else ()
         self._refusal = "" if len({*map(id, key.pool)}) == len(key.pool) else "two tensors of the call are one"
 
     @classmethod
@@ -135,22 +124,23 @@ class CaptureSession:
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
-        tensors = step.inputs(inputs[0])
+        if self._refusal:
+            return step.run(inputs[0], wanted)
+        tensors, number = step.inputs(inputs[0]), len(self._steps)
         with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
         reason = capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ())
-        number_of = {id(t): number for number, t in enumerate([*self._held, *self._values])}
-        reads, of_autograd = ([number_of.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
+        positions = {id(tensor): i for i, tensor in enumerate([*self._held, *self._values])}
+        reads, of_autograd = ([positions.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
         if reason is None and -1 in (*reads, *of_autograd):
             reason = "reads a tensor that is neither an argument nor held by an op"
-        replay = Replay.of(capture, capture) if reason is None else None
-        if replay is None:
-            self._refusal = self._refusal or f"{type(step.op).__name__}: {reason}"
+        if reason is not None:
+            self._refusal = f"{type(step.op).__name__}: {reason}"
             return result
-        first, number = self._form.first, len(self._steps)
-        context = CapturedContext.of(result.context, step.op)
-        if first is not None and first.steps[number].context == context:
-            context = first.steps[number].context  # one family of backwards for all numbers of rows
+        context, partner = CapturedContext.of(result.context, step.op), self._partners and self._partners[number]
+        if partner and partner.context == context:
+            context = partner.context  # one family of backwards for all numbers of rows
+        replay = Replay.of(capture, partner.replay if partner and partner.context is context else None)
         outputs, last_uses = len(result.outputs), self._positions(self._plan.steps[number].last_uses)
         saved = outputs + len(result.kept)
         self._steps.append(CapturedStep(replay, context, of_autograd, reads, last_uses, outputs, saved))
@@ -161,11 +151,12 @@ class CaptureSession:
         if len(self._steps) < len(self._plan.steps):
             self._refusal = self._refusal or "a step is no launch: it passes x on"
         if self._refusal:
-            self._form.refuse(self._rows, self._refusal)
-        else:
-            results = self._positions(self._plan.results)
-            buffers = self._positions([buffer.slot for buffer in self._plan.buffers])
-            self._form.file(self._rows, CapturedCall(self._plan, tuple(self._steps), results, buffers, last))
+            return self._form.refuse(self._rows, self._refusal)
+        results = self._positions(self._plan.results)
+        buffers = self._positions([buffer.slot for buffer in self._plan.buffers])
+        is_for_any_rows = all([step.replay.sizes is None for step in self._steps])
+        steps, last = tuple(self._steps), None if is_for_any_rows else last
+        self._form.file(self._rows, CapturedCall(self._plan, steps, results, buffers, last), is_for_any_rows)
 
     def _positions(self, slots: Sequence[int]) -> list[int]:
         """In the pool, of values of the plan."""

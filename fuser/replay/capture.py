@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import cache
-from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
 from ..torch_private import without_dispatch_modes
+from .stats import counts
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -23,26 +23,17 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-View: TypeAlias = tuple[int, tuple[int, ...] | None]
-LARGE = 2**20  # bytes of allocations that stay apart: an allocator finds those of the calls before
-
-
-class Created(NamedTuple):
-    """Memory that a run allocates. If ``factor`` is not 0, a first size precedes the others: so many times the rows."""
-
-    allocate: Callable[..., Tensor]
-    sizes: tuple[int, ...]
-    factor: int = 0
+LARGE = 2**20  # bytes of memory that is no piece of the scratch memory: an allocator finds that of the calls before
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
 
     Attributes:
-        recorder: the library's own capture, of the launches.
-        memory: all that is allocated; ``apart``: the numbers of the results in it, then of other large pieces.
-        views: results that are inputs: the position of one, and as what shape it is viewed; None: it is detached.
-        results: positions among the inputs and what is apart; ``~i`` for view ``i``.
+        recorder: the library's own capture: of launches, of memory, and of why the run cannot be replayed.
+        memory: the results that are allocated: what allocates each, and all of its shape but the first size.
+        views: the results that are inputs: the number of each, and as what shape it is viewed; None: it is detached.
+        results: of each result the number, inputs first, then ``memory``; ``~i`` for view ``i``, from the last one.
         written: the inputs whose versions change.
         find_library: finds the compiled library whose launches can be captured, or returns None.
     """
@@ -51,11 +42,11 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rows, self._inputs, self._versions, self._refusal = rows, inputs, list(map(_version, inputs)), ""
-        self.memory, self.apart, self._large = list[Created](), list[int](), list[int]()
-        self.views, self.results, self.written = list[View](), list[int | None](), list[int]()
+        self.rows, self.device, self._inputs, self._versions = rows, inputs[0].device, inputs, [*map(_version, inputs)]
+        self.memory, self.views = list[tuple[Callable[..., Tensor], Sequence[int]]](), list[tuple[int, Any]]()
         spans = [(first, last + 1 - first) for first, last in map(extent, inputs)]
         self.recorder = self.find_library().Capture(spans, rows)
+        self.refuse: Callable[[str], None] = self.recorder.refuse
         if any(type(t) not in TENSOR_TYPES for t in inputs):
             self.refuse("a tensor is of a type of its own")
 
@@ -72,19 +63,11 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
-            self._allocated(result)
+            first, last = extent(result)  # bytes are workspaces, whose sizes may be rounded
+            self.recorder.allocated(first, last + 1 - first, result.dtype is not torch.uint8)
         elif not func.is_view and func is not torch.ops.aten.promote_types.default:
             self.refuse(f"{func} runs")
         return result
-
-    @property
-    def refusal(self) -> str | None:
-        """Why the run cannot be replayed, as far as is known."""
-        return self._refusal or self.recorder.refusal
-
-    def refuse(self, reason: str) -> None:
-        """Says that what happens now would not happen in a replay."""
-        self._refusal = self._refusal or reason
 
     def finish(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> str | None:
         """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
@@ -94,64 +77,93 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kept: what else it leaves: allocated in the run, an input, or a view of one.
         """
         self.written = [i for i, t in enumerate(self._inputs) if _version(t) != self._versions[i]]
-        results = {id(tensor): tensor for tensor in (*outputs, *kept) if tensor is not None}
-        positions = {key: self._position(tensor) for key, tensor in results.items()}
-        self.results = [positions.get(id(tensor)) for tensor in (*outputs, *kept)]
+        numbers = {id(t): i for i, t in enumerate(self._inputs)}
+        for tensor in (*outputs, *kept):
+            if tensor is not None and id(tensor) not in numbers:
+                numbers[id(tensor)] = self._number(tensor)
+        self.results = [numbers.get(id(tensor)) for tensor in (*outputs, *kept)]
         viewed = [~i for i, (_, shape) in enumerate(self.views) if shape is not None]
         if not {*viewed, *range(len(self._inputs))}.isdisjoint(self.results[: len(outputs)]):
             self.refuse("a result is an input")
-        self.views.reverse()  # they are appended behind all others, so that ``~0`` is the last
-        self.form = self.results, self.views, self.written, [*self.apart]
-        self.apart += [number for number in self._large if number not in self.apart]
-        self._inputs = ()
+        self.views.reverse()
+        self.form, self._inputs = (self.results, self.views, self.written, self.memory), ()
         return self.refusal
 
-    def _allocated(self, tensor: Tensor) -> None:
-        is_bytes = tensor.dtype is torch.uint8  # bytes are workspaces, whose sizes may be rounded
-        is_workspace = self.recorder.allocated(tensor.data_ptr(), tensor.nbytes, not is_bytes) or is_bytes
-        if tensor.nbytes >= LARGE and not is_workspace:
-            self._large.append(len(self.memory))
-        self.device = tensor.device
-        self.memory.append(Created(allocator(tensor.dtype, tensor.device), tuple(tensor.shape)))
-        if not tensor.is_contiguous():
-            self.refuse("strided memory is allocated")
+    @property
+    def refusal(self) -> str | None:
+        """Why the run cannot be replayed, as far as is known."""
+        refusal: str | None = self.recorder.refusal
+        return refusal
 
-    def _position(self, result: Tensor) -> int:
-        """Of a result; any number, if it is one that a replay could not give."""
-        for position, tensor in enumerate(self._inputs):
-            if result is tensor:
-                return position
-        number, offset = self.recorder.find(result.data_ptr())
+    def _number(self, result: Tensor) -> int:
+        """Of a result that is no input; any, if it is one that a replay could not give."""
+        first_size = result.shape[0] if result.ndim else 0
+        number: int = self.recorder.result(result.data_ptr(), result.nbytes, first_size)
         if number < 0 or type(result) is not Tensor:
             self.refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation")
         elif number < len(self._inputs):
             self.views.append((number, self._viewed(self._inputs[number], result)))
             return ~(len(self.views) - 1)
-        else:
-            self._return_all_of(number - len(self._inputs), offset, result)
-        return len(self._inputs) + len(self.apart) - 1
+        elif not result.ndim or not result.is_contiguous():
+            self.refuse("a result has no dims or is strided")
+        self.memory.append((allocator(result.dtype, result.device), result.shape[1:]))
+        return number
 
     def _viewed(self, tensor: Tensor, result: Tensor) -> tuple[int, ...] | None:
         """As what shape an input is viewed in a result, for any number of rows; None: it is detached."""
-        starts_there = (result.data_ptr(), result.dtype) == (tensor.data_ptr(), tensor.dtype)
+        memory, of_result = [(t.data_ptr(), t.dtype, t.nbytes) for t in (tensor, result)]
         differs = result._is_view() or (result.shape, result.stride()) != (tensor.shape, tensor.stride())
         is_dense = all([result.ndim, result.is_contiguous(), tensor.is_contiguous()])
-        if not starts_there or (differs and not is_dense):
+        if memory != of_result or (differs and not is_dense):
             self.refuse("a result is an input")
         return (-1, *result.shape[1:]) if differs else None
 
-    def _return_all_of(self, number: int, offset: int, result: Tensor) -> None:
-        """Makes an allocation a result, which must be all of it."""
-        allocate, sizes, _ = self.memory[number]
-        if (allocator(result.dtype, result.device), result.numel(), offset) != (allocate, prod(sizes), 0):
-            self.refuse("a result is a part of an allocation")
-        if not result.ndim or not result.is_contiguous() or number in self.apart:
-            self.refuse("a result has no dims or is strided, or two are one allocation")
-        self.memory[number] = Created(allocate, tuple(result.shape))
-        self.apart.append(number)
-
 
 _active: ContextVar[Capture | None] = ContextVar("capture", default=None)  # of this thread
+
+
+class Replay(NamedTuple):
+    """Launches, and the tensors that they need.
+
+    Attributes:
+        memory: for results, then for large pieces, then one piece of scratch memory for all others.
+        sizes: their first sizes for one number of rows; None: the launches tell them for any.
+    """
+
+    capture: Capture
+    launches: Any
+    memory: list[tuple[Callable[..., Tensor], Sequence[int]]]
+    sizes: list[int] | None
+
+    @classmethod
+    def of(cls, capture: Capture, first: Replay | None) -> Replay:
+        """For any number of rows, if a capture fits the ``first`` of its form; else for its own number.
+
+        The library declares which numbers of a launch count rows, and how large a workspace is for how many; of a
+        tensor the first size may vary. The second capture tells whether one only happens to be the number of rows.
+        """
+        joined = None
+        if first is not None and first.capture.form == capture.form and first.capture.rows != capture.rows:
+            joined = first.capture.recorder.launches(capture.recorder, LARGE)
+        launches = joined or capture.recorder.launches(capture.recorder, LARGE)
+        sizes, allocate = launches.sizes(capture.rows), allocator(torch.uint8, capture.device)
+        memory = capture.memory + [(allocate, ())] * (len(sizes) - len(capture.memory))
+        return cls(capture, launches, memory, None if joined else sizes)
+
+    def run(self, tensors: list[Any], addresses: list[int], rows: int, stream: int) -> list[Any]:
+        """The results for inputs with these addresses; to both lists is added what is allocated."""
+        counts.replayed += 1
+        for size, (allocate, rest) in zip(self.sizes or self.launches.sizes(rows), self.memory, strict=True):
+            tensor = allocate(size, *rest)
+            tensors += (tensor,)
+            addresses += (tensor.data_ptr(),)
+        self.launches.run(addresses, rows, stream)
+        if self.capture.written:
+            torch.autograd.graph.increment_version([tensors[i] for i in self.capture.written])
+        for source, shape in self.capture.views:
+            tensor = tensors[source]
+            tensors += (tensor.detach() if shape is None else tensor.view(shape),)
+        return [None if i is None else tensors[i] for i in self.capture.results]
 
 
 @cache

@@ -13,8 +13,8 @@ from ..torch_private import tensor_guards
 from .stats import counts
 
 _MANY = 256
-REPLAYED = "replayed"
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
+REPLAYED = "replayed"
 
 
 class Entry(NamedTuple):
@@ -37,7 +37,7 @@ class Form(dict[int, Entry]):
 
     Attributes:
         exact: by the number of rows, whether tensors are of the form and have so many.
-        first: the first capture, for its own number of rows. The second, if they fit, makes one for any number of it.
+        partner: the first capture, as long as the next one may become one for any number of rows with it.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
@@ -48,8 +48,8 @@ class Form(dict[int, Entry]):
             sizes[i][0] = None
         self._but_for_rows = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.exact = {rows: tensor_guards(tensors)}
-        self.first: Any = None
-        self._any_rows, self._may_join = _SEEN, True
+        self.partner: Any = None
+        self._may_join, self._any_rows = True, _SEEN
 
     def __missing__(self, rows: int) -> Entry:
         return self._any_rows if 0 < rows < _MANY_ROWS else _SEEN
@@ -71,22 +71,21 @@ class Form(dict[int, Entry]):
             self._set(rows, _SEEN)
         return comes_again
 
-    def file(self, rows: int, captured: Any) -> None:
-        """Files what was captured. The second time it becomes a capture for any number, if it fits the first."""
+    def file(self, rows: int, captured: Any, is_for_any_rows: bool) -> None:
+        """Files what was captured: for this number of rows, or for any in place of all that is there."""
         counts.captured += 1
-        self._set(rows, Entry(captured))
-        if self.first is None:
-            self.first = captured
-        elif self._may_join:
-            self._may_join, joined = False, self.first.joined(captured)
-            if joined is not None:
-                self.clear()
-                self._any_rows = Entry(joined)
+        if is_for_any_rows:
+            self.clear()
+            self._any_rows = Entry(captured)
+        else:
+            self._set(rows, Entry(captured))
+        self.partner = captured if self._may_join and self.partner is None else None
+        self._may_join = self.partner is not None
 
     def refuse(self, rows: int, reason: str) -> None:
         """Files why such calls cannot be replayed."""
         counts.unsupported[reason] += 1
-        self._may_join = False
+        self.partner, self._may_join = None, False
         self._set(rows, Entry(refusal=reason))
 
     def _set(self, rows: int, entry: Entry) -> None:
@@ -99,7 +98,7 @@ class GuardedCache:
     """Forms by key. Where they are many, all are dropped."""
 
     def __init__(self) -> None:
-        self._forms, self._count = dict[tuple[Any, ...], list[Form]](), 0
+        self._forms = dict[tuple[Any, ...], list[Form]]()
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Entry, list[int]]:
         """The form of these tensors, a new one if there is none; what is known of this call; the addresses."""
@@ -108,15 +107,11 @@ class GuardedCache:
             if form.fits(tensors, rows) if exact is None else exact(*tensors):
                 break
         else:
-            form = self._add(key, Form(tensors, rows))
+            if sum(map(len, self._forms.values())) >= _MANY:
+                self._forms = {}
+            form = Form(tensors, rows)
+            self._forms.setdefault(key, []).append(form)
         entry, addresses = form[rows], list(map(Tensor.data_ptr, tensors))
         if entry.refusal is None and reduce(or_, addresses) & 15:  # by its last bits some kernels choose their way
             entry = _MISALIGNED
         return form, entry, addresses
-
-    def _add(self, key: tuple[Any, ...], form: Form) -> Form:
-        if self._count >= _MANY:
-            self._forms, self._count = {}, 0
-        self._count += 1
-        self._forms.setdefault(key, []).append(form)
-        return form

@@ -15,9 +15,8 @@ from ..op import Delivery, Op
 from ..runtime.autograd import apply
 from ..runtime.call import BackwardContext, ForwardResult
 from ..runtime.devices import stream_of
-from .capture import Capture
+from .capture import Capture, Replay
 from .guards import GuardedCache
-from .program import Replay
 
 attribute_version = attrgetter("attribute_version")
 
@@ -57,19 +56,18 @@ class CapturedContext(BackwardContext):
         for value in joined:
             inputs += (value,) if type(value) is Tensor else value
         facts = tuple([each.facts for each in effects]) if effects else ()
-        key = len(inputs), facts, *map(attribute_version, self.ops)
-        rows = douts[0].shape[0] if douts[0].ndim else 0
+        key, rows = (len(inputs), facts, *map(attribute_version, self.ops)), douts[0].shape[0] if douts[0].ndim else 0
         form, entry, addresses = self.cache.find(key, inputs, rows)
         if entry.captured is None:
             capture = Capture(inputs, rows) if entry.refusal is None else None
             del inputs  # so that without a capture the backward alone has the tensors, and lets go of each
             with capture or nullcontext():
                 grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, node, requested)
-            if capture is not None:
-                if (reason := capture.finish(grads)) is None:
-                    form.file(rows, Replay.of(capture, capture))
-                else:
-                    form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
+            if capture is not None and (reason := capture.finish(grads)) is not None:
+                form.refuse(rows, f"{type(self.op).__name__}.bwd: {reason}")
+            elif capture is not None:
+                captured = Replay.of(capture, form.partner)
+                form.file(rows, captured, captured.sizes is None)
             return grads
         replay: Replay = entry.captured
         grads = replay.run(inputs, addresses, rows, stream_of(inputs[0]))
@@ -84,8 +82,7 @@ class CapturedStep(NamedTuple):
 
     Attributes:
         inputs: the positions in the pool of what autograd is given; nothing where it is not asked.
-        reads: of what is launched on.
-        last_uses: of what nothing reads any more.
+        reads, last_uses: of what is launched on, and of what nothing reads any more.
         outputs: how many of the results are outputs.
         saved: how many come before those that are buffers of the caller, which autograd does not save.
     """
@@ -97,11 +94,6 @@ class CapturedStep(NamedTuple):
     last_uses: list[int]
     outputs: int
     saved: int
-
-    def joined(self, other: CapturedStep) -> CapturedStep | None:
-        """For any number of rows, with a step for another one; None if they do not fit."""
-        replay = self.replay.joined(other.replay) if self[1:] == other[1:] else None
-        return None if replay is None else self._replace(replay=replay)
 
     def run(self, pool: list[Any], addresses: list[int], rows: int, stream: int) -> None:
         """Replays the forward on the pool, to which it adds its outputs."""
@@ -116,7 +108,6 @@ class CapturedStep(NamedTuple):
 
     def _result(self, run: Callable[[], list[Any]], flags: tuple[bool, ...]) -> ForwardResult:
         """The outputs, and what the backward needs."""
-        results = run()
-        outputs, kept, lent = results[: self.outputs], results[self.outputs : self.saved], results[self.saved :]
-        apart = self.context.apart() if self.context.sources else ()
-        return ForwardResult(tuple(outputs), kept, apart, lent, self.context)
+        results, apart = run(), self.context.apart() if self.context.sources else ()
+        kept, lent = results[self.outputs : self.saved], results[self.saved :]
+        return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)

@@ -110,14 +110,14 @@ class _Capture:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._capture, name)
 
-    def launches(self, other: _Capture, apart: list[int]) -> Any:
-        launches = self._capture.launches(other._capture, apart)
+    def launches(self, other: _Capture, large: int) -> Any:
+        launches = self._capture.launches(other._capture, large)
         if launches is None:
             return None
         run, streams = self._emulation._call(launches.run), self._emulation.streams
         return SimpleNamespace(
             run=lambda *arguments: (streams.append(arguments[-1]), run(*arguments)),
-            scratch_bytes=launches.scratch_bytes,
+            sizes=launches.sizes,
         )
 
 
