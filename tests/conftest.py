@@ -34,10 +34,12 @@ SLOW = {
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
+    "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
     "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
     "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
+    "test_torchtitan_dispatcher": "starts processes",
     "test_transformers_compile": "compiles with torch.compile",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""

@@ -748,6 +748,9 @@ def exchanges_that_are_not_paired(world: World) -> None:
     rows, _, _, slots = dispatch(mine.x, **call)
     with raises(RuntimeError, "EPDispatch: exchange 0 on lane 0 has had no EPCombine yet; use another lane"):
         dispatch(mine.x, **call)
+    assert group.row_buffer() is None or world.transport == "symmetric"
+    with raises(RuntimeError, "Group: no EPDispatch is open on lane 1; call it first"):
+        group.row_buffer(1)
     with raises(RuntimeError, "EPCombine: no EPDispatch is open on lane 1"):
         other(rows, row_of_slot=slots)
     with raises(RuntimeError, "EPCombine: row_of_slot is not that of the EPDispatch that is open on lane 0"):

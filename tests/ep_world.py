@@ -144,7 +144,8 @@ def start(
     module: str, ranks: int, folder: Path, wait: float = 300, transport: str = "collective", device: str = "cpu"
 ) -> dict[str, list[str]]:
     """What every rank says of every case of a module: "" where nothing went wrong. An empty list: it never said."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from absent import triton_if_missing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 try:
-    with warnings.catch_warnings():
+    with triton_if_missing(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchtitan.models.common.moe import GroupedExperts
+        from torchtitan.overrides import fused_swiglu  # noqa: F401
 except ImportError as error:
     pytest.skip(f"torchtitan cannot be imported: {error}", allow_module_level=True)
 

@@ -76,6 +76,16 @@ class Lane:
         self._open = None
         return table
 
+    def under_way(self) -> Table:
+        """The table of the exchange that is under way.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._open is None:
+            raise RuntimeError(f"Group: no EPDispatch is open on lane {self.index}; call it first")
+        return self._open
+
     def reset(self) -> None:
         """Forgets what is under way."""
         self._open = None
@@ -200,6 +210,20 @@ class Group:
         except PeerError as error:
             self._ended = error
             raise
+
+    def row_buffer(self, lane: int = 0) -> torch.Tensor | None:
+        """[Q, H]: memory of the transport, for the ``output`` of the last linear; None: any memory is as good.
+
+        The :class:`EPCombine` of the exchange under way copies no row that is there already. It is the same memory for
+        all exchanges of a lane.
+
+        Args:
+            lane: of the exchange that is under way.
+
+        Raises:
+            RuntimeError: none is.
+        """
+        return self._mover.row_buffer(self.lane(lane).under_way())
 
     @property
     def mover(self) -> Transport:

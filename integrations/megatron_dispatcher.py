@@ -1,0 +1,160 @@
+"""Megatron-Core's flex token dispatcher by our exchanges.
+
+    from fusible.integrations import megatron_dispatcher
+
+    megatron_dispatcher.install()    # before the model is built
+
+Then every MoE layer with ``moe_token_dispatcher_type="flex"`` moves its tokens through a :class:`fusible.ep.Group`,
+whichever ``moe_flex_dispatcher_backend`` it names.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher, _DispatchManager
+from torch import Tensor
+
+from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
+
+__all__ = ["FusibleDispatchManager", "FusibleFlexTokenDispatcher", "install", "uninstall"]
+
+LAYER = "megatron.core.transformer.moe.moe_layer"
+
+
+class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
+    """Moves the tokens of one layer; all layers of a process share a group.
+
+    Tokens have their experts in the order of probabilities, and these go to the experts by row, as Megatron applies
+    them there. A slot beyond the experts that the router has chosen, as after it has dropped some, is of no expert.
+    """
+
+    def __init__(self, process_group: Any, router_topk: int, num_experts: int, options: ExchangeOptions) -> None:
+        self._process_group, self._top_k, self._num_experts = process_group, router_topk, num_experts
+        self._options = options
+        self._ops: ExchangeOps | None = None
+        self.token_probs: Tensor | None = None
+        self.token_indices: Tensor | None = None
+        self.dispatched_probs: Tensor | None = None
+        self._tokens_per_expert: Tensor | None = None
+        self._row_of_slot: Tensor | None = None
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        """Notes the experts of each token [T, k] and their probabilities, from the dense [T, ...] of all experts."""
+        chosen = routing_map.reshape(-1, self._num_experts)
+        dense = probs.reshape(-1, self._num_experts).masked_fill(~chosen, -1.0)
+        top, index = dense.topk(self._top_k, dim=-1)
+        none = top < 0
+        self.token_probs, self.token_indices = top.masked_fill(none, 0.0), index.masked_fill(none, -1)
+
+    def dispatch(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Tokens [T, H] of this rank to rows [Q, H] of its experts, sorted by expert."""
+        ops = self._ops = exchange_ops(
+            *(self._process_group, self._num_experts, self._top_k),
+            *(hidden_states.shape[-1], hidden_states.dtype, self._options),
+        )
+        rows: Tensor
+        rows, self._tokens_per_expert, self.dispatched_probs, self._row_of_slot = ops.dispatch(
+            hidden_states, top_k_index=self.token_indices, top_k_weights=self.token_probs
+        )
+        return rows
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows as they are, and the probability of each."""
+        return hidden_states, self.dispatched_probs
+
+    def get_number_of_tokens_per_expert(self) -> Tensor:
+        """int64 [E / ranks], on the device of the rows."""
+        assert self._tokens_per_expert is not None
+        return self._tokens_per_expert.long()
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        """The rows as they are."""
+        return hidden_states
+
+    def combine(self, hidden_states: Tensor, async_finish: bool = True, on_comm_stream: bool = True) -> Tensor:
+        """Rows [Q, H] of the experts to tokens [T, H]: the sum of each token's."""
+        assert self._ops is not None
+        sums: Tensor = self._ops.combine(hidden_states, row_of_slot=self._row_of_slot)
+        self.dispatched_probs = self._tokens_per_expert = self._row_of_slot = None
+        return sums
+
+    def row_buffer(self) -> Tensor | None:
+        """[Q, H]: memory for what :meth:`combine` is given; None: any is as good."""
+        return None if self._ops is None else self._ops.group.row_buffer()
+
+
+class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
+    """Megatron's, with :class:`FusibleDispatchManager` for a backend.
+
+    Args:
+        options: of the exchanges. Without a capacity, that of ``moe_expert_rank_capacity_factor``, where Megatron has
+            it; without that one too, rows are as many as come.
+
+    Raises:
+        ValueError: the configuration pads the tokens of experts.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        options: ExchangeOptions | None = None,
+    ) -> None:
+        _refuse_padding(config)
+        MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
+        self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
+        self._comm_manager = FusibleDispatchManager(
+            self.tp_ep_group,
+            self.tp_size * config.moe_router_topk,
+            self.tp_size * config.num_moe_experts,
+            _with_capacity(options or ExchangeOptions(), config),
+        )
+        self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.token_indices"]
+
+    def get_expert_zero_copy_buffers(self) -> tuple[Tensor | None, None]:
+        """For what the experts give, memory that other ranks read, where the transport has some.
+
+        The gradient of their input is copied there: it would have the same memory, which one call of a container does
+        not take twice.
+        """
+        return self._comm_manager.row_buffer(), None
+
+
+def install(layer: ModuleType | None = None, **options: Any) -> None:
+    """Lets Megatron's MoE layers that are built from then on take :class:`FusibleFlexTokenDispatcher` for flex.
+
+    Args:
+        layer: the module of ``MoELayer``; that of the installed Megatron-Core by default.
+        options: of the group: ``max_tokens``, ``capacity``, ``combine``, ``transport``, ``timeout``, ``overlap``, as
+            for :class:`fusible.ep.Group`. ``max_tokens`` is needed with a fixed capacity alone.
+    """
+    module: Any = layer if layer is not None else import_module(LAYER)
+    module.MoEFlexTokenDispatcher = partial(FusibleFlexTokenDispatcher, options=ExchangeOptions(**options))
+
+
+def uninstall(layer: ModuleType | None = None) -> None:
+    """Undoes :func:`install`, for layers that are built from then on."""
+    module: Any = layer if layer is not None else import_module(LAYER)
+    module.MoEFlexTokenDispatcher = MoEFlexTokenDispatcher
+
+
+def _refuse_padding(config: Any) -> None:
+    for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
+        if getattr(config, name, False):
+            raise ValueError(f"fusible's flex dispatcher pads no expert's tokens: {name} must be off")
+
+
+def _with_capacity(options: ExchangeOptions, config: Any) -> ExchangeOptions:
+    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+    if factor is None or options.capacity != "exact":
+        return options
+    return options._replace(capacity=float(factor))

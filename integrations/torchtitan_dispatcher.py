@@ -1,0 +1,113 @@
+"""torchtitan's expert parallelism by our exchanges: an override of its all-to-all token dispatcher.
+
+    --override.imports fusible.integrations.torchtitan_dispatcher.token_dispatcher
+
+It goes with torchtitan's experts and with those of ``fusible.integrations.torchtitan``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torchtitan.config import derive, override
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+    LocalTokenDispatcher,
+)
+
+from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
+
+
+class Dispatched(NamedTuple):
+    """What ``combine`` needs of its ``dispatch``.
+
+    Attributes:
+        scales: [R]: the score of each row.
+        row_of_slot: [T, K]: for the :class:`fusible.ep.EPCombine`.
+    """
+
+    scales: Tensor
+    row_of_slot: Tensor
+
+
+class FusibleTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
+    """``AllToAllTokenDispatcher`` on a :class:`fusible.ep.Group`, which all layers of a process share.
+
+    Scores are applied to the rows that the experts give, as torchtitan does; the rows of a token are summed in float32
+    and rounded once.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseEPTokenDispatcher.Config):  # type: ignore[misc]
+        exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._options = config.exchange
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Tokens [T, D] of this rank to rows [R, D] of its experts.
+
+        Returns:
+            The rows, sorted by expert; how many each local expert has, int32 [E / ranks]; and what :meth:`combine`
+            needs. With a fixed capacity, rows past the last expert's are zero.
+
+        Raises:
+            NotImplementedError: torchtitan follows the types of sharded tensors, which ours do not have.
+        """
+        if self.ep_mesh is None:
+            local = LocalTokenDispatcher.dispatch(
+                self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+            )
+            return tuple(local)
+        rows, sizes, scales, row_of_slot = self._ops(x_TD).dispatch(
+            x_TD, top_k_index=topk_expert_ids_TK, top_k_weights=topk_scores_TK
+        )
+        return rows, sizes, Dispatched(scales, row_of_slot)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
+        """Rows [R, D] of the experts here to tokens [T, D]: the sum of each token's rows, times their scores."""
+        if self.ep_mesh is None:
+            local: Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
+            return local
+        combine = self._ops(x_TD).weighted_combine
+        y: Tensor = combine(routed_output_RD, scales=metadata.scales, row_of_slot=metadata.row_of_slot)
+        return y
+
+    def _ops(self, x_TD: Tensor) -> ExchangeOps:
+        if get_spmd_backend() == "spmd_types" and spmd.is_type_checking():
+            raise NotImplementedError(
+                "fusible's token dispatcher has no types of sharded tensors; switch torchtitan's checks of them off, "
+                "or leave the override token_dispatcher out"
+            )
+        group = self.ep_mesh.get_group()
+        return exchange_ops(group, self.num_experts, self.top_k, x_TD.shape[1], x_TD.dtype, self._options)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=AllToAllTokenDispatcher.Config, exact=True, description="Token dispatch by fusible.ep."
+)
+def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, **options: Any) -> FusibleTokenDispatcher.Config:
+    """The all-to-all dispatcher of a configuration as :class:`FusibleTokenDispatcher`.
+
+    Args:
+        options: of :class:`ExchangeOptions`, by name.
+    """
+    ours: FusibleTokenDispatcher.Config = derive(
+        cfg, FusibleTokenDispatcher.Config, exchange=ExchangeOptions(**options)
+    )
+    return ours

@@ -1,0 +1,30 @@
+"""torchtitan's own routed experts on two processes: our token dispatcher gives what its all-to-all one gives."""
+
+from __future__ import annotations
+
+import warnings
+
+import ep_world
+import pytest
+from absent import triton_if_missing
+
+try:
+    with triton_if_missing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import ep_torchtitan_cases
+except ImportError as error:
+    pytest.skip(f"torchtitan cannot be imported: {error}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks say of every case."""
+    return ep_world.start("ep_torchtitan_cases", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in ep_torchtitan_cases.CASES])
+def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
+    ranks = said.get(case, [])
+
+    assert ranks, said.get("started", ["no rank came to it"])
+    assert not any(ranks), "\n".join(ranks)
