@@ -155,7 +155,7 @@ PYBIND11_MODULE(_C, module) {
              "The configuration that linear_activation or its backward chooses, in words.");
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") =
-      std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
+      std::vector<int>(std::begin(fusible::kActivationVariants), std::begin(fusible::kActivationVariants) + 2);
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);

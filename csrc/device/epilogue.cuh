@@ -33,12 +33,12 @@ DEVICE int in_subtile(int row, int chunk) { return row * 128 + ((chunk ^ (row & 
 // A consumer's output stages, kRows rows x kTileN values of Out each: kBytes of room, and what of an output stage is
 // handed over at a time. That is all of it where there is room for two or a whole warp stores it, or else a subtile,
 // so that the next is written while it is stored.
-template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
+template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp, bool kSplit = false>
 struct SmemOutLayout {
   static constexpr int kRows = kRowsValue, kSubtileBytes = kRows * 128;
   static constexpr int kSubtiles = kTileN * static_cast<int>(sizeof(Out)) / 128, kSubtileColumns = 128 / sizeof(Out);
   static constexpr int kBytes = kBytesValue;
-  static constexpr bool kWhole = sizeof(Out) == 2 && (kWholeWarp || kBytes > kSubtiles * kSubtileBytes);
+  static constexpr bool kWhole = !kSplit && sizeof(Out) == 2 && (kWholeWarp || kBytes > kSubtiles * kSubtileBytes);
   static constexpr int kParts = kWhole ? 1 : kSubtiles, kSubtilesPerPart = kSubtiles / kParts,
                        kPartBytes = kSubtilesPerPart * kSubtileBytes;
   static constexpr int kSlots = kBytes / kPartBytes;

@@ -23,18 +23,21 @@ DEVICE void store_parts(typename K::Storage& s, const GemmParams& p, int consume
   };
   for (WorkTile tile; tiles.next(tile);) {
     const bool by_tma = start_tile(to, tile);
-    const int parts = K::row_blocks(tile, consumer) * Layout::kParts;
+    const int blocks = K::row_blocks(tile, consumer), parts = blocks * Layout::kParts;
     const int end = tile.row + tile.rows;
     to.column = K::smem_out_column(tile, consumer) * K::kSmemOutColumns;
     for (int part = 0; part < parts; ++part) {
-      const int first = K::first_row(consumer, part / Layout::kParts), row = tile.row + first;
+      // An overlapping swap_ab tile hands over all rows of a part before the next one.
+      const int block = K::kOverlaps ? part % blocks : part / Layout::kParts,
+                of_block = K::kOverlaps ? part / blocks : part % Layout::kParts;
+      const int first = K::first_row(consumer, block), row = tile.row + first;
       to.map_row[0] = K::kRaggedDepth ? row : p.shape.tokens - end + row;
       to.map_row[1] = K::kRaggedDepth ? tile.coordinate.near : tile.tokens_start + end;
       to.map_row[2] = K::kRaggedDepth ? tile.coordinate.far : 0;
       barrier_wait(&s.out_full[consumer][slot.stage], slot.phase);
       const uint8_t* from = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
-      if (by_tma && issues) store_part<Layout>(to, from, part % Layout::kParts);
-      if (!by_tma) store_no_tma(to, tile, from, first, part % Layout::kParts);
+      if (by_tma && issues) store_part<Layout>(to, from, of_block);
+      if (!by_tma) store_no_tma(to, tile, from, first, of_block);
       slot.advance();
       if (by_tma && issues) tma::wait_read<kBehind>();
       if (!by_tma || part >= kBehind) give_back();
@@ -60,7 +63,9 @@ struct StoreEpilogue {
  private:
   template <class K>
   DEVICE static void store(typename K::Storage& s, const typename K::Params& p, int consumer) {
-    const Destination to{.map = &p.out, .policy = tma::policy_evict_first(), .accumulate = p.accumulate};
+    const Destination to{.map = &p.out,
+                         .policy = K::kKeepsOut ? tma::policy_evict_normal() : tma::policy_evict_first(),
+                         .accumulate = p.accumulate};
     store_parts<K>(
         s, p, consumer, true, to, [](Destination&, const WorkTile&) INLINE { return true; },
         [](const Destination&, const WorkTile&, const uint8_t*, int, int) INLINE {});

@@ -131,26 +131,52 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
                      int lane, Meanwhile meanwhile, Ahead ahead, Done done) {
   using A = typename K::A;
   using B = typename K::B;
-  const auto multiply_step = [&](int i, int step, bool accumulate) {
+  const auto multiply_step = [&](int i, int step, bool accumulate, int stage) {
     wgmma<typename K::T, A::kTranspose, B::kTranspose>(
         reinterpret_cast<float (&)[kColumns / 2]>(acc[i]),
-        A::descriptor(s.stages.a[state.stage] + (consumer + i * K::kConsumers) * kBlockBytes) + step * (A::kStep / 16),
-        B::descriptor(s.stages.b[state.stage]) + step * (B::kStep / 16), accumulate);
+        A::descriptor(s.stages.a[stage] + (consumer + i * K::kConsumers) * kBlockBytes) + step * (A::kStep / 16),
+        B::descriptor(s.stages.b[stage]) + step * (B::kStep / 16), accumulate);
   };
   const int before = k_blocks_of<K>(tile, p) - 1;
   int block = 0;
-  if (kBlocks == 1 || before == 0) meanwhile();
-  if constexpr (kBlocks == 2) {
+  constexpr int kHead = kBlocks == 2 ? K::kHead : 1;
+  if (kBlocks == 1 || before < kHead) meanwhile();
+  if constexpr (kHead > 1) {
+    if (before >= kHead) {
+      PipelineState<K::kStages> first = state;
+#pragma unroll
+      for (int i = 0; i < kHead; ++i) {
+        barrier_wait(&s.full[first.stage], first.phase);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < K::kStepsK; ++step) multiply_step(0, step, (i | step) != 0, first.stage);
+        wgmma_commit();
+        first.advance();
+      }
+      meanwhile();
+#pragma unroll
+      for (int i = 0; i < kHead; ++i) {
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < K::kStepsK; ++step) multiply_step(1, step, (i | step) != 0, state.stage);
+        wgmma_commit();
+        wgmma_wait<0>();
+        release<K>(s, state.stage, lane);
+        state.advance();
+      }
+      block = kHead;
+    }
+  } else if constexpr (kBlocks == 2) {
     if (before > 0) {
       barrier_wait(&s.full[state.stage], state.phase);
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < K::kStepsK; ++step) multiply_step(0, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(0, step, step != 0, state.stage);
       wgmma_commit();
       meanwhile();
       wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < K::kStepsK; ++step) multiply_step(1, step, step != 0);
+      for (int step = 0; step < K::kStepsK; ++step) multiply_step(1, step, step != 0, state.stage);
       wgmma_commit();
       wgmma_wait<0>();
       release<K>(s, state.stage, lane);
@@ -164,7 +190,7 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
 #pragma unroll
     for (int step = 0; step < K::kStepsK; ++step)
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) multiply_step(i, step, (block | step) != 0);
+      for (int i = 0; i < kBlocks; ++i) multiply_step(i, step, (block | step) != 0, state.stage);
     wgmma_commit();
     wgmma_wait<0>();
     release<K>(s, state.stage, lane);
@@ -176,7 +202,7 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
-      for (int step = 0; step < steps.value; ++step) multiply_step(i, step, (before | step) != 0);
+      for (int step = 0; step < steps.value; ++step) multiply_step(i, step, (before | step) != 0, state.stage);
       wgmma_commit();
     }
   };

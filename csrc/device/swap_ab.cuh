@@ -25,45 +25,72 @@ DEVICE int weight_block(int consumer, int i) {
 }
 
 // The first kTokens of the tile's tokens, over all of k; of the last block, where it may be short, the steps that
-// exist.
-template <class K, int kTokens>
+// exist. Where tiles overlap, `done` is called when the first 64 weights are complete, while the others are still being
+// multiplied.
+template <class K, int kTokens, class Done>
 DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
-                            int blocks, bool short_end, int consumer, int lane) {
+                            int blocks, bool short_end, int consumer, int lane, Done done) {
   using Tokens = typename K::A;
   using Weights = typename K::B;
+  const auto multiply_step = [&](int i, int step, bool accumulate) INLINE {
+    wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(
+        reinterpret_cast<float (&)[kTokens / 2]>(acc[i]),
+        Weights::descriptor(s.stages.b[state.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
+            step * (Weights::kStep / 16),
+        Tokens::descriptor(s.stages.a[state.stage]) + step * (Tokens::kStep / 16), accumulate);
+  };
+  const auto give_back = [&]() INLINE {
+    release<K>(s, state.stage, lane);
+    state.advance();
+  };
   const auto multiply_block = [&](auto steps, int block) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < steps.value; ++step)
 #pragma unroll
-      for (int i = 0; i < kWeightBlocks<K>; ++i)
-        wgmma<typename K::T, Weights::kTranspose, Tokens::kTranspose>(
-            reinterpret_cast<float (&)[kTokens / 2]>(acc[i]),
-            Weights::descriptor(s.stages.b[state.stage] + weight_block<K>(consumer, i) * kBlockBytes) +
-                step * (Weights::kStep / 16),
-            Tokens::descriptor(s.stages.a[state.stage]) + step * (Tokens::kStep / 16), (block | step) != 0);
+      for (int i = 0; i < kWeightBlocks<K>; ++i) multiply_step(i, step, (block | step) != 0);
     wgmma_commit();
     wgmma_wait<0>();
-    release<K>(s, state.stage, lane);
-    state.advance();
+    give_back();
+  };
+  const auto multiply_last = [&](auto steps, int block) INLINE {
+    barrier_wait(&s.full[state.stage], state.phase);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kWeightBlocks<K>; ++i) {
+#pragma unroll
+      for (int step = 0; step < steps.value; ++step) multiply_step(i, step, (block | step) != 0);
+      wgmma_commit();
+    }
+    wgmma_wait<1>();
+    done();
+    wgmma_wait<0>();
+    give_back();
+  };
+  const auto multiply_end = [&](auto steps, int block) INLINE {
+    if constexpr (K::kOverlaps) multiply_last(steps, block);
+    else multiply_block(steps, block);
   };
   constexpr std::integral_constant<int, K::kStepsK> kAll;
-  const int whole = blocks - (K::Groups::kShortEnd ? 1 : 0);
+  const int whole = blocks - (K::Groups::kShortEnd || K::kOverlaps ? 1 : 0);
   for (int block = 0; block < whole; ++block) multiply_block(kAll, block);
   if constexpr (K::Groups::kShortEnd) {
-    if (short_end) multiply_block(std::integral_constant<int, 1>(), whole);
-    else multiply_block(kAll, whole);
+    if (short_end) multiply_end(std::integral_constant<int, 1>(), whole);
+    else multiply_end(kAll, whole);
+  } else if constexpr (K::kOverlaps) {
+    multiply_end(kAll, whole);
   }
 }
 // All tokens of the tile: the narrowest product that has them.
-template <class K, int kTokens = kTokenStep>
+template <class K, int kTokens = kTokenStep, class Done>
 DEVICE void multiply_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s, PipelineState<K::kStages>& state,
-                             int tokens, int blocks, bool short_end, int consumer, int lane) {
+                             int tokens, int blocks, bool short_end, int consumer, int lane, Done done) {
   constexpr int kMore = kTokens + kTokenStep;
   if constexpr (kTokens < K::kTileM)
-    if (tokens > kTokens) return multiply_swap_ab<K, kMore>(acc, s, state, tokens, blocks, short_end, consumer, lane);
-  multiply_tokens<K, kTokens>(acc, s, state, blocks, short_end, consumer, lane);
+    if (tokens > kTokens)
+      return multiply_swap_ab<K, kMore>(acc, s, state, tokens, blocks, short_end, consumer, lane, done);
+  multiply_tokens<K, kTokens>(acc, s, state, blocks, short_end, consumer, lane, done);
 }
 
 // acc = scale * acc + bias_scale * bias, for a block of 64 weights and all tokens.
@@ -85,12 +112,13 @@ DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN, false>& stage, flo
   }
 }
 
-// 64 weights of kTokens tokens, which begin at acc[0], to a subtile whose rows are tokens.
+// 64 weights of so many tokens, kTokens at most, which begin at acc[0], to a subtile whose rows are tokens.
 template <class Out, int kTokens>
-DEVICE void store_to_smem_swap_ab(const float* acc, uint8_t* subtile, int warp, int lane) {
+DEVICE void store_to_smem_swap_ab(const float* acc, int tokens, uint8_t* subtile, int warp, int lane) {
   const uint32_t base = ptx::smem_address(subtile);
 #pragma unroll
   for (int pair = 0; pair < kTokens / 16; ++pair) {  // 16 tokens: two vectors, upper and lower weights of each
+    if (pair * 16 >= tokens) break;  // known to the compiler
     const float* x = acc + pair * 8;
     ptx::store_matrix_x4_transposed(base + in_subtile(pair * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2),
                                     {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
@@ -101,17 +129,39 @@ DEVICE void store_to_smem_swap_ab(const float* acc, uint8_t* subtile, int warp, 
 template <class K>
 DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p, int consumer) {
   using Layout = typename K::Layout;
-  static_assert(Layout::kSubtiles == kWeightBlocks<K> && Layout::kParts == 1,
-                "a subtile for each block of weights, handed over together");
+  static_assert(Layout::kSubtiles == kWeightBlocks<K> && Layout::kParts == (K::kOverlaps ? 2 : 1),
+                "a subtile for each block of weights, handed over together or one after the other");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   WorkTileReader tiles(s.work);
   PipelineState<K::kStages> state;
   PipelineState<Layout::kSlots> slot;
   [[maybe_unused]] uint32_t epilogue_phase = 0;
   SwapAbAccumulators<K> acc;
+  // Leaves the weights of `parts` blocks from number `first` on, of so many output stages, to the store warps.
+  const auto hand_over = [&](auto first, auto parts, int stages) INLINE {
+#pragma unroll
+    for (int block = 0; block < (K::kTileM + Layout::kRows - 1) / Layout::kRows; ++block) {
+      if (block >= stages) break;
+      barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ 1);
+#pragma unroll
+      for (int i = 0; i < parts.value; ++i)
+        store_to_smem_swap_ab<typename K::Out, Layout::kRows>(
+            acc[first.value + i] + block * (Layout::kRows / 2), min(Layout::kRows, K::kTileM - block * Layout::kRows),
+            s.smem_out[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSubtileBytes, warp, lane);
+      ptx::async_proxy_fence();
+      if constexpr (!K::kWholeWarp) __syncwarp();
+      if (K::kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
+      slot.advance();
+    }
+  };
+  constexpr std::integral_constant<int, 0> kFirst;
+  constexpr std::integral_constant<int, 1> kOne;
   for (WorkTile tile; tiles.next(tile);) {
+    const int stages = K::row_blocks(tile, consumer);
+    const auto done = [&]() INLINE { hand_over(kFirst, kOne, stages); };
     if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
-    else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane);
+    else
+      multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane, done);
     if constexpr (K::kScaleBias) {
       barrier_wait(&s.epilogue.full, epilogue_phase);
 #pragma unroll
@@ -120,20 +170,8 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
       barrier_arrive(&s.epilogue.empty);
       epilogue_phase ^= 1;
     }
-#pragma unroll
-    for (int block = 0; block < K::kTileM / Layout::kRows; ++block) {
-      if (block >= K::row_blocks(tile, consumer)) break;
-      barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ 1);
-#pragma unroll
-      for (int i = 0; i < kWeightBlocks<K>; ++i)
-        store_to_smem_swap_ab<typename K::Out, Layout::kRows>(
-            acc[i] + block * (Layout::kRows / 2),
-            s.smem_out[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSubtileBytes, warp, lane);
-      ptx::async_proxy_fence();
-      if constexpr (!K::kWholeWarp) __syncwarp();
-      if (K::kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
-      slot.advance();
-    }
+    if constexpr (K::kOverlaps) hand_over(kOne, kOne, stages);
+    else hand_over(kFirst, std::integral_constant<int, kWeightBlocks<K>>(), stages);
   }
 }
 

@@ -27,17 +27,24 @@ struct GroupTable {
   bool halved;                // whether tiles have half their height
 };
 
+// The same in another order: tasks are numbered by position, and the group there is order[position].
+struct SortedGroupTable : GroupTable {
+  static constexpr int kMost = 256;  // of more groups, the order is their own
+  uint8_t order[kMost];
+};
+
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
 template <TileVariant kVariant, bool kRaggedRows>
 class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n,
                        kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
-  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
+  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows, kSorted = kVariant.sorted;
 
  public:
+  using Table = std::conditional_t<kSorted, SortedGroupTable, GroupTable>;
   // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
-  DEVICE static void fill(GroupTable& table, const WorkShape& shape, int lane) {
+  DEVICE static void fill(Table& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
     // All at once: the rounds below wait for one another.
     for (int i = lane * 128; i < sizes.groups * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
@@ -51,7 +58,15 @@ class TileScheduler {
       if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
       if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
-      if constexpr (!kHalves) number(table, shape, group, size, false, tasks_before, lane);
+      if constexpr (!kHalves && !kSorted) number(table, shape, group, size, false, tasks_before, lane);
+    }
+    if constexpr (kSorted) {
+      sort(table, sizes.groups, lane);
+      for (int base = 0; base < sizes.groups; base += 32) {
+        const int position = base + lane;
+        const int tokens = position < sizes.groups ? table.tokens[group_at(table, shape, position)] : 0;
+        number(table, shape, position, tokens, false, tasks_before, lane);
+      }
     }
     if constexpr (kHalves) {
       for (int offset = 16; offset > 0; offset /= 2) {
@@ -68,7 +83,7 @@ class TileScheduler {
   }
 
   // For the producer's thread.
-  DEVICE TileScheduler(const GroupTable& table, WorkQueue& queue, const WorkShape& shape, int rank)
+  DEVICE TileScheduler(const Table& table, WorkQueue& queue, const WorkShape& shape, int rank)
       : table_(table), shape_(shape), rank_(rank), tasks_(queue, shape.counter, rank) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
@@ -87,6 +102,30 @@ class TileScheduler {
   DEVICE static int rows(int tokens, const WorkShape& shape) {
     if constexpr (kRaggedRows) return tokens;
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
+  }
+  // Puts groups with higher tiles before others, and leaves those of one height in their order: by counting.
+  DEVICE static void sort(SortedGroupTable& table, int groups, int lane) {
+    if (groups > SortedGroupTable::kMost) return;
+    int before = 0;
+    for (int height = kTileM / kBlock; height >= 0; --height)
+      for (int base = 0; base < groups; base += 32) {
+        const int group = base + lane;
+        const bool here = group < groups && height_of(table.tokens[group]) == height;
+        const unsigned others = __ballot_sync(~0u, here);
+        if (here) table.order[before + __popc(others & ((1u << lane) - 1))] = group;
+        before += __popc(others);
+      }
+    __syncwarp();
+  }
+  // Of the highest tile of so many rows, in blocks.
+  DEVICE static int height_of(int rows) {
+    const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, false));
+    return (blocks + tiles - 1) / tiles;
+  }
+  DEVICE static int group_at(const Table& table, const WorkShape& shape, int position) {
+    if constexpr (kSorted)
+      if (shape.sizes.groups <= SortedGroupTable::kMost) return table.order[position];
+    return position;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
   DEVICE static void number(GroupTable& table, const WorkShape& shape, int group, int tokens, bool halved,
@@ -123,10 +162,11 @@ class TileScheduler {
       if (group_ >= shape_.sizes.groups) return false;
       first_task_ = group_ > 0 ? table_.tasks_end[group_ - 1] : 0;
     }
-    tile.group = group_;
-    tile.tokens_start = table_.start[group_];
-    tile.tokens = table_.tokens[group_];
-    tile.coordinate = shape_.coordinates ? shape_.coordinates[group_] : GroupCoordinate{group_, 0};
+    const int group = group_at(table_, shape_, group_);
+    tile.group = group;
+    tile.tokens_start = table_.start[group];
+    tile.tokens = table_.tokens[group];
+    tile.coordinate = shape_.coordinates ? shape_.coordinates[group] : GroupCoordinate{group, 0};
     locate(tile, task - first_task_, rows(tile.tokens, shape_));
     return true;
   }
@@ -183,11 +223,11 @@ class TileScheduler {
     }
   }
 
-  const GroupTable& table_;
+  const Table& table_;
   const WorkShape& shape_;
   int rank_;
   WorkTileWriter<kCluster> tasks_;
-  int group_ = -1, first_task_ = 0;
+  int group_ = -1, first_task_ = 0;  // the group's position, where they are sorted
 };
 
 }  // namespace fusible

@@ -58,6 +58,11 @@ DEVICE uint64_t policy_evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+DEVICE uint64_t policy_evict_normal() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 #define STORE(n) "cp.async.bulk.tensor." #n "d.global.shared::cta.bulk_group.L2::cache_hint"
 #define ADD(n) "cp.reduce.async.bulk.tensor." #n "d.global.shared::cta.add.tile.bulk_group.L2::cache_hint"
 #define FROM "l"(map), "r"(ptx::smem_address(from)), "l"(policy)

@@ -9,7 +9,7 @@
 namespace fusible {
 
 // Positions in kTileVariants of the tiles that these kernels are built for.
-inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
+inline constexpr int kActivationVariants[] = {3, 6, 15, 17}, kBackwardVariants[] = {5};
 
 // postact = activation(preact) * scales with preact = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that
 // is null. Rows of preact and postact are dense; n counts the columns of preact.

@@ -28,18 +28,24 @@ enum class Layout : int {
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false;
+  int head = 1;          // stages of a tile that its first row block is multiplied with before the second one begins
+  bool overlap = false;  // swap_ab: a tile's weights are handed over in two parts, beside products
+  bool sorted = false;   // swap_ab: the groups of the highest tiles come first
   int held_steps = 0;     // of e4m3 operands: of A, in registers for both units (device/scaled_mainloop.cuh)
   int vectors_ahead = 0;  // of scales of columns, loaded while their unit is multiplied (device/scaling.cuh)
   int consumers = 2;      // warpgroups that multiply
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
-    return tile_m * tile_n > 128 * 256;
+    return tile_m * tile_n > 160 * 256;
   }  // leaves few registers beside the accumulators, and little shared memory
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
   // What a consumer stores to shared memory at a time, and the room for it.
-  constexpr int smem_out_bytes() const { return tile_n == 64 || consumers == 3 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
-  constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
+  constexpr int smem_out_bytes() const {
+    if (swap_ab && stages == 4) return 12288;
+    return tile_n == 64 || consumers == 3 ? 16384 : tile_n == 192 || large() ? 24576 : 32768;
+  }
+  constexpr int smem_out_rows() const { return swap_ab && (large() || overlap) ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
@@ -47,23 +53,32 @@ inline constexpr TileVariant kTileVariants[] = {
     {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},       {128, 256, 2, 1, 3, 8},
     {128, 192, 1, 1, 4, 8},       {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
     {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true}, {128, 64, 1, 1, 7, 8},
+    // to be measured
+    {256, 192, 1, 1, 3, 4, false, 2}, {256, 192, 1, 1, 3, 4, false, 2, true}, {256, 192, 1, 2, 3, 4, false, 2},
+    {128, 256, 2, 1, 4, 8, true, 1, true}, {192, 256, 2, 1, 3, 8, true, 1, true},
+    {160, 256, 2, 1, 3, 8, true, 1, true}, {160, 256, 2, 1, 3, 8, true},
+    {192, 256, 2, 1, 3, 8, true, 1, true, true},  {160, 256, 2, 1, 3, 8, true, 1, false, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}, {192, 128, 1, 2, 4, 8, false, 0, 0, 3}};
-inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 8, false, 3}};  // of those whose rows have one scale each
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 1, false, false, 3}, {192, 128, 1, 2, 4, 8, false, 1, false, false, 0, 0, 3}};
+inline constexpr TileVariant kRowScaledVariants[] = {{128, 256, 2, 1, 3, 8}, {128, 256, 2, 1, 3, 8, false, 1, false, false, 3}};  // of those whose rows have one scale each
 inline constexpr TileVariant kScaledWgradVariants[] = {
-    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 0, 10}, {192, 128, 1, 2, 4, 8, false, 0, 6, 3}, {256, 128, 1, 2, 3, 8, false, 0, 8}};
+    {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}, {128, 256, 2, 1, 3, 8, false, 1, false, false, 0, 10}, {192, 128, 1, 2, 4, 8, false, 1, false, false, 0, 6, 3}, {256, 128, 1, 2, 3, 8, false, 1, false, false, 0, 8}};
 inline constexpr int kScaledHalvesVariant = 0;      // of columns of two halves: as many of either
 inline constexpr int kScaledActivationVariant = 0;  // of products that end in an activation
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators. The narrow tile has none: nobody asks for them.
-constexpr bool fits_scale_bias(const TileVariant& tile) { return !tile.large() && tile.tile_n > 64; }
+constexpr bool fits_scale_bias(const TileVariant& tile) {
+  return !tile.large() && tile.tile_n > 64 && tile.tile_m != 160 && !tile.overlap;
+}
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
 // gradients.
 constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
+  if (tile.head > 1) return layout == Layout::kTN && !fp32_output;
+  if (tile.swap_ab && (tile.overlap || tile.tile_m == 160)) return layout != Layout::kTN && !fp32_output;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;

@@ -28,6 +28,7 @@ struct GroupedGemmKernel {
                        kCluster = kVariant.cluster();
   static constexpr int kConsumers = kVariant.consumers;
   static constexpr int kRowBlocks = kTileM / (64 * kConsumers);  // of a consumer
+  static constexpr int kHead = kVariant.head;
   static constexpr bool kUnitsAreRows = kRowBlocks == 2;         // of scaled operands (scaled_mainloop.cuh)
   static constexpr int kUnits = kRowBlocks * kTileN / kUnitColumns;
   static constexpr int kHeldSteps = kVariant.held_steps, kVectorsAhead = kVariant.vectors_ahead;
@@ -39,7 +40,10 @@ struct GroupedGemmKernel {
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
-  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
+  static constexpr bool kOverlaps = kVariant.overlap && kVariant.swap_ab;
+  static constexpr bool kKeepsOut = kVariant.overlap && !kVariant.swap_ab;
+  using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp,
+                               kOverlaps>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
   // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
   // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
@@ -59,7 +63,7 @@ struct GroupedGemmKernel {
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     WorkQueue work;
-    typename Groups::Table groups;
+    std::conditional_t<kVariant.sorted, SortedGroupTable, typename Groups::Table> groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
 

@@ -15,8 +15,10 @@ template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, 
 KernelEntry activation_entry_of() {
   using Pair = Operands<kLayout, T, kVariant>;
   using B = std::conditional_t<kHalves, GateUp<kLayout, T, kVariant.tile_n>, typename Pair::B>;
-  return entry_of<
-      GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>, Groups>>();
+  if constexpr ((kScaleBias && !fits_scale_bias(kVariant)) || (Groups::kShortEnd && kVariant.tile_m == 160)) return {};
+  else
+    return entry_of<
+        GroupedGemmKernel<typename Pair::A, B, T, kScaleBias, kVariant, ActivationEpilogue<kHalves>, Groups>>();
 }
 template <class Groups, Layout kLayout, class T, bool kHalves, bool kScaleBias, size_t... kIndices>
 KernelEntry activation_entry_of(int variant, std::index_sequence<kIndices...>) {

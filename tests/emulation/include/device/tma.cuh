@@ -17,6 +17,7 @@ DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, 
 }
 
 DEVICE uint64_t policy_evict_first() { return 0; }
+DEVICE uint64_t policy_evict_normal() { return 0; }
 template <class... Coordinates>
 DEVICE void store(const CUtensorMap* map, const void* from, uint64_t, Coordinates... c) {
   emulation::store_box(map, from, false, {c...});
