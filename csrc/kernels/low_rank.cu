@@ -178,6 +178,7 @@ struct BlockState {
   Schedule schedule;
   RowTile upcoming[32], of_products[kBuffers];
   Arrival arrivals[kMostStages];
+  const void* sources[kRows];  // of the rows of a tile
 };
 
 // Dynamic shared memory of a block, behind one another: barriers; stages of rows and, after these, their `low`;
@@ -306,19 +307,21 @@ struct Loader {
       ptx::async_proxy_fence();
       __syncwarp();
     }
+    const T* const data = static_cast<const T*>(c.rows.data) + tile.slice * p.division.slice_columns;
+    if (lane() < kRows) state.sources[lane()] = data + from * c.rows.pitch;
     const uint32_t row_bytes = bytes_of(p, tile.slice);
     begin_stage(tile, Arrival::kRowsOfTile, tile.rows * (row_bytes + low_bytes));
-    uint64_t* const barrier = memory.full(ring.slot);
-    if (kGradient && ptx::elect_one())
-      bulk::load(memory.low(ring.slot), static_cast<const T*>(c.low) + tile.row * c.rank, tile.rows * low_bytes,
-                 barrier);
-    const T* const data = static_cast<const T*>(c.rows.data) + tile.slice * p.division.slice_columns;
-    uint8_t* const to = memory.rows(ring.slot);
-#pragma unroll 1
-    for (int row = 0; row < tile.rows; ++row) {
-      const int64_t source = __shfl_sync(~0u, from, row);
-      if (ptx::elect_one()) bulk::load(to + row * memory.row_bytes, data + source * c.rows.pitch, row_bytes, barrier);
+    if (ptx::elect_one()) {
+      uint64_t* const barrier = memory.full(ring.slot);
+      uint8_t* const to = memory.rows(ring.slot);
+      if constexpr (kGradient)
+        bulk::load(memory.low(ring.slot), static_cast<const T*>(c.low) + tile.row * c.rank, tile.rows * low_bytes,
+                   barrier);
+#pragma unroll 4
+      for (int row = 0; row < tile.rows; ++row)
+        bulk::load(to + row * memory.row_bytes, state.sources[row], row_bytes, barrier);
     }
+    __syncwarp();
     ring.advance(memory.stages);
   }
 
@@ -334,11 +337,12 @@ struct Loader {
     begin_stage(tile, part, lines * bytes);
     const int first = tile.slice * p.division.slice_columns;
     from += c.by_columns ? (first + part * width) * rank : part * 16 * columns + first;
+    if (bytes > 0 && ptx::elect_one())
 #pragma unroll 1
-    for (int line = 0; line < lines; ++line)
-      if (bytes > 0 && ptx::elect_one())
+      for (int line = 0; line < lines; ++line)
         bulk::load(memory.rows(ring.slot) + line * memory.row_bytes, from + line * columns, bytes,
                    memory.full(ring.slot));
+    __syncwarp();
     ring.advance(memory.stages);
   }
 };
