@@ -6,17 +6,17 @@ from dataclasses import replace
 
 from ..fuser.config import constant
 from .activation import Activation
-from .activation_spec import ActivationSpec, Interleaved, activation, gated
-from .glu import GLU, Activated, ClampedSwiGLU
+from .activation_spec import ActivationSpec, Interleaved, activation
+from .glu import GEGLU, GLU, QGEGLU, Activated, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .programs.activations import ACTIVATIONS
 
 GATES = {
-    "swiglu": gated("silu", None, 1.0, 0.0, "concat"),
-    "geglu": gated("gelu", None, 1.0, 0.0, "concat"),
-    "geglu_tanh": gated("gelu_tanh", None, 1.0, 0.0, "concat"),
-    "qgeglu": gated("quick_gelu", None, 1.0, 0.0, "concat"),
-    "reglu": gated("relu", None, 1.0, 0.0, "concat"),
-    "sreglu": gated("relu2", None, 1.0, 0.0, "concat"),
+    "swiglu": SwiGLU().spec,
+    "geglu": GEGLU().spec,
+    "geglu_tanh": GEGLU("tanh").spec,
+    "qgeglu": QGEGLU().spec,
+    "reglu": ReGLU().spec,
+    "sreglu": SReGLU().spec,
     "clamped_swiglu": ClampedSwiGLU().spec,
 }
 """The gated linear units of :mod:`fusible.ops.glu`, by their lower-case names."""
