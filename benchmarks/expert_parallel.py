@@ -4,7 +4,8 @@
 
 A process a rank: a GPU each over NCCL, or the CPU over gloo. ``torch`` is the same exchange written by hand: sort,
 ``index_select`` and ``all_to_all_single``. Times are of the slowest rank. Before anything is timed, outputs and
-gradients are compared with those of one rank that has all experts and all tokens.
+gradients are compared with those of one rank that has all experts and all tokens. The transport ``vdev_2d`` is torch's
+``all_to_all_vdev_2d`` through NVSHMEM, its rows compared with those by hand; where it does not run, it is said why.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from torch.multiprocessing.spawn import spawn
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
 
+from . import vdev
 from .arguments import command, file, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
 from .timing import markdown
 
 DISTRIBUTIONS = ("uniform", "skewed")
-TRANSPORTS = ("collective", "symmetric")
+TRANSPORTS = ("collective", "symmetric", "vdev_2d")
 Phases = tuple[str, ...]
 
 
@@ -267,6 +269,8 @@ def work(rank: int, setting: Setting, folder: str) -> None:
 def measure(setting: Setting) -> dict[str, Any]:
     """What all ranks find together."""
     preset, batch = PRESETS[setting.preset], draw(setting, dist.get_rank())
+    if setting.transport == "vdev_2d":
+        return measure_vdev(setting, batch)
     group = ep.Group(
         num_experts=preset.experts,
         max_tokens=setting.tokens,
@@ -288,8 +292,38 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {"seconds": seconds, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
 
 
+def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
+    """The times of torch's exchange on the device, and how far its rows and sums are from those by hand."""
+    reason, experts = vdev.refusal(setting.device), PRESETS[setting.preset].experts
+    results = {"seconds": {}, "differences": {}, "skew": skew(batch, setting), "transport": "vdev_2d"}
+    if reason is not None:
+        return {**results, "refusal": reason}
+    rows, went = dispatch_by_hand(batch, experts, setting.ranks)
+    most = torch.tensor([len(rows)], device=rows.device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    exchange = vdev.Exchange(batch.x, batch.ids, experts, int(most))
+
+    def run() -> Iterator[None]:
+        exchange.dispatch(batch.x, batch.ids)
+        yield
+        exchange.combine()
+        yield
+
+    for _ in run():
+        pass
+    sums = combine_by_hand(rows, batch, went)
+    pairs = {"rows": (exchange.rows[: len(rows)], rows), "sums": (exchange.combine(), sums)}
+    off = {name: float((a.double() - b.double()).abs().max()) for name, (a, b) in pairs.items()}
+    if any(value > 0 for value in off.values()):
+        raise InaccurateError(f"all_to_all_vdev_2d does not give what all_to_all_single gives: {off}")
+    seconds = timed(setting, ("dispatch, vdev_2d", "combine, vdev_2d"), run)
+    return {**results, "seconds": seconds, "differences": off}
+
+
 def table(setting: Setting, results: dict[str, Any]) -> str:
     """The findings as Markdown."""
+    if "refusal" in results:
+        return f"not measured: {results['refusal']}"
     preset = PRESETS[setting.preset]
     flops = 6 * setting.tokens * preset.top_k * preset.features * preset.hidden
     rows = []
@@ -297,7 +331,8 @@ def table(setting: Setting, results: dict[str, Any]) -> str:
         work = {"layer forward": flops, "layer backward": 2 * flops}.get(name)
         rows.append((name, f"{seconds * 1e3:.3f}", f"{work / seconds / 1e12:.1f}" if work else ""))
     off = ", ".join(f"{name} {value:.1e}" for name, value in results["differences"].items())
-    said = f"differs from one rank by at most: {off}" if off else "not compared with one rank"
+    other = "torch by hand" if setting.transport == "vdev_2d" else "one rank"
+    said = f"differs from {other} by at most: {off}" if off else f"not compared with {other}"
     return f"{markdown(('', 'ms', 'TFLOP/s a rank'), rows)}\n\n{said}; skew {results['skew']:.2f}"
 
 

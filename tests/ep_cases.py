@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from fusible import (
     config,
     ep,
 )
-from fusible.benchmarks import expert_parallel
-from fusible.benchmarks.problem import PRESETS
+from fusible.benchmarks import expert_parallel, vdev
+from fusible.benchmarks.problem import PRESETS, InaccurateError
 from fusible.ops import kernels
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 
@@ -655,6 +656,55 @@ def by_hand_as_by_ops(world: World) -> None:
     sums = ep.EPCombine(group)(ours, row_of_slot=slots)
     assert torch.equal(rows, ours)
     torch.testing.assert_close(expert_parallel.combine_by_hand(rows, batch, went), sums)
+
+
+def sent_by_rank(rows: Tensor, out: Tensor, sizes: Tensor, arrived: Tensor, group_name: str) -> None:
+    """What torch says that ``all_to_all_vdev_2d`` does, for two experts a rank or more."""
+    counts = sizes.view(dist.get_world_size(), -1)
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts)
+    came = rows.new_empty(int(arriving.sum()), rows.shape[1])
+    dist.all_to_all_single(came, rows, arriving.sum(1).tolist(), counts.sum(1).tolist())
+    parts = came.split(arriving.flatten().tolist())
+    by_expert = [parts[i] for i in torch.arange(arriving.numel()).view_as(arriving).mT.flatten()]
+    out[: len(came)] = torch.cat(by_expert)
+    arrived[0] = arriving.mT.flatten()
+    arrived[1] = arrived[0].cumsum(0) - arrived[0]
+
+
+def sent_back(rows: Tensor, out: Tensor, arrived: Tensor, back: Tensor, group_name: str) -> None:
+    """The same of ``all_to_all_vdev_2d_offset``."""
+    sizes = arrived[0].view(-1, dist.get_world_size()).mT.contiguous()
+    starts = arrived[1].view_as(sizes.mT).mT.flatten()
+    parts = [rows[start : start + size] for start, size in zip(starts, sizes.flatten(), strict=True)]
+    returning = torch.empty_like(sizes)
+    dist.all_to_all_single(returning, sizes)
+    dist.all_to_all_single(out, torch.cat(parts), returning.sum(1).tolist(), sizes.sum(1).tolist())
+    back[0] = returning.flatten()
+    back[1] = back[0].cumsum(0) - back[0]
+
+
+@case
+def torchs_exchange_on_the_device_is_asked_for_what_goes_by_hand(world: World) -> None:
+    setting = expert_parallel.Setting("small", world.size, 16, "fp32", "cpu", "skewed", "exact", "vdev_2d", 0, 1, False)
+    batch, ops = expert_parallel.draw(setting, world.rank), torch.ops.symm_mem
+    with (
+        patch.object(vdev, "refusal", lambda device: None),
+        patch.object(vdev, "_symmetric", torch.empty),
+        patch.object(ops, "all_to_all_vdev_2d", sent_by_rank),
+        patch.object(ops, "all_to_all_vdev_2d_offset", sent_back),
+    ):
+        results = expert_parallel.measure(setting)
+        with (
+            patch.object(ops, "all_to_all_vdev_2d_offset", lambda rows, out, *_: out.zero_()),
+            raises(InaccurateError, "all_to_all_vdev_2d does not give what all_to_all_single gives"),
+        ):
+            expert_parallel.measure_vdev(setting, batch)
+    assert results["differences"] == {"rows": 0.0, "sums": 0.0}
+    assert list(results["seconds"]) == ["dispatch, vdev_2d", "combine, vdev_2d"]
+    assert "differs from torch by hand by at most: rows 0.0e+00" in expert_parallel.table(setting, results)
+    refused = expert_parallel.measure(setting)
+    assert expert_parallel.table(setting, refused) == "not measured: all_to_all_vdev_2d needs GPUs, the device is cpu"
 
 
 # ------------------------------------------------------------------------------------------------------ errors
