@@ -208,10 +208,12 @@ def test_gradients_of_experts_by_finite_differences(form: str) -> None:
     arrays = jax.tree.map(jnp.nan_to_num, problem.arrays())
     counts = jnp.array(problem.sizes, jnp.int32)
 
-    def run(arrays: dict[str, Any]) -> Any:
-        return fusible.jax.grouped_mlp(sizes=counts, **arrays, **problem.call_keywords())
+    for name, value in arrays.items():  # one by one: each is checked in a single direction
 
-    check_grads(run, (arrays,), order=1, modes=("rev",), rtol=3e-2, atol=3e-2)
+        def run(value: Any, name: str = name) -> Any:
+            return fusible.jax.grouped_mlp(sizes=counts, **arrays | {name: value}, **problem.call_keywords())
+
+        check_grads(run, (value,), order=1, modes=("rev",), rtol=2e-2, atol=1e-2, eps=2e-3)
 
 
 def test_ragged_dot_is_called_as_that_of_jax() -> None:
