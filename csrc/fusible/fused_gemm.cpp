@@ -193,6 +193,14 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   params.keep_preact = keep_preact;
   params.postact = call.postact;
   std::ranges::copy(call.vectors.data, params.vectors);
+  if (call.arrivals.blocks) {
+    FUSIBLE_CHECK(
+        p.layout == Layout::kNT && p.operand == DType::kBFloat16 && !p.second_k && !call.activation.kernels[0],
+        "rows that arrive are of bf16, for weights [N, K] and a built-in activation. ", p);
+    const WithArrivals<ActivationParams> arriving{params, call.arrivals};
+    const auto entry = arriving_activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.scale_bias, config.variant);
+    return launch(arriving, entry, config, p, device, stream);
+  }
   const KernelEntry entry = forward_entry(p, halves, config.variant);
   launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
          stream);
