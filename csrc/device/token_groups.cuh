@@ -82,10 +82,9 @@ struct ArrivingGroups : TokenGroups {
   template <class EpilogueParams>
   using Params = WithArrivals<EpilogueParams>;
   static constexpr bool kRowsArrive = true;
-  // By the thread that fetches them.
+  // By the thread that fetches them, also for the other block of a cluster: that of an idle tile as well.
   template <class P>
   DEVICE static void wait_for_rows(const P& p, const WorkTile& tile) {
-    if (tile.idle) return;
     const int first = tile.tokens_start + tile.row, end = first + tile.rows;
     for (int block = first / kArrivalRows; block * kArrivalRows < end; ++block) wait_for_block(p.arrivals, block);
     ptx::async_proxy_fence_global();
