@@ -24,7 +24,8 @@ from fusible.ops.kernels.hopper.epilogue import activation
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
 
 CASES: list[Callable[[World], None]] = []
-RANKS, TOKENS, TOP_K, EXPERTS, COLUMNS, HIDDEN, ROWS = 2, 75, 3, 6, 1032, 64, 64
+RANKS, TOP_K, ROWS = 2, 3, 64  # of a block
+TOKENS, EXPERTS, COLUMNS, HIDDEN = 75, 6, 1032, 64
 """More columns than a warp takes at once, and not a multiple of that."""
 BF16 = torch.bfloat16
 TOO_SOON = "rows were read before they were there"
@@ -46,21 +47,34 @@ class Exchange(NamedTuple):
     capacity: int
 
     @classmethod
-    def random(cls, seed: int = 0, spare: int = 70) -> Exchange:
+    def random(
+        cls, seed: int = 0, spare: int = 70, tokens: int = TOKENS, experts: int = EXPERTS, columns: int = COLUMNS
+    ) -> Exchange:
         """``spare`` rows are behind the last expert's; fewer than none: so many are left out."""
         draw = torch.Generator().manual_seed(seed)
-        x = torch.randn(RANKS * TOKENS, COLUMNS, generator=draw).to(BF16)
-        ids = torch.rand(RANKS * TOKENS, EXPERTS, generator=draw).topk(TOP_K).indices
+        x = torch.randn(RANKS * tokens, columns, generator=draw).to(BF16)
+        ids = torch.rand(RANKS * tokens, experts, generator=draw).topk(TOP_K).indices
         slot_of_row = ids.flatten().sort(stable=True).indices.int()
         row_of_slot = torch.empty_like(slot_of_row)
         row_of_slot[slot_of_row.long()] = torch.arange(ids.numel(), dtype=torch.int32)
-        counts = torch.bincount(ids.flatten(), minlength=EXPERTS).view(RANKS, -1)
+        counts = torch.bincount(ids.flatten(), minlength=experts).view(RANKS, -1)
         firsts = F.pad(counts.sum(1).cumsum(0), (1, 0)).int()
         capacity = int(counts[1].sum()) + spare
         ends = counts[1].cumsum(0).clamp(max=capacity)
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)).int()
         slots = peers.Slots(row_of_slot.view_as(ids), firsts, capacity)
         return cls(x, ids, slots, slot_of_row, sizes, capacity)
+
+    def to(self, device: str) -> Exchange:
+        """The same, with its tensors on a device."""
+        slots = self.slots._replace(row_of_slot=self.slots.row_of_slot.to(device), firsts=self.slots.firsts.to(device))
+        moved = (self.x.to(device), self.ids.to(device), slots, self.slot_of_row.to(device), self.sizes.to(device))
+        return Exchange(*moved, self.capacity)
+
+    @property
+    def pieces(self) -> int:
+        """Of 512 columns."""
+        return -(-self.x.shape[1] // 512)
 
     def expected(self) -> Tensor:
         """The rows; the tail is zero."""
@@ -70,12 +84,15 @@ class Exchange(NamedTuple):
 
     def lane(self) -> tuple[peers.LaneLaunch, list[Tensor]]:
         """Of the second rank, with buffers in which all ranks have their tokens."""
-        buffers = [part.contiguous().view(torch.uint8) for part in self.x.split(TOKENS)]
-        state, report = torch.zeros(peers.STATE_BYTES, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
-        return peers.LaneLaunch(0, 1, [b.data_ptr() for b in buffers], state, report), buffers
+        on = self.x.device
+        buffers = [part.contiguous().view(torch.uint8) for part in self.x.chunk(RANKS)]
+        state = torch.zeros(peers.STATE_BYTES, dtype=torch.uint8, device=on)
+        report = torch.zeros(8, dtype=torch.int64, pin_memory=on.type == "cuda")
+        return peers.LaneLaunch(0, 1, [b.data_ptr() for b in buffers], state, report), [*buffers, state, report]
 
-    def pull_blocks(self, out: Tensor, arrived: Tensor, blocks: int, fill: bool = True) -> None:
-        lane, buffers = self.lane()
+    def pull_blocks(self, out: Tensor, arrived: Tensor, blocks: int, fill: bool = True) -> list[Tensor]:
+        """Returns the memory that the kernel uses."""
+        lane, kept = self.lane()
         peers.compiled().pull_blocks(
             **peers._rows(lane, 0, out, self.slots, 0, ranks=RANKS),
             slot_of_row=self.slot_of_row.data_ptr(),
@@ -83,33 +100,45 @@ class Exchange(NamedTuple):
             blocks=blocks,
             fill=fill,
         )
-        assert buffers
+        return kept
 
     def counters(self) -> Tensor:
-        return torch.zeros(-(-self.capacity // ROWS), dtype=torch.int32)
+        return torch.zeros(-(-self.capacity // ROWS), dtype=torch.int32, device=self.x.device)
 
 
-def multiplied(problem: Exchange, rows: Tensor, arrived: Tensor | None, pieces: int = 0) -> Tensor:
-    """The product of the rows and of weights, and its activation."""
-    groups = problem.sizes.shape[0]
-    weights = torch.randn(groups, 2 * HIDDEN, COLUMNS, generator=torch.Generator().manual_seed(1)).to(BF16)
-    out = torch.full((rows.shape[0], HIDDEN), float("nan"), dtype=BF16)
+def weights_of(problem: Exchange, hidden: int = HIDDEN) -> Tensor:
+    """Of gate and up, [experts, 2 hidden, columns]."""
+    shape = problem.sizes.shape[0], 2 * hidden, problem.x.shape[1]
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)) / shape[2] ** 0.5
+    return weights.to(problem.x.device, BF16)
+
+
+def output_of(problem: Exchange, weights: Tensor) -> Tensor:
+    """For what the product gives, NaN."""
+    return torch.full((problem.capacity, weights.shape[1] // 2), float("nan"), dtype=BF16, device=weights.device)
+
+
+def multiply(
+    problem: Exchange, weights: Tensor, rows: Tensor, out: Tensor, arrived: Tensor | None, pieces: int = 0
+) -> Tensor:
+    """The product of the rows and of weights, and its activation, into ``out``. Launches one kernel."""
+    groups, double, columns = weights.shape
     waits: dict[str, Any] = {} if arrived is None else {"arrived": arrived.data_ptr(), "pieces": pieces}
     peers.compiled().linear_activation(
-        activation=activation(ActivationSpec("silu", gated=True), HIDDEN),
+        activation=activation(ActivationSpec("silu", gated=True), double // 2),
         layout=0,
         operand=TYPE_CODES[BF16],
         device=0,
         stream=0,
         groups=groups,
         tokens=rows.shape[0],
-        n=2 * HIDDEN,
-        k=COLUMNS,
+        n=double,
+        k=columns,
         a=rows.data_ptr(),
-        a_pitch=COLUMNS,
+        a_pitch=columns,
         b=weights.data_ptr(),
-        b_pitch=COLUMNS,
-        b_group=2 * HIDDEN * COLUMNS,
+        b_pitch=columns,
+        b_group=double * columns,
         b_addresses=[],
         sizes=problem.sizes.data_ptr(),
         int64_sizes=False,
@@ -117,7 +146,7 @@ def multiplied(problem: Exchange, rows: Tensor, arrived: Tensor | None, pieces: 
         postact=out.data_ptr(),
         **waits,
     )
-    return out[: int(problem.sizes.sum())]
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------ the rows alone
@@ -134,7 +163,7 @@ def rows_come_block_by_block(world: World) -> None:
             problem.pull_blocks(out, arrived, blocks)
             assert torch.equal(out, problem.expected())
             assert arrived.unique().numel() == 1
-            assert arrived[0] == 3  # pieces of 512 columns
+            assert arrived[0] == problem.pieces == 3
 
 
 @case
@@ -176,23 +205,27 @@ class Shared(NamedTuple):
 def beside(world: World, told_first: bool = False, waits: bool = True) -> None:
     """A product begins before any row is there; rows come later. It gives what it gives of rows that are there."""
     problem = Exchange.random()
-    shared, late = Shared.of(problem), 1.0
+    shared, weights, late = Shared.of(problem), weights_of(problem), 1.0
+    out = output_of(problem, weights)
     if world.rank == 0:
         if told_first:
-            shared.arrived.fill_(3)
+            shared.arrived.fill_(problem.pieces)
         time.sleep(late)
         problem.pull_blocks(shared.rows, shared.arrived, 3)
         dist.barrier()
         return
     began = time.monotonic()
     try:
-        out = multiplied(problem, shared.rows, shared.arrived, 3 if waits else 0)
+        out = multiply(problem, weights, shared.rows, out, shared.arrived, problem.pieces if waits else 0)
         seconds = time.monotonic() - began
     finally:
         dist.barrier()
-    expected = multiplied(problem, problem.expected(), None)
-    assert not expected.isnan().any()
-    assert torch.equal(out, expected), TOO_SOON
+    kept, expected = (
+        int(problem.sizes.sum()),
+        multiply(problem, weights, problem.expected(), output_of(problem, weights), None),
+    )
+    assert not expected[:kept].isnan().any()
+    assert torch.equal(out[:kept], expected[:kept]), TOO_SOON
     assert seconds > late
 
 
