@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
-from ep_cases import raises
+from emulation import harness
+from ep_cases import batch_for, counts_of, raises
 from ep_shared_memory import allocate
-from ep_world import World
+from ep_world import Results, World, part, same, trained
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
@@ -248,3 +250,30 @@ def a_product_that_does_not_wait_is_seen(world: World) -> None:
 @case
 def rows_that_are_told_of_too_soon_are_seen(world: World) -> None:
     a_fault_is_seen(world, told_first=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the whole layer
+
+
+def products_of(world: World, **settings: Any) -> tuple[Results, list[dict[str, Any]]]:
+    """A step of a layer whose experts run on our kernels too, and the launches of its first product."""
+    group = world.group(dtype=BF16, capacity=2.0, **settings)
+    batch, library, launches = batch_for(group, counts_of(world)), peers.compiled(), []
+
+    def launch(**arguments: Any) -> None:
+        launches.append(arguments)
+        library._module.linear_activation(**arguments)
+
+    launch_with_memory = library._call(launch)
+    layer = part(group)
+    with harness.installed(library), patch.object(library, "linear_activation", launch_with_memory, create=True):
+        return trained(layer, batch.of(world.rank)), launches
+
+
+@case
+def the_first_product_of_a_layer_waits(world: World) -> None:
+    expected, plain = products_of(world)
+    came, launches = products_of(world, overlap_dispatch=2)
+    same(came, expected)
+    assert [("arrived" in launch) for launch in (*plain, *launches)] == [False, True]
+    assert launches[0]["pieces"] == 1

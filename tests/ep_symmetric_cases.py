@@ -53,6 +53,18 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
     return function
 
 
+@case
+def rows_that_come_block_by_block_give_the_same(world: World) -> None:
+    brought = []
+    with patch.object(peers, "pull_blocks", side_effect=peers.pull_blocks) as by_blocks:
+        for dtype, blocks, capacity in ((torch.bfloat16, 1, 2.0), (torch.float32, 3, "worst")):
+            group = world.group(dtype=dtype, overlap_dispatch=blocks, capacity=capacity)
+            for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
+                check_step(group, batch_for(group, counts, seed))
+            brought.append(by_blocks.call_count)
+    assert brought == [3, 6]
+
+
 def lane_of(group: ep.Group) -> SymmetricLane:
     assert isinstance(group.mover, SymmetricTransport)
     return group.mover._lanes[0]

@@ -174,6 +174,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand,
                 "an activation needs a forward product into the operands' type. ", p);
   if (!keep_preact) gemm.out = {call.postact, p.operand, columns, 0};  // a map of it is made, and not used
+  if (call.arrivals.blocks) gemm.zeroed = true;
   check(gemm, device);
   check_activation(p, call.activation, columns);
   check_vectors(p, call.activation, call.vectors);

@@ -51,11 +51,13 @@ def forward(
     x_is_inner: bool,
     copied: bool = False,
     vectors: tuple[Tensor, ...] | None = None,
+    arrived: Tensor | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 
     Args:
         copied: whether hidden rows that follow a recipe are wanted as the copies that the second linear reads.
+        arrived: of rows that may come meanwhile: see :class:`fusible.ops.kernels.GroupedGemm`.
     """
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
     recipe = applied(fc1, rows.dtype)
@@ -81,6 +83,7 @@ def forward(
         keep_preact=keep_preact,
         tail_unspecified=tail_unspecified,
         vectors=vectors,
+        arrived=arrived,
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))
