@@ -257,17 +257,17 @@ def rows_that_are_told_of_too_soon_are_seen(world: World) -> None:
 
 def products_of(world: World, **settings: Any) -> tuple[Results, list[dict[str, Any]]]:
     """A step of a layer whose experts run on our kernels too, and the launches of its first product."""
-    group = world.group(dtype=BF16, capacity=2.0, **settings)
-    batch, library, launches = batch_for(group, counts_of(world)), peers.compiled(), []
+    library, launches = peers.compiled(), []
 
     def launch(**arguments: Any) -> None:
         launches.append(arguments)
         library._module.linear_activation(**arguments)
 
-    launch_with_memory = library._call(launch)
-    layer = part(group)
-    with harness.installed(library), patch.object(library, "linear_activation", launch_with_memory, create=True):
-        return trained(layer, batch.of(world.rank)), launches
+    noted = patch.object(library, "linear_activation", library._call(launch), create=True)
+    with harness.installed(library), noted:
+        group = world.group(dtype=BF16, capacity=2.0, **settings)
+        batch = batch_for(group, counts_of(world))
+        return trained(part(group), batch.of(world.rank)), launches
 
 
 @case
