@@ -194,7 +194,8 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   params.keep_preact = keep_preact;
   params.postact = call.postact;
   std::ranges::copy(call.vectors.data, params.vectors);
-  if (call.arrivals.blocks) {
+  // Addresses of matrices are brought by a kernel in between, for which only the others wait.
+  if (call.arrivals.blocks && gemm.b.addresses.empty() && gemm.epilogue.bias.addresses.empty()) {
     FUSIBLE_CHECK(
         p.layout == Layout::kNT && p.operand == DType::kBFloat16 && !p.second_k && !call.activation.kernels[0],
         "rows that arrive are of bf16, for weights [N, K] and a built-in activation. ", p);

@@ -21,7 +21,8 @@ struct LinearActivation {
   void* postact;
   ColumnVectors vectors;
   Arrivals arrivals;  // of the rows of `gemm.a`, where another kernel brings them; bf16 rows and kNT weights alone.
-                      // The workspace is zero then: nothing may be launched between that kernel and this one.
+                      // Where weights or biases lie at any addresses, the product waits for that kernel. The workspace
+                      // is zero then: nothing may be launched between that kernel and this one.
 };
 
 // Where the gradients of an input with numbers of columns go, summed over the rows of each group.

@@ -94,7 +94,7 @@ struct PeerRows : LaneCall {
 struct PullBlocks : PeerRows {
   const int32_t* slot_of_row;  // of the rows of all ranks
   uint32_t* arrived;           // [blocks of kArrivalRows rows], zero
-  int blocks;                  // of threads, each of which is resident
+  int blocks;                  // of threads, at most one a multiprocessor
 };
 
 // Numbers of slots and of rows, of 4 or 8 bytes each.

@@ -406,7 +406,8 @@ void launch_pull(const PeerRows& c, bool fill, cudaStream_t stream) {
 template <class T, int kVector>
 void launch_pull_blocks(const PullBlocks& c, bool fill, cudaStream_t stream) {
   const auto column_blocks = static_cast<unsigned>(pieces_of_block(c));
-  pull_blocks_kernel<T, kVector><<<c.blocks, kThreads, 0, stream>>>(c, column_blocks, fill);
+  const unsigned blocks = std::min(c.blocks, device_properties(current_device()).multiprocessors);  // all are resident
+  pull_blocks_kernel<T, kVector><<<blocks, kThreads, 0, stream>>>(c, column_blocks, fill);
 }
 template <class T, int kVector, int kBatch>
 void launch_sum_of(const PeerRows& c, int blocks, cudaStream_t stream) {

@@ -23,7 +23,7 @@ from ..routing import Routing
 from . import messages
 from .errors import CapacityError, PeerError
 from .settings import Settings
-from .transport import Dispatched, Exchange
+from .transport import DispatchedRows, Exchange
 
 _HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens, gradients wanted
 
@@ -104,11 +104,11 @@ class CollectiveTransport:
         wanted: frozenset[str],
         fill: bool,
         beside: bool,
-    ) -> Dispatched:
+    ) -> DispatchedRows:
         table = self._route(exchange, top_k_index, wanted)
         rows = self.pull(tokens, table, "dispatch", fill)
         weights = permutation.scales_of(table.routing, top_k_weights)[: sum(table.to_rank)]
-        return Dispatched(table, rows, self._arrived(weights, table, "dispatch", fill=True))
+        return DispatchedRows(table, rows, self._arrived(weights, table, "dispatch", fill=True))
 
     def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
         experts = self._settings.num_experts

@@ -13,7 +13,7 @@ from ...fuser import tracing as trace
 from ..checks import check_floats, product_dtype
 from ..moe import check_slots, index_dtype
 from .group import Group
-from .transport import Dispatched, Exchange, Table
+from .transport import DispatchedRows, Exchange, Table
 
 
 class EPDispatch(Op):
@@ -126,7 +126,7 @@ class EPDispatch(Op):
         wanted: frozenset[str],
         fill: bool,
         beside: bool = False,
-    ) -> Dispatched:
+    ) -> DispatchedRows:
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
@@ -142,7 +142,7 @@ class EPDispatch(Op):
             wanted = wanted & {"x", "top_k_weights"}
             return transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill, beside)
 
-    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
+    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchedRows:
         """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
         count = self.group.local_capacity or top_k_index.numel()
         table = TableForeseen(
@@ -157,7 +157,7 @@ class EPDispatch(Op):
         if self.group.local_capacity is None:
             trace.note(f"how many rows there are depends on data; {count} are assumed, one for each slot of this rank")
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
-        return Dispatched(table, rows, scales)
+        return DispatchedRows(table, rows, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
         grads: dict[str, Gradient] = {

@@ -23,7 +23,7 @@ from . import memory, messages
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
 from .settings import Settings
-from .transport import Dispatched, Exchange
+from .transport import DispatchedRows, Exchange
 
 _KINDS = ("dispatch", "combine", "combine backward", "dispatch backward", "dispatch backward (weights)", "another use")
 _WANTED_BIT = 8  # of a kind, where the flags of the gradients wanted begin
@@ -165,7 +165,7 @@ class SymmetricTransport:
         wanted: frozenset[str],
         fill: bool,
         beside: bool,
-    ) -> Dispatched:
+    ) -> DispatchedRows:
         lane, s = self._lanes[exchange.lane], self._settings
         numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)).contiguous()
         self._write_tokens(lane, tokens, exchange)
@@ -179,10 +179,10 @@ class SymmetricTransport:
         scales = numbers.new_empty(self._capacity)
         kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
         if not (beside and s.overlap_dispatch):
-            return Dispatched(table, self._pulled(lane, table, fill), scales)
+            return DispatchedRows(table, self._pulled(lane, table, fill), scales)
         counters = waiting.counters(self._capacity, table.split_sizes.shape[0], self._device)
-        arriving = kernels.Arrivals(slot_of_row, counters, s.overlap_dispatch)
-        return Dispatched(table, self._pulled(lane, table, fill, arriving), scales, arriving)
+        arriving = kernels.RowsArriving(slot_of_row, counters, s.overlap_dispatch)
+        return DispatchedRows(table, self._pulled(lane, table, fill, arriving), scales, arriving)
 
     def _write_tokens(self, lane: SymmetricLane, tokens: Tensor, exchange: Exchange) -> None:
         lane.will_write("tokens", exchange)
@@ -203,7 +203,7 @@ class SymmetricTransport:
         return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted), slot_of_row
 
     def _pulled(
-        self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.Arrivals | None = None
+        self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.RowsArriving | None = None
     ) -> Tensor:
         """The rows of the tokens that are there."""
         rows = torch.empty(self._capacity, self._settings.hidden, dtype=self._settings.dtype, device=self._device)

@@ -44,7 +44,7 @@ class Table(Protocol):
     def num_rows(self) -> int: ...
 
 
-class Dispatched(NamedTuple):
+class DispatchedRows(NamedTuple):
     """What a dispatch gives.
 
     Attributes:
@@ -78,7 +78,7 @@ class Transport(Protocol):
         wanted: frozenset[str],
         fill: bool,
         beside: bool,
-    ) -> Dispatched:
+    ) -> DispatchedRows:
         """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.
 
         An id below 0, or of E or more, is of no expert. The weights are one number [Q] a row, in float32 at least, from

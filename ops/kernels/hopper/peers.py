@@ -115,7 +115,7 @@ class Published(NamedTuple):
     numbers_at: int
 
 
-class Arrivals(NamedTuple):
+class RowsArriving(NamedTuple):
     """How rows are told of.
 
     Attributes:
@@ -211,7 +211,7 @@ def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fi
 
 
 def pull_blocks(
-    lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool, arrivals: Arrivals
+    lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool, arrivals: RowsArriving
 ) -> None:
     """:func:`pull` by blocks of rows, in their order; the next kernel on the stream may begin meanwhile."""
     compiled().pull_blocks(
