@@ -303,7 +303,7 @@ def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
     rows, went = dispatch_by_hand(batch, experts, setting.ranks)
     most = torch.tensor([len(rows)], device=rows.device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    exchange = vdev.Exchange(batch.x, batch.ids, experts, int(most))
+    exchange = vdev.DeviceExchange(batch.x, batch.ids, experts, int(most))
 
     def run() -> Iterator[None]:
         exchange.dispatch(batch.x, batch.ids)

@@ -45,7 +45,7 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-class Exchange:
+class DeviceExchange:
     """Buffers for tokens [T, H] whose experts are ``ids`` [T, k]; a rank owns at most ``most_rows`` rows.
 
     Attributes:
