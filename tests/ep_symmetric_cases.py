@@ -361,8 +361,9 @@ def a_rank_that_keeps_a_row_too_few_is_seen(world: World) -> None:
         return divide(lane, exchange, sizes, rows - (world.rank == 0), fails)
 
     def table(self: SymmetricTransport, *arguments: Any) -> Any:
-        right = table_of(self, *arguments)
-        return right._replace(slots=right.slots._replace(capacity=right.slots.capacity - (world.rank == 0)))
+        right, slot_of_row = table_of(self, *arguments)
+        fewer = right.slots._replace(capacity=right.slots.capacity - (world.rank == 0))
+        return right._replace(slots=fewer), slot_of_row
 
     expected = trained(whole(group), ep_cases.without_overflow(group, batch)).of(batch.counts, group)
     fault = patch.multiple(peers, divide_rows=keeps_fewer), patch.multiple(SymmetricTransport, _table=table)
