@@ -187,6 +187,7 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
   def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
   def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
+  def<fusible::PullBlocksLaunch>(module, "The same, telling of blocks of rows to a kernel that waits for them.");
   def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
   def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
   def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");

@@ -729,6 +729,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"lanes": 0}, "lanes must be a positive int"),
         ({"timeout": -1}, "timeout must be a number of seconds"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
+        ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from fusible.ops import routing
 from fusible.ops.ep import memory
-from fusible.ops.kernels.hopper import peers, permute
+from fusible.ops.kernels.hopper import arrivals, peers, permute
 
 
 def allocate(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) -> memory.SharedMemory:
@@ -59,6 +59,7 @@ def on_this_machine() -> Iterator[None]:
     with (
         patch.multiple(peers, **launches, device_refusal=lambda device: None),
         patch.multiple(permute, **launches),
+        patch.object(arrivals, "workspace_bytes", lambda groups: emulation.workspace_bytes(groups)),
         patch.multiple(memory, **memory_of_files, for_reports=for_reports),
         patch.object(routing, "_sum_of_slots", sum_of_slots),
         patch.object(torch.Tensor, "get_device", lambda tensor: 0),

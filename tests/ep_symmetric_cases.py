@@ -53,6 +53,18 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
     return function
 
 
+@case
+def rows_that_come_block_by_block_give_the_same(world: World) -> None:
+    brought = []
+    with patch.object(peers, "pull_blocks", side_effect=peers.pull_blocks) as by_blocks:
+        for dtype, blocks, capacity in ((torch.bfloat16, 1, 2.0), (torch.float32, 3, "worst")):
+            group = world.group(dtype=dtype, overlap_dispatch=blocks, capacity=capacity)
+            for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
+                check_step(group, batch_for(group, counts, seed))
+            brought.append(by_blocks.call_count)
+    assert brought == [3, 6]
+
+
 def lane_of(group: ep.Group) -> SymmetricLane:
     assert isinstance(group.mover, SymmetricTransport)
     return group.mover._lanes[0]
@@ -349,8 +361,9 @@ def a_rank_that_keeps_a_row_too_few_is_seen(world: World) -> None:
         return divide(lane, exchange, sizes, rows - (world.rank == 0), fails)
 
     def table(self: SymmetricTransport, *arguments: Any) -> Any:
-        right = table_of(self, *arguments)
-        return right._replace(slots=right.slots._replace(capacity=right.slots.capacity - (world.rank == 0)))
+        right, slot_of_row = table_of(self, *arguments)
+        fewer = right.slots._replace(capacity=right.slots.capacity - (world.rank == 0))
+        return right._replace(slots=fewer), slot_of_row
 
     expected = trained(whole(group), ep_cases.without_overflow(group, batch)).of(batch.counts, group)
     fault = patch.multiple(peers, divide_rows=keeps_fewer), patch.multiple(SymmetricTransport, _table=table)

@@ -44,6 +44,10 @@ DEVICE int k_blocks_of(const WorkTile& tile, const typename K::Params& p) {
   else return p.k_blocks;
 }
 
+// Groups whose rows come while the kernel runs (token_groups.cuh).
+template <class G>
+concept RowsArrive = requires { requires G::kRowsArrive; };
+
 template <class K>
 DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
   using G = typename K::Groups;  // which says what fills a block of the depth
@@ -61,6 +65,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
     typename K::Scaling::template Putting<K> putting(p, tile);
+    if constexpr (RowsArrive<G>) G::wait_for_rows(p, tile);
     for (int block = 0; block < blocks; ++block) {
       if (kAhead && block > 0 && block == blocks - 1) more = tiles.next(following);
       barrier_wait(&s.empty[state.stage], state.phase ^ 1);

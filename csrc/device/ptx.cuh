@@ -34,6 +34,9 @@ DEVICE bool elect_one() {
 // Programmatic dependent launch: a kernel may be resident before those before it on its stream have ended. It reads and
 // writes no memory of theirs until this returns, in each thread that does, or in one that the thread has met since.
 DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Instead, in a kernel that tells by other means what of theirs it may read. It still waits before it ends, so that
+// what comes behind it comes behind them too.
+DEVICE void begin_beside_earlier_kernel() {}
 // The next kernel may begin where blocks end, once every block has said so.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -56,6 +59,8 @@ DEVICE void named_barrier_arrive(int id, int threads) {
 
 // Ordinary shared-memory stores of this thread become visible to TMA and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The same of device memory, which this thread has seen written.
+DEVICE void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }

@@ -17,6 +17,16 @@ DEVICE uint64_t load_acquire(const uint64_t* from) {
   return word;
 }
 
+// The same between kernels of one device.
+DEVICE void add_release(uint32_t* to, uint32_t number) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(number) : "memory");
+}
+DEVICE uint32_t load_acquire(const uint32_t* from) {
+  uint32_t number;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
+  return number;
+}
+
 DEVICE int64_t nanoseconds() {
   int64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));

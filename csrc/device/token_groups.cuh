@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Groups that are rows of a token buffer, or its depth. RaggedGroups (ragged_producer.cuh) have shapes of their own.
 #pragma once
+#include "device/arrivals.cuh"
 #include "device/mainloop.cuh"
 
 namespace fusible {
@@ -72,6 +73,21 @@ struct TokenGroupsOfPairs : TokenGroups {
   DEVICE static WorkTile tile(const P& p, WorkTile tile, int block) {
     if (block >= p.second.k_blocks) tile.coordinate = {tile.group, 0};
     return tile;
+  }
+};
+
+// Groups whose rows another kernel brings meanwhile. A tile waits for the blocks of its rows; of the last one, no row
+// behind the groups need be there.
+struct ArrivingGroups : TokenGroups {
+  template <class EpilogueParams>
+  using Params = WithArrivals<EpilogueParams>;
+  static constexpr bool kRowsArrive = true;
+  // By the thread that fetches them, also for the other block of a cluster: that of an idle tile as well.
+  template <class P>
+  DEVICE static void wait_for_rows(const P& p, const WorkTile& tile) {
+    const int first = tile.tokens_start + tile.row, end = first + tile.rows;
+    for (int block = first / kArrivalRows; block * kArrivalRows < end; ++block) wait_for_block(p.arrivals, block);
+    ptx::async_proxy_fence_global();
   }
 };
 

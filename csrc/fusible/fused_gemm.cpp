@@ -175,6 +175,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   FUSIBLE_CHECK(p.layout != Layout::kTN && p.output == p.operand,
                 "an activation needs a forward product into the operands' type. ", p);
   if (!keep_preact) gemm.out = {call.postact, p.operand, columns, 0};  // a map of it is made, and not used
+  if (call.arrivals.blocks) gemm.zeroed = true;
   check(gemm, device);
   check_activation(p, call.activation, columns);
   check_vectors(p, call.activation, call.vectors);
@@ -194,6 +195,15 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   params.keep_preact = keep_preact;
   params.postact = call.postact;
   std::ranges::copy(call.vectors.data, params.vectors);
+  // Addresses of matrices are brought by a kernel in between, for which only the others wait.
+  if (call.arrivals.blocks && gemm.b.addresses.empty() && gemm.epilogue.bias.addresses.empty()) {
+    FUSIBLE_CHECK(
+        p.layout == Layout::kNT && p.operand == DType::kBFloat16 && !p.second_k && !call.activation.kernels[0],
+        "rows that arrive are of bf16, for weights [N, K] and a built-in activation. ", p);
+    const WithArrivals<ActivationParams> arriving{params, call.arrivals};
+    const auto entry = arriving_activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.scale_bias, config.variant);
+    return launch(arriving, entry, config, p, device, stream);
+  }
   const KernelEntry entry = forward_entry(p, halves, config.variant);
   launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
          stream);

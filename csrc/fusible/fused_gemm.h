@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "fusible/activation.h"
+#include "fusible/arrivals.h"
 #include "fusible/grouped_gemm.h"
 
 namespace fusible {
@@ -20,6 +21,9 @@ struct LinearActivation {
   RowScale scales;
   void* postact;
   ColumnVectors vectors;
+  Arrivals arrivals;  // of the rows of `gemm.a`, where another kernel brings them; bf16 rows and kNT weights alone.
+                      // Where weights or biases lie at any addresses, the product waits for that kernel. The workspace
+                      // is zero then: nothing may be launched between that kernel and this one.
 };
 
 // Where the gradients of an input with numbers of columns go, summed over the rows of each group, or over all.

@@ -240,6 +240,7 @@ struct LinearActivationLaunch : GemmLaunch {
   const void* preact = nullptr;
   void* postact = nullptr;
   Addresses vectors;
+  Arrivals arrivals{};
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -247,6 +248,7 @@ struct LinearActivationLaunch : GemmLaunch {
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
     visit_bias(v), visit_scales(v, scales), v.field("vectors", vectors), visit_schedule(v), visit_second_pair(v);
+    v.field("arrived", arrivals.blocks), v.field("pieces", arrivals.pieces);
   }
   void complete() {
     gemm.problem.output = gemm.problem.operand;
@@ -254,7 +256,9 @@ struct LinearActivationLaunch : GemmLaunch {
     GemmLaunch::complete();
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
-  void run() const { linear_activation({gemm, activation, scales, postact, column_vectors(vectors)}, device, stream); }
+  void run() const {
+    linear_activation({gemm, activation, scales, postact, column_vectors(vectors), arrivals}, device, stream);
+  }
 };
 
 struct LinearActivationBackwardLaunch : GemmLaunch {

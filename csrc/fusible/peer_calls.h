@@ -88,6 +88,23 @@ struct PullLaunch : PeerRowsLaunch {
   void run() const { pull(call, fill, device, stream); }
 };
 
+struct PullBlocksLaunch : LaneLaunch {
+  static constexpr const char* kName = "pull_blocks";
+  PullBlocks call{};
+  bool fill = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_lane(v, call), v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
+    v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("firsts", call.firsts);
+    v.field("capacity", call.capacity), v.field("at", call.at), v.field("out", call.out);
+    v.field("slot_of_row", call.slot_of_row), v.field("arrived", call.arrived), v.field("blocks", call.blocks);
+    v.field("fill", fill);
+  }
+  void complete() { LaneLaunch::complete(call); }
+  void run() const { pull_blocks(call, fill, device, stream); }
+};
+
 struct PullSumLaunch : PeerRowsLaunch {
   static constexpr const char* kName = "pull_sum";
   int blocks = 0;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "fusible/arrivals.h"
 #include "fusible/dtype.h"
 
 namespace fusible {
@@ -89,6 +90,13 @@ struct PeerRows : LaneCall {
   void* out;
 };
 
+// Rows that are told of block by block, in their order: for a kernel behind it on the stream that waits for them.
+struct PullBlocks : PeerRows {
+  const int32_t* slot_of_row;  // of the rows of all ranks
+  uint32_t* arrived;           // [blocks of kArrivalRows rows], zero
+  int blocks;                  // of threads, at most one a multiprocessor
+};
+
 // Numbers of slots and of rows, of 4 or 8 bytes each.
 struct PeerNumbers : LaneCall {
   int number_bytes;
@@ -107,6 +115,10 @@ void divide_rows(const DivideRows& call, int device, cudaStream_t stream);
 void stage_rows(const PeerRows& call, const void* source, int64_t pitch, int device, cudaStream_t stream);
 // Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks. With `fill`, the tail is zero.
 void pull(const PeerRows& call, bool fill, int device, cudaStream_t stream);
+// The same by blocks of rows. Lets the next kernel of the stream begin.
+void pull_blocks(const PullBlocks& call, bool fill, int device, cudaStream_t stream);
+// The pieces of a block of rows that pull_blocks tells of.
+int pieces_of_block(const PeerRows& call);
 // Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
 // rounded once. With `blocks` not 0, as many multiprocessors do it, and leave the others to other kernels.
 void pull_sum(const PeerRows& call, int blocks, int device, cudaStream_t stream);

@@ -11,6 +11,9 @@ template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool scale_bias, int variant);
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_backward_entry(int variant);
+// The same of rows that another kernel brings, with WithArrivals<ActivationParams>.
+template <Layout kLayout, DType kOperand>
+KernelEntry arriving_activation_entry(bool halves, bool scale_bias, int variant);
 // The same with a second pair of operands.
 template <Layout kLayout, DType kOperand>
 KernelEntry pair_activation_entry(bool halves, bool scale_bias, int variant);

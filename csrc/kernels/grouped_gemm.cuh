@@ -188,7 +188,8 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.out);
       if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
-    ptx::wait_for_earlier_kernels();
+    if constexpr (RowsArrive<Groups>) ptx::begin_beside_earlier_kernel();
+    else ptx::wait_for_earlier_kernels();
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();
     if constexpr (kCluster > 1) ptx::cluster_sync();
@@ -212,6 +213,7 @@ struct GroupedGemmKernel {
       else consume(s, p, warp / 4 - 1);
     }
     if constexpr (kCluster > 1) ptx::cluster_sync();
+    if constexpr (RowsArrive<Groups>) ptx::wait_for_earlier_kernels();
   }
 
  private:

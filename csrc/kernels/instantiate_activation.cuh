@@ -45,6 +45,10 @@ template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool scale_bias, int variant) {
   return activation_entry_of<TokenGroups, kLayout, kOperand>(halves, scale_bias, variant);
 }
+template <Layout kLayout, DType kOperand>
+KernelEntry arriving_activation_entry(bool halves, bool scale_bias, int variant) {
+  return activation_entry_of<ArrivingGroups, kLayout, kOperand>(halves, scale_bias, variant);
+}
 
 template <class Groups, Layout kLayout, class T, TileVariant kVariant>
 KernelEntry activation_backward_entry_of() {

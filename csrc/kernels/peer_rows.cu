@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "device/arrivals.cuh"
 #include "device/element.cuh"
 #include "device/groups.cuh"
 #include "device/signal.cuh"
@@ -170,10 +171,11 @@ __device__ int64_t column_of(unsigned column_block, int step) {
 }
 
 template <class T, int kVector>
-__device__ void write_row(const PeerRows& c, int64_t row, const Vector<T, kVector> (&x)[kSteps]) {
+__device__ void write_row(const PeerRows& c, int64_t row, unsigned column_block,
+                          const Vector<T, kVector> (&x)[kSteps]) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(blockIdx.y, step);
+    const int64_t column = column_of<kVector>(column_block, step);
     if (column < c.columns)
       *reinterpret_cast<Vector<T, kVector>*>(static_cast<T*>(c.out) + row * c.columns + column) = x[step];
   }
@@ -181,11 +183,11 @@ __device__ void write_row(const PeerRows& c, int64_t row, const Vector<T, kVecto
 
 // Of a row; where the lane has failed, NaN of any type.
 template <class T, int kVector>
-__device__ void read_row(const PeerRows& c, const T* row, Vector<T, kVector> (&x)[kSteps]) {
+__device__ void read_row(const PeerRows& c, const T* row, unsigned column_block, Vector<T, kVector> (&x)[kSteps]) {
   const bool failed = c.state->failed;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(blockIdx.y, step);
+    const int64_t column = column_of<kVector>(column_block, step);
     if (column < c.columns) x[step] = read_vector<T, kVector>(row + column);
     if (failed)
       for (T& value : x[step].values) value = static_cast<T>(~T{});
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
   Vector<T, kVector> x[kSteps] = {};
   if (blockIdx.x >= token_blocks) {
     const int64_t row = (blockIdx.x - token_blocks) * int64_t{kWarps} + warp;
-    if (row >= count && row < c.capacity) write_row(c, row, x);
+    if (row >= count && row < c.capacity) write_row(c, row, blockIdx.y, x);
     return;
   }
   const int source = static_cast<int>((c.peers.rank + 1 + blockIdx.x) % ranks);
@@ -213,8 +215,60 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
     const int64_t slot = (source * c.tokens + token) * c.top_k + base + lane;
     const unsigned row = base + lane < c.top_k ? c.row_of_slot[slot] - first : ~0u;
     unsigned here = __ballot_sync(~0u, row < count);
-    if (here && !read) read_row(c, in_buffer<const T>(c.peers, source, c.at) + token * c.columns, x), read = true;
-    for (; here; here &= here - 1) write_row(c, __shfl_sync(~0u, row, __ffs(here) - 1), x);
+    if (here && !read)
+      read_row(c, in_buffer<const T>(c.peers, source, c.at) + token * c.columns, blockIdx.y, x), read = true;
+    for (; here; here &= here - 1) write_row(c, __shfl_sync(~0u, row, __ffs(here) - 1), blockIdx.y, x);
+  }
+}
+
+// The first of the rows here that a token has.
+__device__ unsigned first_row_of(const PeerRows& c, int64_t token, Kept kept) {
+  unsigned first = ~0u;
+  for (int slot = threadIdx.x % 32; slot < c.top_k; slot += 32) {
+    const unsigned row = c.row_of_slot[token * c.top_k + slot] - kept.first;
+    first = row < first ? row : first;
+  }
+  for (int bits = 16; bits; bits /= 2) {
+    const unsigned other = __shfl_xor_sync(~0u, first, bits);
+    first = other < first ? other : first;
+  }
+  return first;
+}
+
+// Row after row, as a product takes them. A token travels once: its later rows are copied from the first one here, of
+// whose block this kernel has told. Blocks are taken in their order by threads that are all resident, so one that is
+// waited for is under way. By a warp.
+template <class T, int kVector>
+__device__ void bring_row(const PullBlocks& c, const Arrivals& arrivals, int64_t row, unsigned column_block,
+                          Kept kept) {
+  Vector<T, kVector> x[kSteps] = {};
+  if (row < kept.count) {
+    const int64_t token = c.slot_of_row[kept.first + row] / c.top_k, first = first_row_of(c, token, kept);
+    const int source = static_cast<int>(token / c.tokens);
+    const T* from = in_buffer<const T>(c.peers, source, c.at) + token % c.tokens * c.columns;
+    if (first / kArrivalRows < row / kArrivalRows) {
+      wait_for_block(arrivals, first / kArrivalRows);
+      from = static_cast<const T*>(c.out) + first * c.columns;
+    }
+    read_row(c, from, column_block, x);
+  }
+  write_row(c, row, column_block, x);
+}
+
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads)
+    pull_blocks_kernel(const __grid_constant__ PullBlocks c, unsigned column_blocks, bool fill) {
+  ptx::let_next_kernel_begin();
+  const Kept kept = kept_by(c.firsts, c.peers.rank, c.capacity);
+  const Arrivals arrivals{c.arrived, static_cast<int>(column_blocks)};
+  const int64_t rows = fill ? c.capacity : kept.count;
+  const int64_t parts = (rows + kArrivalRows - 1) / kArrivalRows * column_blocks;
+  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
+    const int64_t block = part / column_blocks, end = min((block + 1) * kArrivalRows, rows);
+    for (int64_t row = block * kArrivalRows + threadIdx.x / 32; row < end; row += kWarps)
+      bring_row<T, kVector>(c, arrivals, row, static_cast<unsigned>(part % column_blocks), kept);
+    __syncthreads();
+    if (threadIdx.x == 0) tell_arrived(arrivals, block);
   }
 }
 
@@ -349,6 +403,12 @@ void launch_pull(const PeerRows& c, bool fill, cudaStream_t stream) {
   const dim3 grid = grid_of(c, tokens + tail, kVector);
   pull_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, static_cast<unsigned>(tokens));
 }
+template <class T, int kVector>
+void launch_pull_blocks(const PullBlocks& c, bool fill, cudaStream_t stream) {
+  const auto column_blocks = static_cast<unsigned>(pieces_of_block(c));
+  const unsigned blocks = std::min(c.blocks, device_properties(current_device()).multiprocessors);  // all are resident
+  pull_blocks_kernel<T, kVector><<<blocks, kThreads, 0, stream>>>(c, column_blocks, fill);
+}
 template <class T, int kVector, int kBatch>
 void launch_sum_of(const PeerRows& c, int blocks, cudaStream_t stream) {
   const int64_t column_blocks = blocks_of(c.columns, 32 * kSteps * kVector);
@@ -409,6 +469,25 @@ void pull(const PeerRows& c, bool fill, int device, cudaStream_t stream) {
     fits(c, c.out, 0) ? launch_pull<uint32_t, 4>(c, fill, stream) : launch_pull<uint32_t, 1>(c, fill, stream);
   else fits(c, c.out, 0) ? launch_pull<uint16_t, 8>(c, fill, stream) : launch_pull<uint16_t, 1>(c, fill, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "rows of ", c.tokens, " tokens of each of ", c.peers.ranks, " ranks");
+}
+
+int pieces_of_block(const PeerRows& c) {
+  const int vector = fits(c, c.out, 0) ? 16 / static_cast<int>(bytes_of(c.type)) : 1;
+  return static_cast<int>(blocks_of(c.columns, 32 * kSteps * vector));
+}
+
+void pull_blocks(const PullBlocks& c, bool fill, int device, cudaStream_t stream) {
+  FUSIBLE_CHECK(c.blocks > 0, "needs blocks of threads, got ", c.blocks);
+  if (!c.columns) return;
+  const DeviceGuard guard(device);
+  if (bytes_of(c.type) == 4)
+    fits(c, c.out, 0) ? launch_pull_blocks<uint32_t, 4>(c, fill, stream)
+                      : launch_pull_blocks<uint32_t, 1>(c, fill, stream);
+  else
+    fits(c, c.out, 0) ? launch_pull_blocks<uint16_t, 8>(c, fill, stream)
+                      : launch_pull_blocks<uint16_t, 1>(c, fill, stream);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "blocks of rows of ", c.tokens, " tokens of each of ", c.peers.ranks,
+                     " ranks");
 }
 
 void pull_sum(const PeerRows& c, int blocks, int device, cudaStream_t stream) {

@@ -23,7 +23,7 @@ from ..routing import Routing
 from . import messages
 from .errors import CapacityError, PeerError
 from .settings import Settings
-from .transport import Exchange
+from .transport import DispatchedRows, Exchange
 
 _HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens, gradients wanted
 
@@ -103,11 +103,12 @@ class CollectiveTransport:
         top_k_weights: Tensor,
         wanted: frozenset[str],
         fill: bool,
-    ) -> tuple[CollectiveTable, Tensor, Tensor]:
+        beside: bool,
+    ) -> DispatchedRows:
         table = self._route(exchange, top_k_index, wanted)
         rows = self.pull(tokens, table, "dispatch", fill)
         weights = permutation.scales_of(table.routing, top_k_weights)[: sum(table.to_rank)]
-        return table, rows, self._arrived(weights, table, "dispatch", fill=True)
+        return DispatchedRows(table, rows, self._arrived(weights, table, "dispatch", fill=True))
 
     def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
         experts = self._settings.num_experts

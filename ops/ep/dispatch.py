@@ -13,7 +13,7 @@ from ...fuser import tracing as trace
 from ..checks import check_floats, product_dtype
 from ..moe import check_slots, index_dtype
 from .group import Group
-from .transport import Exchange, Table
+from .transport import DispatchedRows, Exchange, Table
 
 
 class EPDispatch(Op):
@@ -113,19 +113,26 @@ class EPDispatch(Op):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Outputs, Saved]:
-        table, rows, scales = self.exchange(x, top_k_index, top_k_weights, needs_grad, fill=True)
+        table, rows, scales, _ = self.exchange(x, top_k_index, top_k_weights, needs_grad, fill=True)
         self.group.lane(self.lane).opened(table)
         outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
     def exchange(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wanted: frozenset[str], fill: bool
-    ) -> tuple[Table, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        wanted: frozenset[str],
+        fill: bool,
+        beside: bool = False,
+    ) -> DispatchedRows:
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
             wanted: the gradients that a backward will give, of ``x`` and ``top_k_weights``.
             fill: whether the tail of the rows shall be zero; else it may be anything.
+            beside: whether they may come while the kernel runs that is launched next.
         """
         x = x.to(self.group.settings.dtype)
         if trace.active():
@@ -133,9 +140,9 @@ class EPDispatch(Op):
         exchange = self.group.lane(self.lane).begin()
         with self.group.moving() as transport:
             wanted = wanted & {"x", "top_k_weights"}
-            return transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill)
+            return transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill, beside)
 
-    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> tuple[Table, Tensor, Tensor]:
+    def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchedRows:
         """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
         count = self.group.local_capacity or top_k_index.numel()
         table = TableForeseen(
@@ -150,7 +157,7 @@ class EPDispatch(Op):
         if self.group.local_capacity is None:
             trace.note(f"how many rows there are depends on data; {count} are assumed, one for each slot of this rank")
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
-        return table, rows, scales
+        return DispatchedRows(table, rows, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
         grads: dict[str, Gradient] = {

@@ -118,6 +118,8 @@ class Group:
         timeout: seconds to wait for a peer; 0: for ever.
         overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
             compute those of weights; 0: all do one after the other.
+        overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
+            :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
 
     Attributes:
         rank, size: of this rank; how many there are.
@@ -148,10 +150,11 @@ class Group:
         lanes: int = 1,
         timeout: float = 60.0,
         overlap: int = 0,
+        overlap_dispatch: int = 0,
     ) -> None:
         self.settings = Settings(
             *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
-            *(transport, lanes, timeout, overlap),
+            *(transport, lanes, timeout, overlap, overlap_dispatch),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)

@@ -33,6 +33,7 @@ class Settings(NamedTuple):
     lanes: int
     timeout: float
     overlap: int
+    overlap_dispatch: int
 
     def problem(self, ranks: int) -> str | None:
         """What is wrong with them, for so many ranks; None: nothing."""
@@ -54,8 +55,10 @@ class Settings(NamedTuple):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 yield f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-        if type(self.overlap) is not int or self.overlap < 0:
-            yield f"overlap must be a number of multiprocessors, 0 for none, got {self.overlap!r}"
+        for name in ("overlap", "overlap_dispatch"):
+            blocks = getattr(self, name)
+            if type(blocks) is not int or blocks < 0:
+                yield f"{name} must be a number of multiprocessors, 0 for none, got {blocks!r}"
         if not _is_number(self.timeout) or self.timeout < 0:
             yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
         if not self._is_capacity():

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ...fuser import tracing as trace
+from ..kernels.hopper import arrivals as waiting
 from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
 from . import memory, messages
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
 from .settings import Settings
-from .transport import Exchange
+from .transport import DispatchedRows, Exchange
 
 _KINDS = ("dispatch", "combine", "combine backward", "dispatch backward", "dispatch backward (weights)", "another use")
 _WANTED_BIT = 8  # of a kind, where the flags of the gradients wanted begin
@@ -163,7 +164,8 @@ class SymmetricTransport:
         top_k_weights: Tensor,
         wanted: frozenset[str],
         fill: bool,
-    ) -> tuple[SymmetricTable, Tensor, Tensor]:
+        beside: bool,
+    ) -> DispatchedRows:
         lane, s = self._lanes[exchange.lane], self._settings
         numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)).contiguous()
         self._write_tokens(lane, tokens, exchange)
@@ -173,31 +175,40 @@ class SymmetricTransport:
         )
         lane.meet(exchange, "dispatch", wanted, published)
         lane.reads("tokens")
-        table = self._table(lane, exchange, top_k_index.shape[0], wanted)
-        rows = self._pulled(lane, table, fill)
+        table, slot_of_row = self._table(lane, exchange, top_k_index.shape[0], wanted)
         scales = numbers.new_empty(self._capacity)
         kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
-        return table, rows, scales
+        if not (beside and s.overlap_dispatch):
+            return DispatchedRows(table, self._pulled(lane, table, fill), scales)
+        counters = waiting.counters(self._capacity, table.split_sizes.shape[0], self._device)
+        arriving = kernels.RowsArriving(slot_of_row, counters, s.overlap_dispatch)
+        return DispatchedRows(table, self._pulled(lane, table, fill, arriving), scales, arriving)
 
     def _write_tokens(self, lane: SymmetricLane, tokens: Tensor, exchange: Exchange) -> None:
         lane.will_write("tokens", exchange)
         lane.view("tokens", tokens.dtype, *tokens.shape).copy_(tokens)
 
-    def _table(self, lane: SymmetricLane, exchange: Exchange, tokens: int, wanted: frozenset[str]) -> SymmetricTable:
-        """From the ids of all ranks, which are there."""
+    def _table(
+        self, lane: SymmetricLane, exchange: Exchange, tokens: int, wanted: frozenset[str]
+    ) -> tuple[SymmetricTable, Tensor]:
+        """From the ids of all ranks, which are there; and the slot of each row of all."""
         s = self._settings
         ids = lane.view("ids", torch.int32, self._ranks * s.max_tokens, s.top_k)
-        tokens_per_expert, _, row_of_slot, _ = sorting.route(ids, s.num_experts, None)
+        tokens_per_expert, slot_of_row, row_of_slot, _ = sorting.route(ids, s.num_experts, None)
         fails = s.overflow == "raise"
         firsts, sizes = kernels.divide_rows(lane.launch, exchange.number, tokens_per_expert, self._capacity, fails)
         slots = kernels.Slots(row_of_slot, firsts, self._capacity)
         first = self._rank * s.max_tokens
-        return SymmetricTable(exchange, sizes, slots, row_of_slot[first : first + tokens], self._capacity, wanted)
+        mine = row_of_slot[first : first + tokens]
+        return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted), slot_of_row
 
-    def _pulled(self, lane: SymmetricLane, table: SymmetricTable, fill: bool) -> Tensor:
+    def _pulled(
+        self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.RowsArriving | None = None
+    ) -> Tensor:
         """The rows of the tokens that are there."""
         rows = torch.empty(self._capacity, self._settings.hidden, dtype=self._settings.dtype, device=self._device)
-        kernels.pull(lane.launch, table.exchange.number, table.slots, lane.regions.tokens, rows, fill)
+        moved = lane.launch, table.exchange.number, table.slots, lane.regions.tokens, rows, fill
+        kernels.pull(*moved) if arriving is None else kernels.pull_blocks(*moved, arriving)
         return rows
 
     def pull(self, tokens: Tensor, table: SymmetricTable, kind: str, fill: bool) -> Tensor:

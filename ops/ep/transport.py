@@ -44,6 +44,22 @@ class Table(Protocol):
     def num_rows(self) -> int: ...
 
 
+class DispatchedRows(NamedTuple):
+    """What a dispatch gives.
+
+    Attributes:
+        table: a :class:`Table`.
+        rows: of :meth:`Transport.pull`; ``scales``: their weights.
+        arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
+            whatever is launched next finds them. It is to be kept as long as the rows come.
+    """
+
+    table: Any
+    rows: Tensor
+    scales: Tensor
+    arriving: Any = None
+
+
 class Transport(Protocol):
     """Moves rows between the ranks of a group. All ranks call the same methods in the same order.
 
@@ -61,7 +77,8 @@ class Transport(Protocol):
         top_k_weights: Tensor,
         wanted: frozenset[str],
         fill: bool,
-    ) -> tuple[Any, Tensor, Tensor]:
+        beside: bool,
+    ) -> DispatchedRows:
         """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.
 
         An id below 0, or of E or more, is of no expert. The weights are one number [Q] a row, in float32 at least, from
@@ -69,6 +86,7 @@ class Transport(Protocol):
 
         Args:
             wanted: the gradients that the backward of the dispatch will be asked for, which ranks must agree on.
+            beside: whether the rows may come while the kernel runs that is launched next, if the group overlaps them.
 
         Raises:
             CapacityError: a rank would own more rows than there is room for.

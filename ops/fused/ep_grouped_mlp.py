@@ -53,7 +53,8 @@ class EPGroupedMLP(InnerMLP):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         group = self.dispatch.group
-        table, rows, scales = self.dispatch.exchange(x, top_k_index, top_k_weights, needs_grad, fill=False)
+        tokens = x, top_k_index, top_k_weights
+        table, rows, scales, arriving = self.dispatch.exchange(*tokens, needs_grad, fill=False, beside=True)
         buffer = None if trace.active() else group.mover.row_buffer(table)
         mlp_rows, mlp = self.experts.fwd(
             rows,
@@ -61,6 +62,7 @@ class EPGroupedMLP(InnerMLP):
             **dict.fromkeys(self.scaled_by, scales),
             output=buffer,
             grad_input=buffer,
+            arrived=None if arriving is None else arriving.counters,
             needs_grad=self.needs_of_experts(needs_grad),
             autocast_dtype=autocast_dtype,
             x_is_inner=False,  # nobody reads the tail of the buffer

@@ -53,11 +53,13 @@ def forward(
     reader: GroupedLinear | None = None,
     vectors: tuple[Tensor, ...] | None = None,
     matrices: tuple[Tensor | None, ...] | None = None,
+    arrived: Tensor | None = None,
 ) -> FirstLinear:
     """``act(x W^T + bias) * scales``; ``needs_grad`` holds the names of ``fc1``, without a role in front.
 
     Args:
         reader: the second linear, for which hidden rows that follow a recipe are copies; None: they are values.
+        arrived: of rows that may come meanwhile: see :class:`fusible.ops.kernels.GroupedGemm`.
     """
     sizes, rows = kernels.as_split_sizes(split_sizes, x.device), as_rows(x, product_dtype(x.dtype, autocast_dtype))
     recipe = applied(fc1, rows.dtype)
@@ -84,6 +86,7 @@ def forward(
         tail_unspecified=tail_unspecified,
         vectors=vectors,
         matrices=matrices,
+        arrived=arrived,
         **factors,  # type: ignore[arg-type]
     )
     return FirstLinear(postact, kept, fc1.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner))

@@ -127,10 +127,12 @@ class GroupedMLP(FusedOp):
         grad_input: Buffer | None = None,
         fc1_bias_scale: Tensor | None = None,
         fc2_bias_scale: Tensor | None = None,
+        arrived: Tensor | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
+        """``arrived`` is of rows that may come meanwhile, which :class:`EPGroupedMLP` alone gives."""
         vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
         recompute = thread_config.config.recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
@@ -141,6 +143,7 @@ class GroupedMLP(FusedOp):
             x_is_inner=x_is_inner,
             vectors=vectors,
             reader=self.fc2,
+            arrived=arrived,
         )
         factors = {
             "out": None if output is None else output.view(-1, self.fc2.out_features),

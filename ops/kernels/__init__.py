@@ -161,6 +161,7 @@ def ragged_gemm(
 
 @kernel(
     outputs.new_preact_and_postact,
+    eager_only=("arrived",),
     added=("vectors", "matrices"),
     schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"},
 )
@@ -178,6 +179,7 @@ def grouped_linear_activation(
     vectors: Operands = None,
     second: OperandPair | None = None,
     matrices: Operands = None,
+    arrived: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
@@ -186,11 +188,13 @@ def grouped_linear_activation(
 
     Args:
         vectors, matrices: the numbers of columns and of elements that the activation reads: see :class:`Activate`.
+        arrived: of the rows of ``x``, which may come meanwhile: see :class:`GroupedGemm`.
     """
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight, second = _fold_transpose(Layout.NT, weight, second)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
     problem.epilogue, problem.second = Activate(activation, scales, preact, vectors, matrices), second
+    problem.arrived = arrived
     choice = _run(problem)
     if choice is not None and not tail_unspecified:
         for tokens in (preact, postact):

@@ -121,6 +121,8 @@ class GroupedGemm:
         epilogue: an activation or its backward, applied to the product before it is stored.
         second: a second pair of operands, of NT and NN: what is said of A B is true of the sum of both products.
         tail_unspecified: rows of ``out`` past the last group may hold anything although it is fresh.
+        arrived: counters of the blocks of rows of ``a``, which the kernel before this one on its stream brings; see
+            :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
     """
 
     layout: Layout
@@ -137,6 +139,7 @@ class GroupedGemm:
     epilogue: Epilogue = None
     second: OperandPair | None = None
     tail_unspecified: bool = False
+    arrived: Tensor | None = None
 
     @property
     def groups(self) -> int:

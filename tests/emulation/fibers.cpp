@@ -147,6 +147,8 @@ void wait(const Wait& w) {
   swapcontext(&t.context, &scheduler);
 }
 
+void yield() { swapcontext(&current->context, &scheduler); }
+
 const uint64_t* exchange(uint64_t value, const char* action) {
   Warp& warp = current->warp();
   uint64_t* values = warp.values[warp.generation & 1];

@@ -123,6 +123,7 @@ extern bool overlapped;  // whether the running kernel may begin before those be
 constexpr uint32_t kSharedBase = 1024;  // of the address window; sm_90 keeps the first KB
 
 void wait(const Wait& wait);
+void yield();  // the others take their turns first
 
 // Returns when `expected` threads have come here; the last of them calls last() first.
 template <class Last>

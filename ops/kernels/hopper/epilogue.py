@@ -16,6 +16,7 @@ from ..jit import epilogue as functions
 from ..jit.operands import Input, inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
 from ..problem import Activate, ActivateBackward, Epilogue, GroupedGemm, Layout, OperandPair, Operands, addresses, first
+from . import arrivals
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
 
@@ -203,7 +204,11 @@ def forward(
     p, bias, ((bias_address, pitch, _), bias_addresses), postact = problem, problem.bias, biases, first(problem.out)
     bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
     scales, scales_type = scale_arguments(epilogue.scales)
-    workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
+    if p.arrived is not None and arrivals.are_waited_for(p):
+        launch, kept = arrivals.arguments(p), p.arrived
+    else:
+        kept = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
+        launch = {"workspace": kept.data_ptr()}
     compiled().linear_activation(
         **_product(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
         preact=address(epilogue.preact),
@@ -216,8 +221,8 @@ def forward(
         scales=scales,
         scales_type=scales_type,
         vectors=_vector_addresses(epilogue, postact.shape[-1]),
-        workspace=workspace.data_ptr(),
         variant=variant,
+        **launch,
         **second_fields(p.second),
     )
 

@@ -115,6 +115,20 @@ class Published(NamedTuple):
     numbers_at: int
 
 
+class RowsArriving(NamedTuple):
+    """How rows are told of.
+
+    Attributes:
+        slot_of_row: int32 [S]: of the rows of all ranks.
+        counters: see :func:`fusible.ops.kernels.hopper.arrivals.counters`.
+        blocks: of threads that bring them, each of which takes a multiprocessor.
+    """
+
+    slot_of_row: Tensor
+    counters: Tensor
+    blocks: int
+
+
 def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype) -> str | None:
     """Why the kernels do not serve such a group; None: they do."""
     if device is None:
@@ -194,6 +208,19 @@ def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fi
         fill: whether the tail shall be zero; else it stays as it is.
     """
     compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
+
+
+def pull_blocks(
+    lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool, arrivals: RowsArriving
+) -> None:
+    """:func:`pull` by blocks of rows, in their order; the next kernel on the stream may begin meanwhile."""
+    compiled().pull_blocks(
+        **_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)),
+        slot_of_row=arrivals.slot_of_row.data_ptr(),
+        arrived=arrivals.counters.data_ptr(),
+        blocks=arrivals.blocks,
+        fill=fill,
+    )
 
 
 def pull_sum(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:

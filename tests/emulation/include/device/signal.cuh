@@ -20,9 +20,18 @@ DEVICE uint64_t load_acquire(const uint64_t* from) {
   return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(from)).load(std::memory_order_acquire);
 }
 
+DEVICE void add_release(uint32_t* to, uint32_t number) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(to), sizeof number, "a signal");
+  std::atomic_ref<uint32_t>(*to).fetch_add(number, std::memory_order_release);
+}
+DEVICE uint32_t load_acquire(const uint32_t* from) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(from), sizeof *from, "a look at a signal");
+  return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(from)).load(std::memory_order_acquire);
+}
+
 DEVICE int64_t nanoseconds() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
-DEVICE void pause() { sched_yield(); }
+DEVICE void pause() { emulation::yield(), sched_yield(); }
 
 }  // namespace fusible

@@ -1,0 +1,43 @@
+"""Rows that one kernel brings while the next one multiplies those that are there (``csrc/fusible/arrivals.h``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..problem import GroupedGemm, Layout
+from .extension import workspace_bytes
+
+ROWS = 64  # of a block, which the kernel tells of at once
+_PIECE_BYTES = 1024  # of a row, which a warp copies at once
+_ALIGNMENT = 16
+
+
+def counters(rows: int, groups: int, device: torch.device) -> Tensor:
+    """Of the blocks of so many rows, and behind them the workspace of the product that waits for them; zero.
+
+    It is made before the kernel that brings the rows: nothing may be launched between that one and the product.
+    """
+    return torch.zeros(_bytes_of_blocks(rows) + workspace_bytes(groups), dtype=torch.uint8, device=device)
+
+
+def are_waited_for(problem: GroupedGemm) -> bool:
+    """Whether the product has a kernel that waits for blocks of rows, rather than for the kernel that brings them."""
+    p, epilogue = problem, problem.epilogue
+    built_in = epilogue is not None and epilogue.spec.program is None
+    return built_in and p.layout is Layout.NT and p.a.dtype == torch.bfloat16 and p.second is None
+
+
+def arguments(problem: GroupedGemm) -> dict[str, Any]:
+    """Of the launch of such a product: the counters, when they are full, and the workspace."""
+    arrived, first = problem.arrived, problem.a
+    assert arrived is not None
+    pieces = -(-first.shape[1] * first.element_size() // _PIECE_BYTES)
+    at = arrived.data_ptr()
+    return {"arrived": at, "pieces": pieces, "workspace": at + _bytes_of_blocks(first.shape[0])}
+
+
+def _bytes_of_blocks(rows: int) -> int:
+    return -(-4 * -(-rows // ROWS) // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,25 @@
+"""Rows that another kernel brings while a product runs: our kernels on the CPU, in two processes at the same time."""
+
+from __future__ import annotations
+
+import ep_arriving_cases
+import ep_world
+import pytest
+from emulation import build
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What both say of every case."""
+    build.build()  # once, not by every rank
+    return ep_world.start("ep_arriving_cases", 2, tmp_path_factory.mktemp("ranks"), transport="symmetric")
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in ep_arriving_cases.CASES])
+def test_on_both_ranks(case: str, said: dict[str, list[str]]) -> None:
+    ranks = said.get(case, [])
+
+    assert ranks, said.get("started", ["no rank came to it"])
+    assert not any(ranks), "\n".join(ranks)
