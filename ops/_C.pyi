@@ -364,6 +364,8 @@ def linear_activation(
     second_b: int = ...,
     second_b_pitch: int = ...,
     second_b_group: int = ...,
+    arrived: int = ...,
+    pieces: int = ...,
 ) -> None: ...
 def linear_activation_backward(
     *,

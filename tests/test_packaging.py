@@ -51,6 +51,8 @@ from fusible.fuser import registry
 print(sorted(f.name for f in registry))
 others = ("transformers", "peft", "torchtitan")
 missing = [f"integrations.{name}" for name in others if importlib.util.find_spec(name) is None]
+missing += ["integrations.torchtitan_dispatcher"] * (importlib.util.find_spec("torchtitan") is None)
+missing += ["integrations.megatron_dispatcher"]  # Megatron-Core warns while it is imported
 missing += ["fusible.jax"] * (importlib.util.find_spec("jax") is None)
 missing += ["examples.jax_moe_lm"] * any(importlib.util.find_spec(name) is None for name in ("jax", "flax"))
 left_out = ("__main__", "_C", *missing)
@@ -65,8 +67,9 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
+    linears = "'GroupedLinearGLU', 'GroupedLinearResidual'"
     layers = "'GroupedMLP', 'PointwiseChain', 'RoutedLoRA', 'RoutedMLP'"
-    assert fusions == f"['EPGroupedMLP', 'GLUScale', 'GroupedLinearGLU', {layers}]"
+    assert fusions == f"['EPGroupedMLP', 'GLUScale', {linears}, {layers}]"
     assert twice == "[]"
     assert many == "True"
 
