@@ -40,6 +40,15 @@ IMPORTS_TOO = {"torchtitan": ("triton",)}  # at its top
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def megatron_has_warned() -> None:
+    """Imports Megatron-Core, if it is there, since it and what it compiles warn the first time."""
+    if "megatron" not in absent():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+
+
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
