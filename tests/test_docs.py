@@ -8,6 +8,7 @@ import importlib
 import pkgutil
 import re
 import runpy
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
