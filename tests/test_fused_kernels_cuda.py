@@ -247,7 +247,7 @@ def test_refusals_say_why() -> None:
     assert "no tile for blocks of 24 columns" in why(spec)
     assert "no factor" in why(SPECS["silu glu"], row_scale=t.scales)
     assert "dense scales" in why(SPECS["silu glu"], wide)
-    with pytest.raises(RuntimeError, match="tile variant 2 is not built with an activation"):
+    with pytest.raises(RuntimeError, match="tile variant 2 is not built with this activation"):
         forward(Tensors("cuda", replace(t.case, variant=2)))
 
 
