@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -72,18 +72,7 @@ def exchange_ops(
     Raises:
         ValueError: the options do not fit, or ranks differ in them.
     """
-    group = Group(
-        process_group,
-        num_experts=num_experts,
-        max_tokens=options.tokens(),
-        top_k=top_k,
-        hidden=hidden,
-        dtype=dtype,
-        capacity=options.capacity,
-        combine=options.combine,
-        transport=options.transport,
-        timeout=options.timeout,
-        overlap=options.overlap,
-    )
+    asked: dict[str, Any] = options._replace(max_tokens=options.tokens())._asdict()
+    group = Group(process_group, num_experts=num_experts, top_k=top_k, hidden=hidden, dtype=dtype, **asked)
     combine = EPCombine(group)
     return ExchangeOps(group, EPDispatch(group), combine, Sequential(Scale(), combine))

@@ -140,6 +140,14 @@ def check_step(group: ep.Group, batch: Batch, layer: Any = None) -> None:
 # --------------------------------------------------------------------------------------------------- processes
 
 
+def assert_passed(case: str, said: dict[str, list[str]]) -> None:
+    """Whether every rank came to a case and found nothing wrong, from what :func:`start` returns."""
+    ranks = said.get(case, [])
+
+    assert ranks, said.get("started", ["no rank came to it"])
+    assert not any(ranks), "\n".join(ranks)
+
+
 def start(
     module: str, ranks: int, folder: Path, wait: float = 300, transport: str = "collective", device: str = "cpu"
 ) -> dict[str, list[str]]:

@@ -138,12 +138,13 @@ CHAINS_WITH_MATRICES = chains_of([*IN_EPILOGUES, *COLUMNS, *["residual"] * 6]).f
 )
 
 
-def test_random_chains_with_matrices():
+@pytest.mark.parametrize("chains", [CHAINS_WITH_MATRICES, CHAINS_WITH_COLUMNS], ids=["matrices", "columns of groups"])
+def test_random_chains_with(chains):
     @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(CHAINS_WITH_MATRICES)
+    @given(chains)
     def agree(drawn):
-        names, *how = drawn
-        check(names, D, *how)
+        names, *options = drawn
+        check(names, D, *options)
 
     agree()
 
@@ -170,16 +171,6 @@ def test_a_bias_scale_beside_a_matrix():
             assert steps(model)[0] == ("GroupedLinear" if disabled else "GroupedLinearResidual")
     for fused, apart in zip(*results, strict=True):
         torch.testing.assert_close(fused, apart)
-
-
-def test_random_chains_with_columns_of_groups():
-    @settings(max_examples=40, deadline=None, derandomize=True)
-    @given(CHAINS_WITH_COLUMNS)
-    def agree(drawn):
-        names, *how = drawn
-        check(names, D, *how)
-
-    agree()
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["first half", "both"])

@@ -30,10 +30,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_symmetric_cases.CASES])
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
-    ranks = said.get(case, [])
-
-    assert ranks, said.get("started", ["no rank came to it"])
-    assert not any(ranks), "\n".join(ranks)
+    ep_world.assert_passed(case, said)
 
 
 def test_the_host_and_the_kernels_agree_on_what_they_share(emulation: harness.Emulation) -> None:

@@ -286,7 +286,7 @@ def test_a_hook_that_drops_an_extra_output_raises_in_compiled_code() -> None:
 
     with pytest.raises(RuntimeError, match=r"expected its outputs \(y, r\) as a tuple, got a Tensor"):
         torch.compile(model, backend="eager")(torch.ones(2, K))
-    torch.compiler.reset()  # what it compiled before it raised
+    torch.compiler.reset()  # Dynamo keeps the state of the call that raised, and the next compilation would fail
 
 
 def test_a_hook_may_replace_all_outputs() -> None:

@@ -26,9 +26,8 @@ class CapturedContext(BackwardContext):
     """The context of a captured forward. Its backward is captured once for each form, then replayed."""
 
     ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
-    cache: GuardedCache = field(
-        default_factory=GuardedCache, compare=False
-    )  # of backwards, by what they read and write
+    # of backwards, by what they read and write
+    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)
 
     @classmethod
     def of(cls, context: BackwardContext, op: Op) -> CapturedContext:

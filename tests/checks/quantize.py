@@ -113,6 +113,17 @@ def used_rows(sizes: Sequence[int], tokens: int) -> int:
     return min(tokens, sum(max(0, size) for size in sizes))
 
 
+def rows_and_tail(
+    sizes: Sequence[int], features: int, dtype: torch.dtype, tail: int, pitch: int, x: Tensor | None
+) -> Tensor:
+    """[T, K + pitch]: the rows of the groups, ``x`` or else random values, and ``tail`` more; all else is NaN."""
+    tokens = (sum(size for size in sizes if 0 < size < 2**20) if x is None else x.shape[0]) + tail
+    buffer = torch.full((tokens, features + pitch), math.nan, dtype=dtype)
+    used = used_rows(sizes, tokens)
+    buffer[:used, :features] = values(max(used, 1), features, dtype)[:used] if x is None else x
+    return buffer
+
+
 def check_rows(
     device: str,
     sizes: Sequence[int],
@@ -127,15 +138,12 @@ def check_rows(
     x: Tensor | None = None,
 ) -> None:
     """Rows of the groups and of ``tail`` more, which are NaN and must be neither counted nor written."""
-    tokens = (sum(size for size in sizes if 0 < size < 2**20) if x is None else x.shape[0]) + tail
-    buffer = torch.full((tokens, features + pitch), math.nan, dtype=dtype)
-    used = used_rows(sizes, tokens)
-    buffer[:used, :features] = values(max(used, 1), features, dtype)[:used] if x is None else x
-    split_sizes = torch.tensor(sizes, dtype=index)
+    buffer = rows_and_tail(sizes, features, dtype, tail, pitch, x)
+    tokens, split_sizes = buffer.shape[0], torch.tensor(sizes, dtype=index)
     rows = rows_copy(tokens, features, device) if "rows" in want else None
     columns = columns_copy(tokens, len(sizes), features, device) if "columns" in want else None
     run_rows(QuantizeRows(buffer.to(device)[:, :features], split_sizes.to(device), power_of_two, rows, columns))
-    assert_rows(rows, buffer[:, :features], used, power_of_two)
+    assert_rows(rows, buffer[:, :features], used_rows(sizes, tokens), power_of_two)
     assert_columns(columns, buffer[:, :features], split_sizes, power_of_two)
 
 

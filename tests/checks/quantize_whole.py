@@ -23,6 +23,7 @@ from .quantize import (
     every_amax,
     poisoned,
     routed,
+    rows_and_tail,
     run_rows,
     used_rows,
     values,
@@ -69,11 +70,8 @@ def check_rows(
     x: Tensor | None = None,
 ) -> None:
     """Rows of the groups and of ``tail`` more, which are NaN and must be neither counted nor written."""
-    tokens = (sum(size for size in sizes if 0 < size < 2**20) if x is None else x.shape[0]) + tail
-    buffer = torch.full((tokens, features + pitch), math.nan, dtype=dtype)
-    used = used_rows(sizes, tokens)
-    buffer[:used, :features] = values(max(used, 1), features, dtype)[:used] if x is None else x
-    split_sizes = torch.tensor(sizes, dtype=index)
+    buffer = rows_and_tail(sizes, features, dtype, tail, pitch, x)
+    tokens, split_sizes = buffer.shape[0], torch.tensor(sizes, dtype=index)
     rows = rows_copy(tokens, features, device) if "rows" in want else None
     columns = columns_copy(tokens, len(sizes), features, device) if "columns" in want else None
     problem = QuantizeRows(buffer.to(device)[:, :features], split_sizes.to(device), power_of_two, rows, columns)

@@ -193,7 +193,7 @@ def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
 
 @lru_cache(_MOST_NUMBERS)
 def _numbers(end: int, step: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
-    """``arange``, kept: nothing writes into it, and a short call is a few operations long."""
+    """``arange``, kept between calls: nothing writes into it, and making it takes a part of a short call's time."""
     return torch.arange(0, end, step, dtype=dtype, device="cpu")
 
 
