@@ -255,3 +255,47 @@ def step(model):
     x.requires_grad_()
     y = model(x, split_sizes=sizes)
     return [y, *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+
+def adapted(*acts):
+    torch.manual_seed(0)
+    linears = [
+        fusible.GroupedLoRA(4, *shape, 8, device="cuda", dtype=torch.bfloat16) for shape in ((128, 512), (256, 128))
+    ]
+    for parameter in (*linears[0].parameters(), *linears[1].parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    ends = fusible.Dispatch(4), fusible.Scale(), fusible.Combine()
+    return fusible.Sequential(ends[0], linears[0], *acts, linears[1], *ends[1:])
+
+
+def test_columns_and_chains_between_adapters():
+    beta = torch.linspace(0.5, 1.5, 4 * 256, device="cuda", dtype=torch.bfloat16).view(4, 256)
+    op = Pointwise(learned_slope, halves="concat", columns={"beta": beta})
+    bias = fusible.Bias(512, device="cuda", dtype=torch.bfloat16)
+    model, x = adapted(bias, op, fusible.ConstantScale(0.5)), inputs()[0].requires_grad_()
+    index = torch.randint(5, (300, 2), device="cuda")  # some are of no expert
+    weights = torch.rand(300, 2, device="cuda").requires_grad_()
+    tensors = [x, weights, *model.parameters()]
+
+    def gradients(expected):
+        y = model(x, top_k_index=index, top_k_weights=weights)
+        assert [step.name for step in model.explain().steps][:1] == expected
+        return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+    got = gradients(["RoutedLoRA"])
+    with fusible.config(disable_fusions={"RoutedLoRA"}):
+        apart = gradients(["Dispatch"])
+    for one, other in zip(got, apart, strict=True):
+        assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+
+
+def test_deep_products_of_short_groups_take_the_tile_of_the_built_in_activation():
+    linear = fusible.GroupedLinear(8, 4096, 512, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(8 * 256, 4096, device="cuda", dtype=torch.bfloat16)
+    sizes, results = torch.tensor([100, 412, 256, 256, 0, 512, 255, 257], device="cuda"), []
+    for act in (fusible.SwiGLU(), Pointwise(lambda gate, up: F.silu(gate) * up, halves="concat")):
+        model = fusible.Sequential(linear, act)
+        results.append(model(x, split_sizes=sizes))
+        (kernel,) = model.explain().steps[0].kernels
+        assert "tile 160 x 256" in kernel.configuration
+    torch.testing.assert_close(*results, rtol=2.0**-7, atol=1e-3)
