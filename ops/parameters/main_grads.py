@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser.runtime.buffers import extent
+from ...fuser.stored_values import stores_values
 from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
-from ..checks import is_free_to_write, stores_values
+from ..checks import is_free_to_write
 from ..kernels.problem import Matrices
 from .group import ExpertGroup
 
