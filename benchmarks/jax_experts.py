@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every problem that is asked for, and prints Markdown."""
     args = _arguments(argv)
     if find_spec("jax") is None:
-        raise SystemExit("fusible bench jax: needs jax (pip install fusible[jax])")
+        raise SystemExit("fusible bench jax: needs jax (pip install jax)")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory as well
     with Report(args.out, args.json) as report:
         for one in asked(args):

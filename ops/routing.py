@@ -1,7 +1,7 @@
 """The door to the kernels that bring rows to experts and back: our own on a Hopper GPU, PyTorch's anywhere else.
 
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
-by expert, stably. Ids from E on are of no expert: their rows come last, add nothing, and get no gradient.
+by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
 All of it stays on the device, and gives the same bits every time.
 
 Only our own kernels are custom ops. What compiled code does elsewhere is made of PyTorch's, which a compiler knows.
@@ -266,8 +266,9 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     """:func:`route` where our own kernels are not."""
-    ids, slots = _narrow(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
-    ids, order = torch.sort(ids, stable=True)
+    ids, slots = top_k_index.reshape(-1), top_k_index.shape[-1]
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
+    ids, order = torch.sort(_narrow(ids, num_experts), stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     starts = torch.searchsorted(ids, experts, out_int32=True)
     counts = torch.cat((starts[1:] - starts[:-1], starts[-1:]))

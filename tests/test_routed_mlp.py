@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from checks.routing import check_ids_that_lie_stay_inside
 from models import steps
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +44,7 @@ def inputs(tokens=T, outside=False, dtype=D):
     index = torch.randint(0, E - 1, (tokens, K_SLOTS), generator=g)  # the last expert has no token
     if outside:
         index[::3, 1] = E + 2
+        index[1::3, 0] = -1
     weights = torch.rand(tokens, K_SLOTS, dtype=dtype, generator=g).requires_grad_()
     return x, index, weights
 
@@ -155,6 +157,10 @@ def test_few_tokens(tokens):
     assert fused[0].shape == (tokens, H)
     with config(disable_fusions=UNFUSED):
         assert_close(run(model, *call), fused)
+
+
+def test_ids_that_lie_stay_inside():
+    check_ids_that_lie_stay_inside("cpu")
 
 
 def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
