@@ -14,8 +14,9 @@ from unittest.mock import patch
 
 import ep_cases
 import torch
+from ep_carried import Carried
 from ep_cases import batch_for, counts_of, largest, raises
-from ep_world import Batch, H, Results, World, check_step, part, same, trained, whole
+from ep_world import Batch, H, Results, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
 from torch import distributed as dist
 
@@ -34,6 +35,7 @@ SHARED = (
     ep_cases.ranks_may_differ_in_what_they_fuse,
     ep_cases.strided_tokens_and_gradients,
     ep_cases.any_problem_gives_the_bits_of_one_process,
+    ep_cases.any_sequence_of_calls_gives_the_bits_of_one_process,
     ep_cases.capacity_that_is_hit_exactly_is_enough,
     ep_cases.rows_too_many_are_dropped_alike_and_counted,
     ep_cases.two_groups_and_layers_one_after_the_other,
@@ -70,11 +72,6 @@ def lane_of(group: ep.Group) -> SymmetricLane:
     return group.mover._lanes[0]
 
 
-def unchecked(group: ep.Group) -> Any:
-    """The host does not look at what the device says; else a call may raise what came of its own first half."""
-    return patch.object(group, "check", lambda synchronize=False: None)
-
-
 def forward(group: ep.Group, mine: Batch, layer: Any = None) -> Tensor:
     with torch.no_grad():
         y: Tensor = (layer or part(group))(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
@@ -103,6 +100,34 @@ def late_ranks_and_poisoned_buffers_change_nothing(world: World) -> None:
         total = y.sum(0)
         dist.all_reduce(total)
         assert torch.equal(total, valid)
+
+
+@case
+def tokens_say_where_they_come_from(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16, num_experts=4 * world.size, hidden=16)
+    lane, s = lane_of(group), group.settings
+
+    def before(move: str, number: int) -> None:
+        rows = {"tokens": s.max_tokens, "rows": group.local_capacity or 0}
+        region = "tokens" if move == "dispatch" else "rows"
+        lane.view(region, s.dtype, rows[region], s.hidden).fill_(torch.nan)
+        time.sleep(0.005 * (number % 3 == world.rank))
+
+    assert Carried(world, group, s.max_tokens, before).mismatches(24).tolist() == [0, 0]
+
+
+@case
+def a_token_of_the_exchange_before_is_seen(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    write = SymmetricTransport._write_tokens
+
+    def forgets(self: SymmetricTransport, lane: SymmetricLane, tokens: Tensor, exchange: Any) -> None:
+        if (world.rank, exchange.number) != (0, 2):
+            write(self, lane, tokens, exchange)
+
+    with caught(world), patch.object(SymmetricTransport, "_write_tokens", forgets):
+        wrong_words, _ = Carried(world, group, group.settings.max_tokens).mismatches(4).tolist()
+        assert wrong_words == 0
 
 
 @case

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import distributed as dist
 
+from . import memory
 from .collective import CollectiveTransport
 from .errors import CapacityError, PeerError
 from .settings import Settings
@@ -174,14 +175,24 @@ class Group:
 
     def _share_memory(self) -> None:
         """Lets this rank's GPU and the others read one another's rows."""
-        refusals: list[Any] = [None] * self.size
-        dist.all_gather_object(refusals, SymmetricTransport.refusal(self.settings, self.size), self.process_group)
-        for rank, refusal in enumerate(refusals):
-            if refusal is not None:
-                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {refusal}")
+        self._refuse(SymmetricTransport.refusal(self.settings, self.size))
+        here = memory.Location.here(memory.device())
+        self._refuse(here.unreachable(self._of_ranks(here)))
         mover = SymmetricTransport(self.settings, self.process_group)
         self._mover, self.device = mover, mover.device
         self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
+
+    def _of_ranks(self, value: Any) -> list[Any]:
+        """What each rank has. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def _refuse(self, refusal: str | None) -> None:
+        """Raises on all ranks alike where one cannot have the transport ``symmetric``. Collective."""
+        for rank, each in enumerate(self._of_ranks(refusal)):
+            if each is not None:
+                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {each}")
 
     @property
     def num_local_experts(self) -> int:

@@ -148,6 +148,8 @@ class SymmetricTransport:
     def refusal(settings: Settings, ranks: int) -> str | None:
         """Why it cannot serve such a group on this rank; None: it can."""
         on = memory.device()
+        if memory.in_capture():
+            return "captures a CUDA graph; make the group, and run a step, before that"
         index = None if on is None else on.index or 0
         return kernels.refusal(index, settings.num_experts, ranks, settings.dtype) or memory.refusal()
 
