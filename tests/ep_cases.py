@@ -822,6 +822,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"timeout": -1}, "timeout must be a number of seconds"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
         ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
+        ({"overlap_combine": 1}, "overlap_combine must be True or False, got 1"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)

@@ -29,6 +29,7 @@ class Extent(NamedTuple):
 
     Attributes:
         exchanges, steps: of exchanges that are checked, and of training.
+        capacities: of the groups whose steps are compared with those of one process.
         problems: presets, and tokens of each rank.
         patience: seconds to wait for a rank that sleeps.
     """
@@ -36,19 +37,20 @@ class Extent(NamedTuple):
     device: str
     exchanges: int
     steps: int
+    capacities: tuple[float | str, ...]
     problems: tuple[tuple[str, int], ...]
     patience: float
 
 
 HERE = (
-    Extent("cuda", 10_000, 500, (("small", 700), ("qwen3", 900), ("mixtral", 300)), 1.0)
+    Extent("cuda", 10_000, 500, (2.0, "worst", 200), (("small", 700), ("qwen3", 900), ("mixtral", 300)), 1.0)
     if torch.cuda.is_available()
-    else Extent("cpu", 12, 10, (("small", 12),), 4.0)
+    else Extent("cpu", 12, 6, (2.0,), (("small", 8),), 4.0)
 )
 CASES: list[Callable[[World], None]] = []
 NEED_GPUS: list[Callable[[World], None]] = []
 BF16 = {"dtype": torch.bfloat16, "timeout": 8.0 if HERE.device == "cuda" else 60.0}
-OVERLAPS = ({}, {"overlap": 16}, {"overlap_dispatch": 8})
+OVERLAPS = ({}, {"overlap": 16}, {"overlap_dispatch": 8}, {"overlap_dispatch": 8, "overlap_combine": True})
 
 
 def case(function: Callable[[World], None]) -> Callable[[World], None]:
@@ -73,7 +75,7 @@ def sleep(milliseconds: float) -> None:
 @case
 def steps_give_the_bits_of_one_gpu(world: World) -> None:
     for dtype, overlap in (*((torch.bfloat16, overlap) for overlap in OVERLAPS), (torch.float16, {})):
-        for capacity in (2.0, "worst", 13 * 3 * world.size):
+        for capacity in HERE.capacities:
             group = world.group(**{**BF16, "dtype": dtype, "capacity": capacity, **overlap})
             for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
                 check_step(group, batch_for(group, counts, seed))

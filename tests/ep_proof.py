@@ -70,6 +70,9 @@ def measurements(run: Run) -> Iterator[tuple[str, str, float]]:
     yield "times", f"{models} --transport symmetric collective vdev_2d", 240
     yield "times, skewed", f"{models} --transport symmetric collective --distribution skewed --no-check", 120
     yield "times, few tokens", "--preset deepseek-v3-ep8 --tokens 128 --transport symmetric collective", 60
+    combined = "--preset qwen3 mixtral --transport symmetric --no-check --overlap-combine"
+    yield "times, overlap-combine", combined, 60
+    yield "times, both overlaps", f"{combined} --overlap-dispatch 16", 60
     for option, blocks in (("overlap", (16, 32, 64)), ("overlap-dispatch", (8, 16, 32))):
         for n in blocks:
             arguments = f"--preset qwen3 mixtral --transport symmetric --no-check --{option} {n}"

@@ -235,6 +235,12 @@ class CollectiveTransport:
                 )
         return buffer[:rows]
 
+    def row_slots(self, table: CollectiveTable) -> None:
+        """Nowhere: ranks do not write one another's memory."""
+
+    def start_sum_of_slots(self, table: CollectiveTable) -> Callable[[], Tensor]:
+        raise NotImplementedError("row_slots() gives none")
+
     def lends(self, table: CollectiveTable) -> bool:
         """Whether it has memory for rows: where our own kernels run, which write there at no cost."""
         return table.routing.is_native

@@ -121,6 +121,9 @@ class Group:
             compute those of weights; 0: all do one after the other.
         overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
             :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
+        overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
+            linear of an :class:`EPGroupedMLP` computes them (in bfloat16; else right behind it), so that each rank
+            sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more.
 
     Attributes:
         rank, size: of this rank; how many there are.
@@ -152,10 +155,11 @@ class Group:
         timeout: float = 60.0,
         overlap: int = 0,
         overlap_dispatch: int = 0,
+        overlap_combine: bool = False,
     ) -> None:
         self.settings = Settings(
             *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
-            *(transport, lanes, timeout, overlap, overlap_dispatch),
+            *(transport, lanes, timeout, overlap, overlap_dispatch, overlap_combine),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)

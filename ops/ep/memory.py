@@ -50,7 +50,8 @@ class Location(NamedTuple):
 
 def in_capture() -> bool:
     """Whether what is launched now goes into a CUDA graph, so that no host may wait and nothing be allocated."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def device() -> torch.device | None:
