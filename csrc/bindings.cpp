@@ -185,12 +185,14 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PublishLaunch>(
       module, "Tells all ranks of a lane that what was written before is there, and waits until all have told so.");
   def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
-  def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
+  def<fusible::StageRowsLaunch>(
+      module, "Copies the rows of this rank to where peers read them, or to the slots of their tokens.");
   def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
   def<fusible::PullBlocksLaunch>(module, "The same, telling of blocks of rows to a kernel that waits for them.");
   def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
   def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
   def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
+  def<fusible::GemmToSlotsLaunch>(module, "A grouped GEMM whose rows go to the slots of their tokens' ranks.");
   module.attr("MAX_RANKS") = fusible::kMaxRanks;
   module.attr("SIGNAL_BYTES") = fusible::kSignalBytes;
   module.attr("LANE_STATE_BYTES") = sizeof(fusible::LaneState);
