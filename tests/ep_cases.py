@@ -877,7 +877,7 @@ def arguments_that_do_not_fit(world: World) -> None:
         ((x, ids[:4], weights), r"top_k_index must be \[T, k\], T=5 as x has tokens, got shape \[4, 3\]"),
         ((x, ids[:, :2], weights), r"top_k_index must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
         ((x, ids, weights[:, :2]), r"top_k_weights must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
-        ((x, ids, ids), "top_k_weights must be floating-point, got torch.int64"),
+        ((x, ids, ids), "top_k_weights must be floating-point, of at least 16 bits, got torch.int64"),
         ((x[:, :4], ids, weights), r"x must have 8 columns, as the group, got shape \[5, 4\]"),
         ((x[None], ids, weights), r"x must be tokens \[T, H\], got shape \[1, 5, 8\]"),
         (

@@ -214,7 +214,7 @@ class GroupedGemm:
         matrices = epilogue.matrices if isinstance(epilogue, Activate) else None
         if epilogue.vectors is None and matrices is None:
             return None
-        return FunctionOperands(epilogue.vectors, self.split_sizes, matrices)
+        return FunctionOperands(epilogue.vectors, self.split_sizes, matrices, tail_unspecified=True)
 
     @property
     def is_product_alone(self) -> bool:
@@ -295,11 +295,13 @@ class FunctionOperands(NamedTuple):
         vectors: the numbers of columns, [groups, F] or [1, F] each.
         split_sizes: [groups], how many rows each group has.
         matrices: the numbers of elements, [T, F] each.
+        tail_unspecified: see :class:`PointwiseRows`.
     """
 
     vectors: Operands
     split_sizes: Tensor
     matrices: Operands = None
+    tail_unspecified: bool = False
 
 
 class PointwiseRows(NamedTuple):
@@ -315,6 +317,7 @@ class PointwiseRows(NamedTuple):
         split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
             last group reads zeros of what groups have.
         matrices: the numbers of each element, [rows, C] each, dense, 2 C of gate and up; None as for numbers.
+        tail_unspecified: rows past the last group may hold anything, and count in no sum.
     """
 
     x: Tensor | None
@@ -324,6 +327,14 @@ class PointwiseRows(NamedTuple):
     vectors: Operands = None
     split_sizes: Tensor | None = None
     matrices: Operands = None
+    tail_unspecified: bool = False
+
+    def groups_of_sum(self, name: str) -> Tensor | None:
+        """The sizes of the groups over whose rows the gradient of a number of columns is summed; None: all rows."""
+        if name[0] == "b":
+            return self.split_sizes
+        sizes = self.split_sizes if self.tail_unspecified else None
+        return None if sizes is None else sizes.sum().view(1)
 
     @property
     def operands(self) -> list[Tensor | None]:
