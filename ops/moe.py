@@ -44,7 +44,8 @@ class Dispatch(Op):
         num_experts: E.
 
     Keywords:
-        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token; one below 0, or of E or more, is none.
+        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. One below 0, or of E or more, is
+            of no expert.
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:

@@ -179,11 +179,11 @@ def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
 
 
 @pytest.mark.parametrize("outside", [-1, -(2**31), E, 2**16, 2**16 + 1])
-@pytest.mark.parametrize("how", ["one call", "kernel by kernel", "unfused"])
-def test_ids_below_and_beyond_those_of_experts_are_of_none(how, outside):
-    model, (x, index, weights) = layer(single_grouped_weight=how == "one call"), inputs(outside=True)
+@pytest.mark.parametrize("path", ["one call", "kernel by kernel", "unfused"])
+def test_ids_below_and_beyond_those_of_experts_are_of_none(path, outside):
+    model, (x, index, weights) = layer(single_grouped_weight=path == "one call"), inputs(outside=True)
     index = index.int()
-    with config(disable_fusions=UNFUSED if how == "unfused" else set()):
+    with config(disable_fusions=UNFUSED if path == "unfused" else set()):
         expected = run(model, x, index, weights)
         index[::3, 1] = outside
         assert_close(run(model, x, index, weights), expected)
