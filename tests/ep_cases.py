@@ -343,7 +343,7 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
         capacity=st.sampled_from(["exact", "worst", 3, 9, 0.5]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         index_dtype=st.sampled_from([torch.int32, torch.int64]),
-        unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP"}]),
+        unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP", "RoutedMLP"}]),
         lane=st.integers(0, 1),
         overlap_dispatch=st.integers(0, 2),
         overlap_combine=st.booleans(),
