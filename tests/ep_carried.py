@@ -35,10 +35,10 @@ def drawn_ids(group: ep.Group, number: int, tokens: int) -> Tensor:
     return torch.rand(group.size, tokens, s.num_experts + 1, generator=draw).topk(s.top_k).indices
 
 
-def sources_of(group: ep.Group, ids: Tensor, rows: int) -> Sources:
-    """Of so many rows of this rank's experts: by expert, then rank, token and slot."""
+def sources_of(ids: Tensor, ends: Tensor, rows: int) -> Sources:
+    """Of so many rows of the experts between two ``ends``: by expert, then rank, token and slot."""
     experts, order = ids.flatten().sort(stable=True)
-    first, end = torch.searchsorted(experts, torch.tensor([group.local_experts.start, group.local_experts.stop]))
+    first, end = torch.searchsorted(experts, ends)
     number = first + torch.arange(rows)
     there = number < end
     slot = order[number.clamp(max=len(order) - 1)]
@@ -76,13 +76,14 @@ class Carried(NamedTuple):
 
     def mismatches(self, exchanges: int) -> Tensor:
         """How many words of rows and elements of sums are wrong, int64 [2]. Waits for nothing."""
-        wrong = torch.zeros(2, dtype=torch.int64)
+        wrong, experts = torch.zeros(2, dtype=torch.int64), self.group.local_experts
+        ends = torch.tensor([experts.start, experts.stop])
         with torch.no_grad():
             for number in range(exchanges):
-                wrong += self._exchange(number)
+                wrong += self._exchange(number, ends)
         return wrong
 
-    def _exchange(self, number: int) -> Tensor:
+    def _exchange(self, number: int, ends: Tensor) -> Tensor:
         group, hidden, k = self.group, self.group.settings.hidden, self.group.settings.top_k
         ids, mine = drawn_ids(group, number, self.tokens), torch.arange(self.tokens)
         rank = torch.full_like(mine, self.world.rank)
@@ -90,7 +91,7 @@ class Carried(NamedTuple):
         self.before("dispatch", number)
         call = {"top_k_index": ids[self.world.rank], "top_k_weights": torch.ones(self.tokens, k)}
         rows, _, _, slots = ep.EPDispatch(group)(x, **call)
-        sources = sources_of(group, ids, len(rows))
+        sources = sources_of(ids, ends, len(rows))
         expected = words_of(number, sources.rank, sources.token, hidden)
         wrong_words = ((rows.view(torch.int16) != expected) & sources.there.unsqueeze(1)).sum()
         self.before("combine", number)

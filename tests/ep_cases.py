@@ -343,23 +343,24 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
         capacity=st.sampled_from(["exact", "worst", 3, 9, 0.5]),
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         index_dtype=st.sampled_from([torch.int32, torch.int64]),
-        unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP"}]),
+        unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP", "RoutedMLP"}]),
         lane=st.integers(0, 1),
         overlap_dispatch=st.integers(0, 2),
+        overlap_combine=st.booleans(),
         seed=st.integers(0, 99),
     )
     def check(
         counts: list[int], owned: int, top_k: int, capacity: object, dtype: torch.dtype, index_dtype: torch.dtype,
-        unfused: set[str], lane: int, overlap_dispatch: int, seed: int,
+        unfused: set[str], lane: int, overlap_dispatch: int, overlap_combine: bool, seed: int,
     ) -> None:  # fmt: skip
         group = world.group(
             num_experts=owned * world.size, top_k=top_k, capacity=capacity, overflow="drop", lanes=2, dtype=dtype,
-            overlap_dispatch=overlap_dispatch,
+            overlap_dispatch=overlap_dispatch, overlap_combine=overlap_combine,
         )  # fmt: skip
         batch = batch_for(group, tuple(counts), seed)
         batch = batch._replace(ids=batch.ids.to(index_dtype))
-        expected = trained(whole(group), without_overflow(group, batch)).of(batch.counts, group)
         with config(disable_fusions=unfused):
+            expected = trained(whole(group), without_overflow(group, batch)).of(batch.counts, group)
             same(trained(part(group, lane), batch.of(world.rank)), expected)
 
     check()
@@ -367,23 +368,24 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
 
 @case
 def any_sequence_of_calls_gives_the_bits_of_one_process(world: World) -> None:
-    """Of one group: regions are used again and again, by calls that leave out one meeting or another."""
-    group = world.group(lanes=2)
+    """Of two groups: regions are used again and again, by calls that leave out one meeting or another."""
+    groups = [world.group(lanes=2, overlap_combine=overlap) for overlap in (False, True)]
+    group = groups[0]
     batches = [batch_for(group, counts_of(world), seed) for seed in (0, 1)]
     expected = [trained(whole(group), batch).of(batch.counts, group) for batch in batches]
-    mine, layers = [batch.of(world.rank) for batch in batches], [part(group, lane) for lane in (0, 1)]
+    mine, layers = [batch.of(world.rank) for batch in batches], [part(of, lane) for of in groups for lane in (0, 1)]
 
     @settings(
         max_examples=12, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(
-        st.lists(st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=6)
+        st.lists(st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 3), st.integers(0, 1)), min_size=1, max_size=6)
     )
     def check(calls: list[tuple[str, int, int]]) -> None:
         later = []
-        for name, lane, seed in calls:
-            backward = CALLS[name](layers[lane], mine[seed], expected[seed])
+        for name, layer, seed in calls:
+            backward = CALLS[name](layers[layer], mine[seed], expected[seed])
             if backward is not None:
                 later.append(backward)
         for backward in reversed(later):
