@@ -74,9 +74,9 @@ class MakeExtraOutput(Op):
 
 
 class AddExtraInput(Op):
-    """``y = x + extra``, in the dtype of ``x``. The keyword ``name`` is the extra tensor, the caller's or an earlier op's.
+    """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's.
 
-    It has the shape of ``x``, and any dtype whose sum with ``x`` can be cast to that of ``x``, integers too.
+    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has. Integers have no gradient.
     """
 
     checks_values = False
