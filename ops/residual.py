@@ -76,7 +76,7 @@ class MakeExtraOutput(Op):
 class AddExtraInput(Op):
     """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's.
 
-    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has. Integers have no gradient.
+    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has.
     """
 
     checks_values = False
