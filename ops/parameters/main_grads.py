@@ -15,6 +15,7 @@ from ...fuser.runtime.buffers import extent
 from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
 from ..checks import is_free_to_write, stores_values
+from ..kernels import addresses_of
 from ..kernels.problem import Matrices
 from .group import ExpertGroup
 
@@ -48,7 +49,7 @@ class _Judged(NamedTuple):
     """Tensors that fit, by what was looked at. ``owners`` says when one is gone; until then its id is its own."""
 
     ids: list[int]
-    addresses: list[int]
+    addresses: list[int] | bytes
     kind: tuple[Any, ...]
     owners: list[weakref.ref[Tensor]]
     group: ExpertGroup
@@ -143,8 +144,8 @@ def _forget(
     return forget
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [] if isinstance(tensors[0], WITHOUT_DATA) else list(map(Tensor.data_ptr, tensors))
+def _addresses(tensors: Sequence[Tensor]) -> list[int] | bytes:
+    return [] if isinstance(tensors[0], WITHOUT_DATA) else addresses_of(tensors)
 
 
 def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
