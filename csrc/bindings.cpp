@@ -23,6 +23,7 @@
 #include "fusible/routing.h"
 #include "kernels/activation_params.h"
 #include "keyword_call.h"
+#include "tensor_lists.h"
 #include "xla/handlers.h"
 
 namespace py = pybind11;
@@ -131,6 +132,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);
+  module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
+             "Whether a dictionary has these objects under these names.");
+  module.def("tensor_addresses", &fusible::python::tensor_addresses, "tensors"_a, "function"_a,
+             "The addresses of tensors, told by a function of torch at this address, one after the other.");
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,

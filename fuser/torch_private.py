@@ -197,6 +197,10 @@ storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else
 """The identity of a tensor's storage while it lives. Else: that of the object, which torch keeps with the storage."""
 
 
+address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0
+"""That of a C function that tells the address of a tensor's data. Else: 0, and each tensor is asked in Python."""
+
+
 class _WithoutTorchFunction:
     """Runs a function on a subclass as on a tensor. It is an object, so that it does not become a method."""
 

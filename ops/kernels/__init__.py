@@ -54,6 +54,7 @@ from .problem import (
 )
 from .pytorch.wrong_sizes import raise_reported
 from .ragged import RaggedGemm
+from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
     "ActivationGrads",
@@ -62,8 +63,10 @@ __all__ = [
     "OperandPair",
     "Operands",
     "RowSlots",
+    "addresses_of",
     "compile_ahead",
     "grouped_gemm",
+    "has_objects",
     "kernel_cache",
     "outputs",
     "raise_wrong_sizes",
