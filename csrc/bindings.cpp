@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <memory>
@@ -72,7 +73,7 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
   const int multiprocessors = fusible::device_properties(device).multiprocessors;
   std::ostringstream text;
   fusible::Activation wanted = activation(0, gated, 1, 0, 0, block);
-  wanted.kernels[0] = function;
+  std::ranges::fill(wanted.kernels, function);
   if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
   else text << fusible::choose_activation_config(problem, wanted, multiprocessors);
   text << ", the activation" << (backward ? "'s backward" : "") << " in the epilogue";
@@ -165,6 +166,7 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") =
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
+  module.attr("DEEP_ACTIVATION_VARIANT") = fusible::kDeepActivationVariant;
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);

@@ -8,6 +8,7 @@ from torch import Tensor
 TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
 FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
+DEEP_ACTIVATION_VARIANT: int  # without a bias or a second pair of operands
 BACKWARD_VARIANTS: list[int]
 PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
@@ -18,7 +19,7 @@ SIGNAL_BYTES: int  # from one of their signals to the next
 LANE_STATE_BYTES: int
 TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
-Activation = tuple[int, bool, float, float, float, int, int, int]
+Activation = tuple[int, bool, float, float, float, int, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
 
 class Capture:

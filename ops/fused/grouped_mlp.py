@@ -50,7 +50,7 @@ from .activation_role import (
     vector_grads,
     vectors_of,
     wants_vectors,
-    with_activation_of_columns,
+    with_activation,
 )
 from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
@@ -81,7 +81,7 @@ def with_one_recipe(pattern: Pattern) -> Pattern:
 
 @register_fusion(
     with_one_recipe(
-        with_activation_of_columns(_PATH)
+        with_activation(_PATH)
         .shares("split_sizes", "fc1", "fc2")
         .absent("output", "fc1")
         .absent("grad_input", "fc2")
