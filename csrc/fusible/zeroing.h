@@ -24,8 +24,15 @@ struct Tail {
   SplitSizes sizes;
 };
 
+// Numbers that follow one another.
+struct Counters {
+  unsigned* first;
+  int count = 1;
+  bool operator==(const Counters&) const = default;
+};
+
 struct Zeroing {
-  std::vector<unsigned*> counters;
+  std::vector<Counters> counters;
   std::vector<Tail> tails;
 };
 

@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 // What one launch zeroes.
 struct Piece {
   static constexpr int kCounters = 16, kTails = 4;
-  unsigned* counters[kCounters];
+  Counters counters[kCounters];
   Tail tails[kTails];
   int counter_count, tail_count;
 };
@@ -39,7 +39,9 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
   ptx::let_next_kernel_begin();
   ptx::wait_for_earlier_kernels();
-  if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
+  if (blockIdx.x == 0)
+    for (int i = 0; i < p.counter_count; ++i)
+      for (int at = threadIdx.x; at < p.counters[i].count; at += kThreads) p.counters[i].first[at] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
     const int64_t first = rows_before(tail.sizes, tail.sizes.groups, tail.rows.tokens);
