@@ -25,10 +25,10 @@ enum class Layout : int {
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
 // other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
 // and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh, `split_k` in
-// device/split_k.cuh.
+// device/split_k.cuh, `direct` in device/epilogue_direct.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
-  bool swap_ab = false, highest_first = false, split_k = false;
+  bool swap_ab = false, highest_first = false, split_k = false, direct = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
@@ -52,6 +52,7 @@ inline constexpr TileVariant kTileVariants[] = {
     {128, 64, 1, 1, 7, 8},
     {160, 256, 2, 1, 3, 8, true, true},
     {256, 192, 1, 1, 3, 4, false, false, true},
+    {256, 192, 1, 1, 3, 4, false, false, false, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
@@ -72,7 +73,7 @@ constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
-  if (tile.split_k && layout != Layout::kTN) return false;
+  if (tile.split_k || tile.direct) return layout == Layout::kTN && !fp32_output;
   if (tile.tile_n == 64) return layout != Layout::kTN;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }

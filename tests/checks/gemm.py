@@ -230,7 +230,8 @@ def check_one_rounding(device: str, sizes: tuple[int, ...], k: int, n: int, vari
     for dtype in (torch.bfloat16, torch.float16):
         problem = Problem(device, Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, accumulate=True, variant=variant))
         wide = torch.empty_like(problem.out, dtype=torch.float32)
-        hopper.launch(Layout.TN, problem.a, problem.b, wide, problem.sizes, variant=variant)
+        of_wide = variant if variant in variants(Layout.TN, wide=True) else 2  # which adds in the same order
+        hopper.launch(Layout.TN, problem.a, problem.b, wide, problem.sizes, variant=of_wide)
         problem.launch()
         synchronize(device)
         assert torch.equal(problem.out, (problem.before.float() + wide).to(dtype))
@@ -239,11 +240,12 @@ def check_one_rounding(device: str, sizes: tuple[int, ...], k: int, n: int, vari
 def check_split(device: str, sizes: tuple[int, ...], k: int, n: int, variant: int) -> None:
     """A depth that several blocks share: against float64; the same bits in every run; and not those of one block, which
     show that it is shared."""
-    for dtype, wide, accumulate in product((torch.bfloat16, torch.float16), (False, True), (False, True)):
-        out_dtype = torch.float32 if wide else None
-        case = Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, out_dtype=out_dtype, accumulate=accumulate)
-        check(device, replace(case, variant=variant, separate=not wide))
-    problems = [Problem(device, replace(case, accumulate=False, variant=v)) for v in (variant, variant, 2)]
+    for dtype, accumulate in product((torch.bfloat16, torch.float16), (False, True)):
+        case = Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, accumulate=accumulate, separate=accumulate)
+        check(device, replace(case, variant=variant))
+    problems = [
+        Problem(device, replace(case, accumulate=False, separate=False, variant=v)) for v in (variant, variant, 2)
+    ]
     for problem in problems:
         problem.launch()
     synchronize(device)
