@@ -51,12 +51,12 @@ def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Wa
     sizes = ids.view(-1).bincount(minlength=experts)
     x = torch.randn(ids.numel(), k, device=device, dtype=torch.bfloat16)
     weight = torch.randn(experts, n, k, device=device, dtype=torch.bfloat16)
-    found: dict[str, Way] = {
+    by_name: dict[str, Way] = {
         "bfloat16": (partial(kernels.grouped_gemm, Layout.NT, x, weight, sizes), nbytes(weight)),
     }
     for name, (recipe, rows) in RECIPES.items():
-        found[name] = quantised(recipe, rows, x, weight, sizes)
-    return sizes, found
+        by_name[name] = quantised(recipe, rows, x, weight, sizes)
+    return sizes, by_name
 
 
 def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
@@ -85,12 +85,12 @@ def graph_of(run: Callable[[], Any]) -> Callable[[], None]:
 
 def rows_of(preset: Preset, tokens: int, rounds: int) -> list[Sequence[str]]:
     """A line of the table for each way."""
-    sizes, found = ways(preset, tokens, "cuda")
+    sizes, by_name = ways(preset, tokens, "cuda")
     share = float((sizes > 0).float().mean())
-    graphs = {name: graph_of(run) for name, (run, _) in found.items()}
+    graphs = {name: graph_of(run) for name, (run, _) in by_name.items()}
     seconds = interleaved(graphs, rounds, "cuda", steady=True)
     lines: list[Sequence[str]] = []
-    for name, (_, size) in found.items():
+    for name, (_, size) in by_name.items():
         once = seconds[name] / CALLS
         moved = size * share
         lines.append((name, f"{once * 1e6:.1f}", f"{moved / 1e6:.1f}", f"{moved / once / 1e9:.0f}"))
