@@ -66,21 +66,22 @@ struct PowerOfTwoScaling1D1D : Scaling1D1D {
   template <class K>
   class Factors {
    public:
+    static constexpr bool kReadsToTheEnd = K::kUnitsAreRows;
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], consumer, warp, lane);
     }
-    // While the unit is multiplied. Those of both units of a tall tile have the same columns.
+    // While the unit is multiplied.
     DEVICE void begin_unit(int unit, const typename K::Storage& s, int stage, int lane) {
-      if (K::kUnitsAreRows && unit > 0) return;
-      const uint32_t first = ptx::smem_address(s.scales.b[stage]) + unit * kUnitColumns * 2 + lane / 8 * 16;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ptx::load_matrix_x4(columns_[i], first + i * 64);
+      for (int i = 0; i < kAhead; ++i) load(i, unit, s, stage, lane);
     }
     template <bool kFirst>
-    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage&, int, int unit,
-                        int) const {
+    DEVICE void promote(float (&acc)[64], const float (&part)[64], const typename K::Storage& s, int stage, int unit,
+                        int lane) {
       const float (&rows)[2] = rows_.values[K::kUnitsAreRows ? unit : 0];
+#pragma unroll
+      for (int i = kAhead; i < 4; ++i) load(i, unit, s, stage, lane);
 #pragma unroll
       for (int vector = 0; vector < kUnitColumns / 8; ++vector) {
         const float2 pair = ptx::unpack<__nv_bfloat16>(columns_[vector / 4][vector % 4]);
@@ -94,6 +95,11 @@ struct PowerOfTwoScaling1D1D : Scaling1D1D {
     }
 
    private:
+    static constexpr int kAhead = K::kUnitsAreRows ? 3 : 4;  // loads; there are no registers for more
+    DEVICE void load(int i, int unit, const typename K::Storage& s, int stage, int lane) {
+      const uint32_t first = ptx::smem_address(s.scales.b[stage]) + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns * 2;
+      ptx::load_matrix_x4(columns_[i], first + lane / 8 * 16 + i * 64);
+    }
     RowFactors<K> rows_;
     uint32_t columns_[4][4];  // of vectors of eight columns, this thread's two
   };

@@ -118,6 +118,7 @@ struct Scaling1D2D {
   template <class K>
   class Factors {
    public:
+    static constexpr bool kReadsToTheEnd = false;  // of a stage: scales
     explicit DEVICE Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage] + shift_, consumer, warp, lane);
@@ -169,6 +170,7 @@ struct Scaling1D1D {
   template <class K>
   class Factors {
    public:
+    static constexpr bool kReadsToTheEnd = true;
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], consumer, warp, lane);
