@@ -24,8 +24,8 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-WGRAD_TILES = range(4)
-POWER_OF_TWO_TILES = [(2, 0), (3, 1)]  # each with that of any scale
+WGRAD_TILES = range(6)
+POWER_OF_TWO_TILES = [(2, 0), (3, 1), (4, 0), (5, 1)]  # each with that of any scale
 
 
 def check(sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:

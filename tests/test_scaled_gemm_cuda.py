@@ -17,8 +17,8 @@ skip_module_without_hopper()
 
 RAGGED = (131, 0, 77, 304, 1, 512)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-WGRAD_TILES = [-1, 0, 1, 2, 3]
-POWER_OF_TWO_TILES = [(2, 0), (3, 1)]  # each with that of any scale
+WGRAD_TILES = [-1, 0, 1, 2, 3, 4, 5]
+POWER_OF_TWO_TILES = [(2, 0), (3, 1), (4, 0), (5, 1)]  # each with that of any scale
 
 
 def test_shapes() -> None:

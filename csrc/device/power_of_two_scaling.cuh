@@ -11,7 +11,7 @@
 namespace fusible {
 
 struct PowerOfTwoScaling1D1D : Scaling1D1D {
-  static constexpr bool kPacksColumns = true;
+  static constexpr bool kPacksColumns = true, kStaggers = false;
   template <class P>
   using Params = PowerOfTwoParams1D1D<P>;
   template <int kTileM, int kTileN, int kStages>
@@ -108,6 +108,16 @@ struct PowerOfTwoScaling1D1D : Scaling1D1D {
   DEVICE static uint32_t upper_halves(float low, float high) {
     return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
   }
+};
+
+// The same, where the second consumer begins no stage before the first one has multiplied its first unit: one adds
+// while the other multiplies.
+struct StaggeredScaling1D1D : PowerOfTwoScaling1D1D {
+  static constexpr bool kStaggers = true;
+  template <int kTileM, int kTileN, int kStages>
+  struct Stages : PowerOfTwoScaling1D1D::Stages<kTileM, kTileN, kStages> {
+    uint64_t begun[kStages];
+  };
 };
 
 }  // namespace fusible

@@ -65,6 +65,7 @@ struct GroupedGemmKernel {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.full[i], Groups::kProducers + Scaling::kPacksColumns);
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
+      if constexpr (kStaggers<GroupedGemmKernel>) barrier_init(&s.scales.begun[i], 4);
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.out_full[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
