@@ -29,6 +29,7 @@ from .copies import (
 from .formats import E4M3, FORMATS
 from .mxfp8 import MXColumns, MXRows
 from .nvfp4 import NVFP4Data
+from .packed import PackedFormat, PackedWeight, unpacked
 from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .reference import Blocks, groups_of, token_blocks
 from .schemes import Copy, scheme_of
@@ -178,14 +179,24 @@ def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
     match recipe:
         case Float8Tensor():
             return WeightOperand(copy.data, copy.scales.unsqueeze(-1).expand(copy.data.shape[:2]))
-        case MXFP8(compute="exact"):
-            return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
-        case MXFP8():
+        case MXFP8(compute="fast"):
             regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), halves)
             return WeightOperand(regrouped.data, regrouped.scales)
-        case NVFP4():
-            return WeightOperand(_without_group_scales(copy), amax=copy.amax)
+        case MXFP8() | NVFP4():
+            packed = of_staying(recipe, copy)
+            assert isinstance(packed, PackedWeight)
+            return WeightOperand(unpacked(packed.data, packed.scales, packed.format), amax=packed.amax)
     return WeightOperand(copy.data, copy.scales)
+
+
+def of_staying(recipe: Recipe, copy: Copy) -> WeightOperand | PackedWeight:
+    """For the forward, of a weight that stays as it is: packed where its values are exact in 16 bits."""
+    match recipe:
+        case MXFP8(compute="exact"):
+            return PackedWeight(copy.data, copy.scales, PackedFormat.MXFP8)
+        case NVFP4():
+            return PackedWeight(copy.data, copy.scales, PackedFormat.NVFP4, copy.amax)
+    return of_rowwise(recipe, copy)
 
 
 def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:
