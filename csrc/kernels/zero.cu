@@ -73,7 +73,7 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
     FUSIBLE_CUDA_CHECK(
         launch_overlapping(reinterpret_cast<const void*>(&zero_kernel), blocks, kThreads, 0, stream, piece), "zeroing ",
-                       piece.counter_count, " counters and ", piece.tail_count, " tails");
+        piece.counter_count, " counters and ", piece.tail_count, " tails");
   }
 }
 
