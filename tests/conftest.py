@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -93,3 +94,12 @@ def emulation() -> Iterator[harness.Emulation]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
         yield emulation
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """What is freed in the test is freed by reference counting alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
