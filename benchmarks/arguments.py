@@ -66,7 +66,7 @@ def file(text: str) -> Path:
 def plot(text: str) -> Path:
     """The path of a drawing."""
     if find_spec("matplotlib") is None:
-        raise ArgumentTypeError("needs matplotlib: pip install fusible[plot]")
+        raise ArgumentTypeError("needs matplotlib: pip install matplotlib")
     if Path(text).suffix not in (".svg", ".png"):
         raise ArgumentTypeError(f"expected a name that ends in .svg or .png, got {text!r}")
     return file(text)

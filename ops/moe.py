@@ -3,8 +3,8 @@
     Sequential(Dispatch(E), GroupedLinear(E, ...), SwiGLU(), GroupedLinear(E, ...), Scale(), Combine())
 
 T tokens choose k experts each. A token's choices are its slots, S = T k in all; each slot is a row of its expert. Rows
-are sorted by expert, stably, and everything stays on the device. An id of E or more, or a negative one, is of no
-expert: its row comes after all others, adds nothing, and gets no gradient.
+are sorted by expert, stably, and everything stays on the device. An id below 0, or of E or more, is of no expert: its
+row comes after all others, adds nothing, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Dispatch(Op):
         num_experts: E.
 
     Keywords:
-        top_k_index: int32 or int64 [T, k]: the experts of each token, k at least 1.
+        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. One below 0, or of E or more, is
+            of no expert.
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:

@@ -1,8 +1,7 @@
 """The door to the kernels that bring rows to experts and back: our own on a Hopper GPU, PyTorch's anywhere else.
 
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
-by expert, stably. Ids that are negative, or E or more, are of no expert: their rows come last, add nothing, and get no
-gradient.
+by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
 All of it stays on the device, and gives the same bits every time.
 
 Only our own kernels are custom ops. What compiled code does elsewhere is made of PyTorch's, which a compiler knows.

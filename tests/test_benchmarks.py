@@ -352,7 +352,7 @@ def test_plot_is_refused_without_matplotlib(
     with pytest.raises(SystemExit):
         roofline.main(["--plot", "somewhere.svg"])
 
-    assert "needs matplotlib: pip install fusible[plot]" in capsys.readouterr().err
+    assert "needs matplotlib: pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

@@ -121,3 +121,20 @@ class Whole(int):
 def test_split_sizes_that_are_no_ints(sizes: Any, came: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"or a list of ints, got {came}") + "$"):
         Sequential(GroupedLinear(2, 3, 4))(X, split_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tanh, "got tanh; fusible.Pointwise makes one of a function"),
+        ([Linear(3, 3)], "got a list; give its modules one by one, as Sequential(*modules)"),
+        (Linear, "got the class Linear; give an object, such as Linear(...)"),
+        (3, "got 3; torch.nn.Module is the base of both"),
+    ],
+    ids=["function", "list", "class", "number"],
+)
+def test_children_that_are_no_modules(value: Any, words: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"^{re.escape('Sequential: module 1 must be an op or another module, ' + words)}$"
+    ):
+        Sequential(Linear(3, 3), value)

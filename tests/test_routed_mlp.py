@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from checks.routing import check_ids_that_lie_stay_inside
 from models import steps
 from torch.utils.checkpoint import checkpoint
 
@@ -44,6 +45,7 @@ def inputs(tokens=T, outside=False, dtype=D):
     index = torch.randint(0, E - 1, (tokens, K_SLOTS), generator=g)  # the last expert has no token
     if outside:
         index[::3, 1] = E + 2
+        index[1::3, 0] = -1
     weights = torch.rand(tokens, K_SLOTS, dtype=dtype, generator=g).requires_grad_()
     return x, index, weights
 
@@ -158,6 +160,10 @@ def test_few_tokens(tokens):
         assert_close(run(model, *call), fused)
 
 
+def test_ids_that_lie_stay_inside():
+    check_ids_that_lie_stay_inside("cpu")
+
+
 def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
     """Between the two, elementwise ops know no experts: what they leave in rows of no expert must not count."""
     model = Sequential(Dispatch(E), Identity(), Combine())
@@ -173,11 +179,11 @@ def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
 
 
 @pytest.mark.parametrize("outside", [-1, -(2**31), E, 2**16, 2**16 + 1])
-@pytest.mark.parametrize("how", ["one call", "kernel by kernel", "unfused"])
-def test_ids_below_and_beyond_those_of_experts_are_of_none(how, outside):
-    model, (x, index, weights) = layer(single_grouped_weight=how == "one call"), inputs(outside=True)
+@pytest.mark.parametrize("path", ["one call", "kernel by kernel", "unfused"])
+def test_ids_below_and_beyond_those_of_experts_are_of_none(path, outside):
+    model, (x, index, weights) = layer(single_grouped_weight=path == "one call"), inputs(outside=True)
     index = index.int()
-    with config(disable_fusions=UNFUSED if how == "unfused" else set()):
+    with config(disable_fusions=UNFUSED if path == "unfused" else set()):
         expected = run(model, x, index, weights)
         index[::3, 1] = outside
         assert_close(run(model, x, index, weights), expected)

@@ -44,18 +44,32 @@ struct RowReader {
   }
 };
 
+// Blocks of the same tokens are beside one another.
+DEVICE TokenBlock token_block(const QuantizeRows& c, int chunks) {
+  return find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+}
+
+// The features that a block takes of its tokens.
+struct BlockFeatures {
+  int64_t width, first;
+
+  DEVICE BlockFeatures(const QuantizeRows& c, int chunks)
+      : width(static_cast<int64_t>(c.tiles) * kScaleBlock), first(blockIdx.x % chunks * width) {}
+  DEVICE int64_t end(const QuantizeRows& c) const { return min(c.features, first + width); }
+};
+
 template <class T, bool kRows, bool kColumns, bool kGather>
 __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
     quantize_rows_kernel(const __grid_constant__ QuantizeRows c, int chunks) {
   __shared__ ColumnsShared shared;
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width;
+  const BlockFeatures features(c, chunks);
   const TokenCopies to(c.rows, c.columns, c.features, block.number, block.first_row);
   quantize_tokens<T, kRows, kColumns>(
-      to, block.rows, first, min(c.features, first + width), shared,
+      to, block.rows, features.first, features.end(c), shared,
       [&](Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE { reader.read(tile, feature, extent, at); },
       [&](const Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE {
         store_rows(tile, at, extent, c.power_of_two, to.rows.data + feature, to.features,
@@ -70,15 +84,15 @@ template <class T, bool kGather>
 __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
     amax_of_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnMaxima<T> shared;
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
-                end = min(c.features, first + width);
+  const BlockFeatures features(c, chunks);
   const bool columns = maxima.columns && c.columns.data;
+  const int64_t end = features.end(c);
   uint32_t most[kTileRows] = {};
-  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
+  for (int64_t feature = features.first; feature < end; feature += kScaleBlock) {
     const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
     Tile<T> tile;
     reader.read(tile, feature, extent, at);
@@ -109,11 +123,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
     cast_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnsShared shared;
   __shared__ float encode_of_row[kScaleBlock];
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width;
+  const BlockFeatures features(c, chunks);
   const TokenCopies to(c.rows, c.columns, c.features, block.number, block.first_row);
   const WholeScales scales{c.power_of_two, c.encode};
   const int t = threadIdx.x;
@@ -121,11 +135,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
     const uint32_t amax = maxima.groups ? maxima.groups[block.group] : maxima.rows[block.first_row + t];
     const Encoding encoding = scales.of<T>(amax, block.group);
     encode_of_row[t] = encoding.encode;
-    if (first == 0) to.rows.scales[t] = encoding.decode;
+    if (features.first == 0) to.rows.scales[t] = encoding.decode;
   }
   __syncthreads();
   quantize_tokens<T, kRows, kColumns>(
-      to, block.rows, first, min(c.features, first + width), shared,
+      to, block.rows, features.first, features.end(c), shared,
       [&](Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE { reader.read(tile, feature, extent, at); },
       [&](const Tile<T>& tile, int64_t feature, const TileExtent& extent)
           INLINE { store_scaled_rows(tile, at, extent, encode_of_row, to.rows.data + feature, to.features); },

@@ -193,6 +193,12 @@ def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[
     return finished
 
 
+def start_sum_of_slots(group: Group, table: Table) -> Callable[[], Tensor]:
+    """:func:`start_sum` of rows that all ranks have sent to the slots of their tokens."""
+    with group.moving() as transport:
+        return transport.start_sum_of_slots(table)
+
+
 def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:
     """Rows [Q, H] of this rank's experts, from the tokens of all ranks, by the table of an earlier dispatch.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -105,6 +105,32 @@ class OperandPair(NamedTuple):
     b: Tensor
 
 
+class RowSlots(NamedTuple):
+    """Where the rows of this rank are summed: at the slots of their tokens, in the buffers of the tokens' ranks.
+
+    Attributes:
+        rank: this one; ``buffers``: the addresses of those of all ranks, as this one sees them.
+        state: of the lane; nothing is stored where it says that the lane has failed.
+        slot_of_row: int32 [S]: of the rows of all ranks, among the slots of all.
+        firsts: int32 [R + 1]: the first row of each rank, and the end of the last.
+        slots: of a rank.
+        at: where in a buffer they are, a row for each.
+    """
+
+    rank: int
+    buffers: list[int]
+    state: Tensor
+    slot_of_row: Tensor
+    firsts: Tensor
+    slots: int
+    at: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Of a launch."""
+        tensors = {name: getattr(self, name).data_ptr() for name in ("state", "slot_of_row", "firsts")}
+        return {"rank": self.rank, "buffers": self.buffers, **tensors, "slots": self.slots, "at": self.at}
+
+
 @dataclass(slots=True)
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
@@ -123,6 +149,7 @@ class GroupedGemm:
         tail_unspecified: rows of ``out`` past the last group may hold anything although it is fresh.
         arrived: counters of the blocks of rows of ``a``, which the kernel before this one on its stream brings; see
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
+        slots: where the rows of the product go, instead of ``out`` or after that.
     """
 
     layout: Layout
@@ -140,6 +167,7 @@ class GroupedGemm:
     second: OperandPair | None = None
     tail_unspecified: bool = False
     arrived: Tensor | None = None
+    slots: RowSlots | None = None
 
     @property
     def groups(self) -> int:
