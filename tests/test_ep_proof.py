@@ -42,7 +42,7 @@ def test_what_goes_wrong_is_printed_and_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = {"a": ["", "rank 1: y differs"], "b": ["", ""]}
-    monkeypatch.setattr(ep_proof, "parts_of_cases", lambda: iter([("rules", ("a", "b", "c"), 1.0)]))
+    monkeypatch.setattr(ep_proof, "parts_of_cases", lambda run: iter([("rules", ("a", "b", "c"), 1.0)]))
     monkeypatch.setattr(ep_proof, "start", lambda *_: said)
     monkeypatch.setattr(ep_proof, "measurements", lambda run: iter([("times", "--preset none", 100.0)]))
     with pytest.raises(SystemExit, match="1"):
