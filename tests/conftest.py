@@ -31,6 +31,7 @@ SLOW = {
     "test_demo": "trains",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
+    "test_ep_proof": "starts processes, compiles csrc with g++",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_library": "compiles with torch.compile",
