@@ -15,7 +15,8 @@ namespace fusible {
 template <class K>
 DEVICE float4* sums_of(const SplitK& split, int slot, int consumer, int block) {
   constexpr int kVectors = K::kTileN / 8;
-  return split.sums + ((slot * kConsumers + consumer) * K::kRowBlocks + block) * kVectors * 128 + threadIdx.x % 128;
+  const int first = ((slot * kConsumers + consumer) * K::kRowBlocks + block) * kVectors * 128;
+  return reinterpret_cast<float4*>(split.sums) + first + threadIdx.x % 128;
 }
 
 // By a consumer: the first `blocks` of its row blocks.

@@ -53,7 +53,7 @@ struct EpilogueParams {
 
 // What blocks that share the depth of a tile leave for one another (device/split_k.cuh).
 struct SplitK {
-  float4* sums;       // of each slice, [kMostSlicedTasks]; null: no depth is split
+  float* sums;        // of each slice, in vectors of four, [kMostSlicedTasks]; null: no depth is split
   uint32_t* arrived;  // zero at launch: warps that have left theirs, [kMostSlicedTasks, consumers]
 };
 
