@@ -62,7 +62,7 @@ Workspace lay_out(void* memory, int64_t groups) {
 Workspace lay_out_split_k(void* memory, int64_t groups) {
   Workspace all = lay_out(memory, groups);
   char* sums = static_cast<char*>(memory) + bytes_before_sums(groups);
-  all.split_k = {.sums = reinterpret_cast<float4*>(sums),
+  all.split_k = {.sums = reinterpret_cast<float*>(sums),
                  .arrived = reinterpret_cast<uint32_t*>(sums + bytes_of_sums())};
   return all;
 }
