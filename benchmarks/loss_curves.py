@@ -82,7 +82,7 @@ def _losses_of(trainings: Mapping[str, Training], device: str, steps: int, jobs:
     if jobs == 1:
         return {name: _losses(name, training, device, steps) for name, training in trainings.items()}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        started = {name: pool.submit(_losses, name, trainings[name], device, steps) for name in reversed(trainings)}
+        started = {name: pool.submit(_losses, name, trainings[name], device, steps) for name in [*trainings][::-1]}
         return {name: started[name].result() for name in trainings}
 
 
