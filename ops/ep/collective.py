@@ -152,7 +152,7 @@ class CollectiveTransport:
             if (lane, number) != exchange:
                 raise PeerError(messages.other_step(rank, Exchange(lane, number).named("dispatch"), named))
             if flags != headers[self._rank][3]:
-                raise PeerError(messages.other_gradients(rank, flags, headers[self._rank][3], named))
+                raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
         """The counts, without rows for which their owner has no room."""
