@@ -147,7 +147,7 @@ def _order(top_k_index: Tensor, groups: int, dtype: torch.dtype) -> Order | None
     if type(ids) is not Tensor:
         return None
     if int(ids[0]) < 0:  # of no expert, as those past the last are, which come last
-        return _order(top_k_index.masked_fill(top_k_index < 0, groups), groups)
+        return _order(top_k_index.masked_fill(top_k_index < 0, groups), groups, dtype)
     ends = torch.searchsorted(ids, _numbers(groups, 1, ids.dtype), right=True, out_int32=True)
     end = int(ends[-1])
     if end < ids.shape[0]:
