@@ -12,7 +12,7 @@ from ...programs.columns import tensors_of
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..jit.operands import Input, inputs_of
+from ..jit.operands import inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from . import arrivals
@@ -99,8 +99,8 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
     backward = isinstance(ending, ActivateBackward)
-    inputs = _inputs(problem, program, block, columns)
-    dtypes = tuple([each.tensor.dtype for each in inputs if each.tensor is not None])
+    of_operands = zip(program.tensor_operands.values(), _operands(problem, program, columns), strict=False)
+    dtypes = tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
     types, of_elements = dtypes[: len(program.columns)], dtypes[len(program.columns) :]
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
@@ -124,12 +124,11 @@ def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
     program = spec.program
     if program is None or problem.of_groups is None:
         return None
-    inputs = _inputs(problem, program, spec.block, columns)
-    if len(inputs) > MOST_OPERANDS:
-        return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {len(inputs)}"
+    if (count := len(program.columns + program.matrices)) > MOST_OPERANDS:
+        return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
     if spec.block in _NARROW and any(len(names) == 2 for names in program.matrix_operands.values()):
         return f"has no loads of matrices of gate and up for blocks of {spec.block} columns"
-    for tensor, _ in inputs:
+    for tensor in _operands(problem, program, columns):
         if tensor is None or tensor.dtype not in TYPE_CODES:
             return "needs numbers of columns and matrices of 16 or 32 bits"
         if not tensor.is_contiguous() or addresses(tensor)[0] % 16:
@@ -137,14 +136,13 @@ def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
     return None
 
 
-def _inputs(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> tuple[Input, ...]:
-    """The inputs of a program that are numbers of columns, and those that are numbers of elements."""
+def _operands(problem: GroupedGemm, program: Program, columns: int) -> list[Tensor | None]:
+    """The numbers of columns that a program reads, and the matrices."""
     of_groups = problem.of_groups
     if of_groups is None:
-        return ()
+        return []
     vectors = tensors_of(program.column_operands, of_groups.vectors, columns)
-    matrices = tensors_of(program.matrix_operands, of_groups.matrices, columns)
-    return inputs_of(program.tensor_operands, [*vectors, *matrices], block or columns)
+    return vectors + tensors_of(program.matrix_operands, of_groups.matrices, columns)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -240,9 +238,10 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
 
 def _input_addresses(problem: GroupedGemm, columns: int) -> list[int]:
     spec = None if problem.epilogue is None else problem.epilogue.spec
-    if spec is None or spec.program is None:
+    if spec is None or spec.program is None or problem.of_groups is None:
         return []
-    return [each.address for each in _inputs(problem, spec.program, spec.block, columns)]
+    operands = _operands(problem, spec.program, columns)
+    return [each.address for each in inputs_of(spec.program.tensor_operands, operands, spec.block or columns)]
 
 
 def second_depth(problem: GroupedGemm) -> int:
