@@ -71,8 +71,8 @@ def test_random_functions(seed):
 @pytest.fixture
 def one_tile(monkeypatch):
     """Of each direction the kernel of the first tile alone is compiled, which is most of what a test takes."""
-    variants = epilogue._variants
-    monkeypatch.setattr(epilogue, "_variants", lambda form: variants(form)[:1])
+    variants = epilogue.variants_of
+    monkeypatch.setattr(epilogue, "variants_of", lambda form: variants(form)[:1])
     epilogue.handles.cache_clear()
     yield
     epilogue.handles.cache_clear()

@@ -91,7 +91,7 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
         raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: load(sources(form, variant)), _variants(form)))
+        loaded = tuple(_in_threads(lambda variant: load(sources(form, variant)), variants_of(form)))
     except CompileError as error:
         return str(error).partition("\n")[0]
     direction = "backward" if form.backward else "forward"
@@ -139,7 +139,7 @@ def compile_ahead(form: EpilogueForm) -> int:
     Raises:
         CompileError: see :func:`compiled`.
     """
-    variants = _variants(form)
+    variants = variants_of(form)
     _in_threads(lambda variant: len(compiled(sources(form, variant), ARCHITECTURE)), variants)
     return len(variants)
 
@@ -149,7 +149,8 @@ def load(texts: list[str]) -> int:
     return LoadedKernel(compiled(texts, ARCHITECTURE)).handle
 
 
-def _variants(form: EpilogueForm) -> list[int]:
+def variants_of(form: EpilogueForm) -> list[int]:
+    """The tiles that a direction has kernels of."""
     built: list[int] = library().BACKWARD_VARIANTS if form.backward else library().ACTIVATION_VARIANTS
     return built
 
