@@ -117,6 +117,7 @@ class CallCache:
         signature, plans = (*key, runtime, config.token), self.plans
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:
+            call.check_store_values(self.layout.entries)  # here alone: their classes stand in the signature
             plan = compile_plan(OpGraph.of(self.layout, call), registry, config)
             plans.add(signature, plan)
         return plan

@@ -14,6 +14,7 @@ from ..fuser.op import RESERVED
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
+from .grouped_linear import with_rows_of
 from .link import Link
 from .link_rows import flat
 from .programs.columns import of_rows, sums
@@ -197,8 +198,7 @@ class Pointwise(Op):
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
         )
-        y = self._value(flat(x), rows, columns, sizes)
-        return y.reshape(*x.shape[:-1], y.shape[-1]), saved
+        return with_rows_of(x, self._value(flat(x), rows, columns, sizes)), saved
 
     def bwd(self, saved: link_rows.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         link, columns = self.link, dict(self.inputs())

@@ -266,9 +266,8 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     """:func:`route` where our own kernels are not."""
-    ids, slots = top_k_index.reshape(-1), top_k_index.shape[-1]
-    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    ids, order = torch.sort(_narrow(ids, num_experts), stable=True)
+    ids, slots = _within(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
+    ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     starts = torch.searchsorted(ids, experts, out_int32=True)
     counts = torch.cat((starts[1:] - starts[:-1], starts[-1:]))
@@ -277,8 +276,9 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(counts, order, row_of_slot.view(-1, slots), is_native=False)
 
 
-def _narrow(ids: Tensor, num_experts: int) -> Tensor:
-    """The ids in few bits, which a radix sort of many on a GPU goes over one after the other."""
+def _within(ids: Tensor, num_experts: int) -> Tensor:
+    """The ids, E for those of no expert; in few bits, which a radix sort of many on a GPU goes over one by one."""
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     large = ids.is_cuda and ids.shape[0] > _SORTED_AT_ONCE
     return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids
 

@@ -15,6 +15,8 @@ import torch
 
 import fusible
 from fusible.__main__ import BENCHMARKS, main
+from fusible.commands import info
+from fusible.fuser import torch_private
 from fusible.ops.kernels import architecture
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import ahead
@@ -38,6 +40,23 @@ def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_info_tells_of_another_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not tested" not in printed_by(capsys, "info")
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    monkeypatch.setitem(torch_private.missing, "torch._C._gone", None)
+
+    lines = [line for line in printed_by(capsys, "info").splitlines() if line.startswith("torch ")]
+    assert re.fullmatch(r"torch     2.99.1\+cpu, \d+ CPU threads; not tested with it, but with 2.11 and .*", lines[0])
+    assert lines[1].startswith("torch     lacks torch._C._gone: docs/support.md")
+
+
+def test_tested_versions_of_torch_are_those_of_the_docs() -> None:
+    support = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
+    (sentence,) = re.findall(r"^Tested are .*", support, re.MULTILINE)
+
+    assert tuple(re.findall(r"PyTorch (\d+\.\d+)", sentence)) == info.TESTED_TORCH
+
+
 def test_info_tells_why_a_backend_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hopper needs a CUDA device, got cpu" in printed_by(capsys, "info")
 

@@ -29,6 +29,7 @@ CONTRACT = {
     "overrides",
     "parametrized",
     "spec",
+    "stored_values",
     "torch_private",
     "tracing",
 }

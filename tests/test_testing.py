@@ -238,10 +238,3 @@ def test_a_fusion_that_does_not_fire_says_why() -> None:
         check_fusion("GroupedMLP", Sequential(Activation("relu")), X)
     with pytest.raises(KeyError, match="no fusion is named 'GroupedMPL'"):
         check_fusion("GroupedMPL", mlp, X, split_sizes=SIZES)
-
-
-def test_what_is_no_op_and_no_container() -> None:
-    with pytest.raises(TypeError, match=r"^check_op: op must be a fusible\.Op, got a Linear$"):
-        check_op(nn.Linear(2, 2), X)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^check_fusion: container must be a fusible\.Sequential, got a Linear$"):
-        check_fusion("GroupedMLP", nn.Linear(2, 2), X)  # type: ignore[arg-type]

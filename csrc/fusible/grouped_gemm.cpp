@@ -132,7 +132,7 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
     FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
   if (call.zeroed) return workspace;
   Zeroing zeroing;
-  if (workspace.counter) zeroing.counters = {workspace.counter};
+  if (workspace.counter) zeroing.counters.push_back({workspace.counter});
   if (call.zero_tail) zeroing.tails = {tail_of(call)};
   zero(zeroing, current_device(), stream);
   return workspace;
@@ -161,9 +161,9 @@ int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 
 void zero_before(GroupedGemm& call, Zeroing& zeroing) {
   unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
-  if (counter && std::ranges::count(zeroing.counters, counter))
+  if (counter && std::ranges::count(zeroing.counters, counter, &Counters::first))
     return;  // of a call before, which leaves it as it is then
-  if (counter) zeroing.counters.push_back(counter);
+  if (counter) zeroing.counters.push_back({counter});
   if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
   call.zeroed = true;
 }

@@ -18,6 +18,7 @@ from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
+from ..stored_values import check_stores_values
 from ..torch_private import profiler_enabled
 from . import legality
 from .graph import OpGraph, X
@@ -100,6 +101,8 @@ class Plan:
             return first + 1
         if first and not isinstance(x, Tensor):
             raise ArgumentError(f"{entry}: x: expected a tensor, got a {type(x).__name__}")
+        if first:
+            check_stores_values("x", x, str(entry))
         spec: TensorSpec | None = TensorSpec.of(x)
         extras: dict[str, TensorSpec] = {}
         end = first

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from ...fuser import tracing as trace
 from ..checks import check_floats, product_dtype
-from ..moe import check_slots, index_dtype
+from ..moe import check_choices, index_dtype
 from .group import Group
 from .transport import DispatchedRows, Exchange, Table
 
@@ -76,8 +76,7 @@ class EPDispatch(Op):
         settings = self.group.settings
         x = x._replace(dtype=product_dtype(x.dtype, autocast_dtype))
         check_rows_of(self.group, x, "tokens [T, H]")
-        check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
-        check_slots("top_k_weights", top_k_weights, x, "floating-point", lambda dtype: dtype.is_floating_point)
+        check_choices(top_k_index, top_k_weights, x)
         for name, slots in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
             if slots.shape[1] != settings.top_k:
                 raise ArgumentError(
@@ -192,6 +191,12 @@ def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[
             return finish()
 
     return finished
+
+
+def start_sum_of_slots(group: Group, table: Table) -> Callable[[], Tensor]:
+    """:func:`start_sum` of rows that all ranks have sent to the slots of their tokens."""
+    with group.moving() as transport:
+        return transport.start_sum_of_slots(table)
 
 
 def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:

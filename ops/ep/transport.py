@@ -115,6 +115,15 @@ class Transport(Protocol):
         None: any memory is as good.
         """
 
+    def row_slots(self, table: Any) -> Any:
+        """Where the rows of a combine go as they are computed: see :class:`fusible.ops.kernels.RowSlots`.
+
+        None: nowhere but to :meth:`start_sum`. Otherwise :meth:`start_sum_of_slots` follows.
+        """
+
+    def start_sum_of_slots(self, table: Any) -> Callable[[], Tensor]:
+        """:meth:`start_sum` of the rows of a combine that all ranks have sent to :meth:`row_slots`."""
+
     def statistics(self) -> Mapping[str, int]:
         """The largest number of rows that a rank had to own, and the number of rows left out, so far."""
 

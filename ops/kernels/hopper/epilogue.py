@@ -123,8 +123,8 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
     kept = None if problem.epilogue is None else problem.epilogue.kernels
     handles = kept or _handles(_form(problem, spec.program, spec.block, columns))
     assert handles is not None
-    kernel, *others = handles
-    return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
+    kernel, other, deep = (*handles, 0, 0)[:3]
+    return activation(spec, columns)._replace(kernel=kernel, other_kernel=other, deep_kernel=deep)
 
 
 def _vectors_refusal(spec: ActivationSpec, vectors: Operands, columns: int) -> str | None:
