@@ -195,7 +195,8 @@ class CollectiveTransport:
             rows[count:].zero_()
         return rows
 
-    def start_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+        assert rows is not None  # there are no slots
         if table.sums is None:
             arrived = self._start_returning(rows, table, kind)
             return lambda: permutation.unpermute(arrived(), table.routing)
@@ -237,9 +238,6 @@ class CollectiveTransport:
 
     def row_slots(self, table: CollectiveTable) -> None:
         """Nowhere: ranks do not write one another's memory."""
-
-    def start_sum_of_slots(self, table: CollectiveTable) -> Callable[[], Tensor]:
-        raise NotImplementedError("row_slots() gives none")
 
     def lends(self, table: CollectiveTable) -> bool:
         """Whether it has memory for rows: where our own kernels run, which write there at no cost."""

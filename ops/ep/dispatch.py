@@ -196,9 +196,13 @@ class TableForeseen(NamedTuple):
     num_rows: int
 
 
-def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[], Tensor]:
-    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H]."""
-    if trace.active():
+def start_sum(group: Group, rows: Tensor | None, table: Table, kind: str) -> Callable[[], Tensor]:
+    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H].
+
+    Args:
+        rows: None: they have gone to slots (:meth:`Transport.row_slots`).
+    """
+    if rows is not None and trace.active():
         group.mover.foresee(kind, rows)
         return lambda: rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
     with group.moving() as transport:
@@ -209,12 +213,6 @@ def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[
             return finish()
 
     return finished
-
-
-def start_sum_of_slots(group: Group, table: Table) -> Callable[[], Tensor]:
-    """:func:`start_sum` of rows that all ranks have sent to the slots of their tokens."""
-    with group.moving() as transport:
-        return transport.start_sum_of_slots(table)
 
 
 def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:
