@@ -20,7 +20,7 @@ DEVICE uint32_t multiply_pairs(uint32_t x, uint32_t y) {
 // e4m3 with a power of two for each 32: MXFP8.
 struct PackedE4M3 {
   static constexpr int kValues = 16, kScaleValues = 32;
-  using Scales = uint8_t;  // of a piece
+  using Scales = uint8_t;                // of a piece
   static constexpr float kFactor = 1.f;  // of the values that come out
 
   // Exponent and mantissa of e4m3 in those of bf16 are 2^-120 of the value, also of a subnormal one. A byte that is NaN
