@@ -19,17 +19,18 @@ DEVICE uint32_t multiply_pairs(uint32_t x, uint32_t y) {
 
 // e4m3 with a power of two for each 32: MXFP8.
 struct PackedE4M3 {
-  static constexpr int kValues = 16, kScaleValues = 32, kScales = 1;
+  static constexpr int kValues = 16, kScaleValues = 32;
+  using Scales = uint8_t;                // of a piece
   static constexpr float kFactor = 1.f;  // of the values that come out
 
   // Exponent and mantissa of e4m3 in those of bf16 are 2^-120 of the value, also of a subnormal one. A byte that is NaN
   // makes the piece NaN, as it makes every sum that it is in.
-  DEVICE static void decode(const uint4& bytes, const uint8_t (&scales)[kScales], uint32_t (&pairs)[kValues / 2]) {
+  DEVICE static void decode(const uint4& bytes, Scales scales, uint32_t (&pairs)[kValues / 2]) {
     const uint32_t words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
     uint32_t nan = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) nan |= ((words[i] & 0x7F7F7F7F) + 0x01010101) & 0x80808080;
-    const uint32_t scale = nan || scales[0] == 0xFF ? kNaNs : both(scales[0] ? scales[0] << 7 : 0x40);
+    const uint32_t scale = nan || scales == 0xFF ? kNaNs : both(scales ? scales << 7 : 0x40);
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
       const uint32_t pair = __byte_perm(words[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
@@ -43,15 +44,16 @@ struct PackedE4M3 {
 
 // e2m1 with a scale in e4m3 for each 16: NVFP4. Values and scales stay 2^8 times too small, so that one product does.
 struct PackedE2M1 {
-  static constexpr int kValues = 32, kScaleValues = 16, kScales = 2;
+  static constexpr int kValues = 32, kScaleValues = 16;
+  using Scales = uint16_t;  // of a piece: two
   static constexpr float kFactor = 256.f;
 
   // Exponent and mantissa of e2m1 in those of bf16 are 2^-126 of the value. The codes i and i + 4 of eight are a pair.
-  DEVICE static void decode(const uint4& bytes, const uint8_t (&scales)[kScales], uint32_t (&pairs)[kValues / 2]) {
+  DEVICE static void decode(const uint4& bytes, Scales scales, uint32_t (&pairs)[kValues / 2]) {
     const uint32_t words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      const uint32_t scale = pair_of(scales[word / 2]);
+      const uint32_t scale = pair_of(scales >> word / 2 * 8 & 0xFF);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t codes = words[word] >> 4 * i;

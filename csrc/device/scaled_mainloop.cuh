@@ -35,7 +35,7 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using B = typename K::B;
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
-  constexpr bool kInStage = Factors::kReadsToTheEnd;  // of the stage
+  constexpr bool kInStage = Factors::kReadsToTheEnd;                        // of the stage
   constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
   if constexpr (!kOverlaps) meanwhile();
   Factors factors(tile);

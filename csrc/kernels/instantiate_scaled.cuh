@@ -22,10 +22,10 @@ template <class Out, int kVariant>
 KernelEntry scaled_wgrad_entry_of_variant() {
   if constexpr (kVariant > 0 && std::is_same_v<Out, float>) return {};
   else
-    return entry_of<ScaledWgradKernel<Out, kScaledWgradVariants[kVariant],
-                                      std::conditional_t<staggers(kVariant), StaggeredScaling1D1D,
-                                                         std::conditional_t<needs_powers_of_two(kVariant),
-                                                                            PowerOfTwoScaling1D1D, Scaling1D1D>>>>();
+    return entry_of<ScaledWgradKernel<
+        Out, kScaledWgradVariants[kVariant],
+        std::conditional_t<staggers(kVariant), StaggeredScaling1D1D,
+                           std::conditional_t<needs_powers_of_two(kVariant), PowerOfTwoScaling1D1D, Scaling1D1D>>>>();
 }
 
 template <class Out, size_t... kVariants>

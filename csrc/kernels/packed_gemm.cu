@@ -17,31 +17,47 @@ namespace {
 
 constexpr int kWarps = 4, kColumns = 16 * kWarps, kRowTiles = 4, kRowsOfTile = 8;
 
+constexpr int kAhead = 2;  // pieces on their way while one is multiplied
+
 // What a thread reads of the weights at a time: of two columns, eight apart.
 template <class Format>
 struct Pieces {
   uint4 bytes[2];
-  uint8_t scales[2][Format::kScales];
+  typename Format::Scales scales[2];
+};
 
-  DEVICE Pieces(const PackedGemm& c, int64_t group, int64_t column, int64_t k) {
+// Where a thread reads; a column that does not exist is read as the last one, and not stored.
+template <class Format>
+class PieceReader {
+ public:
+  DEVICE PieceReader(const PackedGemm& c, int64_t group, int64_t column) {
+    const int64_t blocks = (c.k + Format::kScaleValues - 1) / Format::kScaleValues;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool wanted = k < c.k && column + i * 8 < c.n;
-      const int64_t row = group * c.n + column + i * 8;
-      bytes[i] = ptx::load_vector_if(wanted, c.b + (row * c.k + k) / Format::kValues * 16);
-      const int64_t blocks = (c.k + Format::kScaleValues - 1) / Format::kScaleValues;
-#pragma unroll
-      for (int j = 0; j < Format::kScales; ++j)
-        scales[i][j] = wanted ? __ldg(c.b_scales + row * blocks + k / Format::kScaleValues + j) : 0;
+      const int64_t row = group * c.n + min(column + i * 8, c.n - 1);
+      bytes_[i] = c.b + row * (c.k / Format::kValues) * 16, scales_[i] = c.b_scales + row * blocks;
     }
   }
+  // From value k on; zeros where there are none.
+  DEVICE Pieces<Format> read(int k, bool wanted) const {
+    Pieces<Format> pieces;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      pieces.bytes[i] = ptx::load_vector_if(wanted, bytes_[i] + k / Format::kValues * 16);
+      const auto* scales = reinterpret_cast<const typename Format::Scales*>(scales_[i] + k / Format::kScaleValues);
+      pieces.scales[i] = wanted ? __ldg(scales) : 0;
+    }
+    return pieces;
+  }
+
+ private:
+  const uint8_t *bytes_[2], *scales_[2];
 };
 
 template <class Format>
-DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format::kValues / 2], const PackedGemm& c,
-                           bool wanted, int64_t token, int64_t k) {
+DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format::kValues / 2],
+                           const __nv_bfloat16* from, bool wanted) {
   uint32_t x[Format::kValues / 2];
-  const auto* from = static_cast<const __nv_bfloat16*>(c.a) + token * c.a_pitch + k;
 #pragma unroll
   for (int i = 0; i < Format::kValues / 8; ++i) {
     const uint4 words = ptx::load_vector_if(wanted, from + i * 8);
@@ -83,22 +99,35 @@ __global__ void __launch_bounds__(kWarps * 32, 4) packed_gemm_kernel(const __gri
   const int64_t rows = clamped_size(c.sizes, group, c.tokens - start);
   const int64_t column = blockIdx.x * int64_t{kColumns} + warp * 16 + lane / 4;
   constexpr int kStep = 4 * Format::kValues;  // of the depth, by four threads
+  const PieceReader<Format> reader(c, group, column);
+  const int depth = static_cast<int>(c.k), begin = lane % 4 * Format::kValues;
+  const auto* x = static_cast<const __nv_bfloat16*>(c.a) + (start + lane / 4) * c.a_pitch;
+  const int64_t row_tile = kRowsOfTile * c.a_pitch;
   for (int64_t first = 0; first < rows; first += kRowTiles * kRowsOfTile) {
+    const int tiles = static_cast<int>(min(int64_t{kRowTiles}, (rows - first + kRowsOfTile - 1) / kRowsOfTile));
+    const int existing = static_cast<int>(min(rows - first, int64_t{kRowTiles * kRowsOfTile})) - lane / 4;
     float acc[kRowTiles][4] = {};
-    Pieces<Format> next(c, group, column, lane % 4 * Format::kValues);
-    for (int64_t k = lane % 4 * Format::kValues, end = 0; end < c.k; k += kStep, end += kStep) {
-      const Pieces<Format> now = next;
-      next = Pieces<Format>(c, group, column, k + kStep);
-      uint32_t weights[2][Format::kValues / 2];
-      Format::decode(now.bytes[0], now.scales[0], weights[0]);
-      Format::decode(now.bytes[1], now.scales[1], weights[1]);
+    Pieces<Format> ahead[kAhead];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        if (first + i * kRowsOfTile >= rows) break;
-        const int64_t row = first + i * kRowsOfTile + lane / 4;
-        multiply_piece<Format>(acc[i], weights, c, k < c.k && row < rows, start + row, k);
+    for (int i = 0; i < kAhead; ++i) ahead[i] = reader.read(begin + i * kStep, begin + i * kStep < depth);
+    for (int end = 0; end < depth; end += kAhead * kStep) {
+#pragma unroll
+      for (int step = 0; step < kAhead; ++step) {
+        const int k = begin + end + step * kStep, later = k + kAhead * kStep;
+        if (end + step * kStep >= depth) break;
+        const Pieces<Format> now = ahead[step];
+        ahead[step] = reader.read(later, later < depth);
+        uint32_t weights[2][Format::kValues / 2];
+        Format::decode(now.bytes[0], now.scales[0], weights[0]);
+        Format::decode(now.bytes[1], now.scales[1], weights[1]);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          if (i >= tiles) break;
+          multiply_piece<Format>(acc[i], weights, x + i * row_tile + k, k < depth && i * kRowsOfTile < existing);
+        }
       }
     }
+    x += kRowTiles * row_tile;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll

@@ -42,7 +42,12 @@ def _layout_refusal(p: PackedGemm) -> str | None:
         return f"{NAME} needs contiguous int32 or int64 split sizes"
     if p.a.stride(-1) != 1 or p.a.stride(0) % 8 or addresses(p.a)[0] % 16 or p.out.stride(-1) != 1:
         return f"{NAME} needs dense rows that are aligned to 16 bytes, got strides {list(p.a.stride())}"
-    if not p.data.is_contiguous() or not p.scales.is_contiguous() or addresses(p.data)[0] % 16:
+    if (
+        not p.data.is_contiguous()
+        or not p.scales.is_contiguous()
+        or addresses(p.data)[0] % 16
+        or addresses(p.scales)[0] % 2
+    ):
         return f"{NAME} needs contiguous weights and scales, aligned to 16 bytes"
     return None
 
