@@ -235,7 +235,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
 def _listed(sizes: Any) -> str:
     """What came, and of a list the first element that is no int."""
     if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
-        return _kind(sizes)
+        return _kind(sizes) + ("; give torch.as_tensor(sizes)" if hasattr(sizes, "__array__") else "")
     wrong = next(type(size) for size in sizes if type(size) is not int)
     cure = "; give [int(n) for n in sizes]" if issubclass(wrong, SupportsIndex) else ""
     return f"{_kind(sizes)} with a {wrong.__module__}.{wrong.__name__}{cure}".replace("builtins.", "")

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -116,6 +117,7 @@ class Whole(int):
         ([2, Whole(2)], "a list with a test_error_texts.Whole; give [int(n) for n in sizes]"),
         ([2.0, 2.0], "a list with a float"),
         ("22", "a str"),
+        (np.array([2, 2]), "a ndarray; give torch.as_tensor(sizes)"),
     ],
 )
 def test_split_sizes_that_are_no_ints(sizes: Any, came: str) -> None:
