@@ -41,6 +41,7 @@ def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_info_tells_of_another_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     assert "not tested" not in printed_by(capsys, "info")
     monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
     monkeypatch.setitem(torch_private.missing, "torch._C._gone", None)
