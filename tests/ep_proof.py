@@ -69,32 +69,18 @@ def measurements(run: Run) -> Iterator[tuple[str, str, float]]:
         return
     models = "--preset qwen3 mixtral gpt-oss deepseek-v3-ep8"
     yield "times", f"{models} --transport symmetric collective vdev_2d", 240
-    yield "times, skewed", f"{models} --transport symmetric collective --distribution skewed --no-check", 120
-    yield "times, few tokens", "--preset deepseek-v3-ep8 --tokens 128 --transport symmetric collective", 60
-    combined = "--preset qwen3 mixtral --transport symmetric --no-check --overlap-combine"
-    yield "times, overlap-combine", combined, 60
-    yield "times, both overlaps", f"{combined} --overlap-dispatch 16", 60
-    for option, blocks in (("overlap", (16, 32, 64)), ("overlap-dispatch", (8, 16, 32))):
-        for n in blocks:
-            arguments = f"--preset qwen3 mixtral --transport symmetric --no-check --{option} {n}"
-            yield f"times, {option} {n}", arguments, 60
+    overlaps = [f"--overlap-dispatch {n}" for n in (8, 16, 32)] + [f"--overlap {n}" for n in (16, 32, 64)]
+    for overlap in ("--overlap-combine", "--overlap-combine --overlap-dispatch 16", *overlaps):
+        yield f"times {overlap.replace('--', '')}", f"--preset qwen3 --transport symmetric --no-check {overlap}", 45
+    yield "times skewed", f"{models} --transport symmetric collective --distribution skewed --no-check", 120
+    yield "times few tokens", "--preset deepseek-v3-ep8 --tokens 128 --transport symmetric collective", 60
 
 
 def of_measurement(run: Run, name: str, arguments: str, seconds: float) -> Finding:
     """Prints the tables."""
-    out = run.folder / f"{run.ranks} ranks" / name.replace(", ", "-").replace(" ", "-")
-    command = [
-        sys.executable,
-        "-m",
-        "fusible",
-        "bench",
-        "ep",
-        *arguments.split(),
-        "--ranks",
-        str(run.ranks),
-        "--out",
-        str(out),
-    ]
+    out = run.folder / f"{run.ranks} ranks" / name.replace(" ", "-")
+    ours = ["--ranks", str(run.ranks), "--out", str(out)]
+    command = [sys.executable, "-m", "fusible", "bench", "ep", *arguments.split(), *ours]
     try:
         subprocess.run(command, env=environment(run.device), timeout=seconds, check=True)
     except subprocess.SubprocessError as error:
