@@ -13,7 +13,7 @@ class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
     """Help that tells the defaults, where there is something to tell."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        if action.default in (None, False):
+        if not action.default:
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(map(str, action.default))})"

@@ -151,6 +151,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
              "What ragged_gemm needs for itself.");
+  module.def("split_k_workspace_bytes", &fusible::split_k_workspace_bytes, "groups"_a,
+             "The same for the tile variant that splits the depth of weight gradients.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a,
              "What a launch needs for itself, aligned to 16 bytes.");
   def<fusible::ActivateLaunch>(module, "An activation times row scales. Curves: see fusible/activation.h.");
@@ -167,6 +169,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("ACTIVATION_VARIANTS") =
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
   module.attr("DEEP_ACTIVATION_VARIANT") = fusible::kDeepActivationVariant;
+  for (int i = 0; i < fusible::kTileVariantCount; ++i)
+    if (fusible::kTileVariants[i].split_k) module.attr("SPLIT_K") = i;
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
@@ -216,6 +220,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  def<fusible::PackedGemmLaunch>(
+      module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);

@@ -23,19 +23,22 @@ def stores_values(kind: type[Tensor]) -> bool:
 
 
 def check_stores_values(name: str, tensor: Tensor, reader: str) -> None:
-    """Raises :class:`ArgumentError` for an argument of ``reader`` that is a subclass with operations of its own."""
-    if not stores_values(type(tensor)):
-        raise _not_plain(name, tensor, f"give {name}.to_local()").located(reader)
+    """Raises :class:`ArgumentError` for an argument of ``reader`` that is a subclass with operations of its own.
+
+    Nested tensors pass: which layouts it takes is asked elsewhere.
+    """
+    if not stores_values(type(tensor)) and not tensor.is_nested:
+        raise _subclass_error(name, tensor, f"give {name}.to_local()").located(reader)
 
 
 def check_parameter_stores_values(name: str, parameter: Tensor) -> None:
     """The same for a parameter."""
     if not stores_values(type(parameter)):
         hooks = "under fully_shard call the module that was sharded, whose hooks gather its parameters"
-        raise _not_plain(name, parameter, f"{hooks}; else give to_local()")
+        raise _subclass_error(name, parameter, f"{hooks}; else give to_local()")
 
 
-def _not_plain(name: str, tensor: Tensor, cure_of_dtensors: str) -> ArgumentError:
+def _subclass_error(name: str, tensor: Tensor, cure_of_dtensors: str) -> ArgumentError:
     kind, rest = type(tensor).__name__, ", whose operations the kernels would bypass"
     if kind == "DTensor":
         rest = f" placed as {getattr(tensor, 'placements', ())}; {cure_of_dtensors}"

@@ -11,6 +11,7 @@ ACTIVATION_VARIANTS: list[int]
 DEEP_ACTIVATION_VARIANT: int  # without a bias or a second pair of operands
 BACKWARD_VARIANTS: list[int]
 PAIR_VARIANTS: list[int]  # of products with a second pair of operands
+SPLIT_K: int  # the one that splits the depth of weight gradients
 ACTIVATION_PARAMS_BYTES: int  # of what the kernels with an activation take
 PAIR_ACTIVATION_PARAMS_BYTES: int  # with a second pair of operands
 XLA_FFI_API: tuple[int, int]  # the version of XLA's foreign function interface that the handlers were compiled for
@@ -206,6 +207,31 @@ def row_scaled_gemm(
     alphas: int = ...,
     zero_tail: bool = ...,
 ) -> None: ...
+def packed_gemm(
+    *,
+    device: int,
+    stream: int,
+    format: int,
+    tokens: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_scales: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
+    output: int,
+    out: int,
+    out_pitch: int,
+    bias: int = ...,
+    bias_type: int = ...,
+    bias_scale: int = ...,
+    row_scale: int = ...,
+    alphas: int = ...,
+    zero_tail: bool = ...,
+) -> None: ...
 def scaled_wgrad(
     *,
     device: int,
@@ -267,6 +293,7 @@ def ragged_gemm(
     workspace: int,
 ) -> None: ...
 def ragged_workspace_bytes(groups: int) -> int: ...
+def split_k_workspace_bytes(groups: int) -> int: ...
 def workspace_bytes(groups: int) -> int: ...
 def grouped_gemm_config(
     layout: int,

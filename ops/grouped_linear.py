@@ -28,6 +28,7 @@ from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
 from .quantized.copies import Columns, TransposedWeight, WeightOperand
+from .quantized.packed import PackedWeight
 from .quantized.recipe import NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
@@ -260,12 +261,12 @@ class GroupedLinear(WeightGrads):
 
     def _weight_operands(
         self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand, WeightOperand | TransposedWeight | Copy | None]:
+    ) -> tuple[WeightOperand | PackedWeight, WeightOperand | TransposedWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
-            return operands.of_rowwise(recipe, copy), copy if back else None
+            return operands.of_staying(recipe, copy), copy if back else None
         matrices = self.matrices("weight")
         if delayed_scales.is_delayed(recipe):
             weight = kernels.problem.stacked(matrices)

@@ -12,8 +12,7 @@ from ..fuser import Gradient, Grads
 from . import kernels
 from .grouped_linear import with_rows_of
 from .link import Link
-from .programs.columns import matrices_of
-from .programs.matrices import equal_gradient
+from .programs.columns import equal_gradient, tensors_of
 from .programs.program import part_of
 
 
@@ -100,7 +99,8 @@ def backward(
         if name in needs_grad and number is not None:
             grads[name] = number.view(leading).to(saved.dtypes[name])
     grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
-    by_matrix = dict(zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False))
+    of_matrices = tensors_of(link.program.matrix_operands, by_element, dy.shape[-1])
+    by_matrix = dict(zip(link.matrices, of_matrices, strict=False))
     for name, other in equal.items():
         matrix = by_matrix.get(name)
         if other is not None:
@@ -112,8 +112,8 @@ def backward(
 
 def _equal_gradients(link: Link, needs_grad: frozenset[str]) -> dict[str, str | None]:
     """Of each matrix whose gradient is wanted, the one that it is: :func:`equal_gradient`."""
-    matrices = zip(link.matrices, link.program.matrix_operands, strict=True)
-    return {name: equal_gradient(link.program, operand) for name, operand in matrices if name in needs_grad}
+    matrices = zip(link.matrices, link.program.matrix_operands.values(), strict=True)
+    return {name: equal_gradient(link.program, inputs) for name, inputs in matrices if name in needs_grad}
 
 
 def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import ep_gpu_cases
 import torch
 from ep_world import environment, start
 
-MODULE = "ep_gpu_cases"
 LONG = ("thousands_of_exchanges_through_poisoned_buffers", "a_model_trains_as_in_one_process")
 
 
@@ -40,11 +40,11 @@ class Finding(NamedTuple):
     fault: str
 
 
-def parts_of_cases() -> Iterator[tuple[str, tuple[str, ...], float]]:
+def parts_of_cases(run: Run) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """A name, the cases, and the seconds they may take."""
-    import ep_gpu_cases
-
-    yield "rules", tuple(case.__name__ for case in ep_gpu_cases.CASES if case.__name__ not in LONG), 150
+    left_out = ep_gpu_cases.NEED_GPUS if run.device == "cpu" else []
+    names = [case.__name__ for case in ep_gpu_cases.CASES if case not in left_out]
+    yield "rules", tuple(name for name in names if name not in LONG), 150
     yield "exchanges", LONG[:1], 90
     yield "training", LONG[1:], 90
 
@@ -54,7 +54,7 @@ def of_cases(run: Run, name: str, cases: Sequence[str], seconds: float) -> Itera
     folder = run.folder / f"{run.ranks} ranks" / name
     folder.mkdir(parents=True)
     limit = seconds if run.device == "cuda" else 900
-    said = start(MODULE, run.ranks, folder, limit, run.transport, run.device, cases)
+    said = start(ep_gpu_cases.__name__, run.ranks, folder, limit, run.transport, run.device, cases)
     for case in cases:
         faults = [*said.get(case, [])]
         if len(faults) < run.ranks:
@@ -104,7 +104,7 @@ def of_measurement(run: Run, name: str, arguments: str, seconds: float) -> Findi
 
 def findings(run: Run) -> Iterator[Finding]:
     """Of all parts."""
-    for part in parts_of_cases():
+    for part in parts_of_cases(run):
         yield from of_cases(run, *part)
     for measurement in measurements(run):
         yield of_measurement(run, *measurement)

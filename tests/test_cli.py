@@ -82,8 +82,10 @@ def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
     capsys: pytest.CaptureFixture[str], arch: str, runs: str
 ) -> None:
     arguments = ("--tokens", "64", "--device", "meta", "--arch", arch)
-    step = json.loads(printed_by(capsys, "explain", *arguments, "--json"))["steps"][0]
+    explanation = json.loads(printed_by(capsys, "explain", *arguments, "--json"))
+    step = explanation["steps"][0]
 
+    assert explanation["replay"] == ""
     assert (step["name"], step["kernel"], step["backward"]["kernel"]) == ("GroupedMLP", runs, runs)
     assert ("needs compute capability 9.0, got 8.0" in step["reason"]) == (arch == "sm_80")
 
@@ -179,6 +181,7 @@ def test_help_explains_every_option_and_tells_defaults(capsys: pytest.CaptureFix
     assert any(option.startswith("--json") for option in options)
     assert [option for option in options if not re.search(r"\S( {2,}|\n {20,})\S", option.strip())] == []
     assert all("(default: " in option for option in numbers)
+    assert not [option for option in options if "(default: )" in option]
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

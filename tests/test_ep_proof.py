@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def run(transport: str, out: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("transport", ["collective", pytest.param("symmetric", marks=EMULATED)])
 def test_all_parts_pass_on_two_processes(transport: str, tmp_path: Path) -> None:
     done = run(transport, tmp_path)
-    lines = [line.split("  ", 2)[2] for line in done.stdout.splitlines() if " ranks  " in line]
+    lines = re.findall(r"s  2 ranks  (.*)", done.stdout)
 
     assert set(lines[:-3]) == {f"{name}: passed" for name in RULES}, done.stdout + done.stderr
     assert lines[-3:] == [f"{name}: passed" for name in (*ep_proof.LONG, "times")], done.stdout
@@ -41,7 +42,7 @@ def test_what_goes_wrong_is_printed_and_ends_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = {"a": ["", "rank 1: y differs"], "b": ["", ""]}
-    monkeypatch.setattr(ep_proof, "parts_of_cases", lambda: iter([("rules", ("a", "b", "c"), 1.0)]))
+    monkeypatch.setattr(ep_proof, "parts_of_cases", lambda run: iter([("rules", ("a", "b", "c"), 1.0)]))
     monkeypatch.setattr(ep_proof, "start", lambda *_: said)
     monkeypatch.setattr(ep_proof, "measurements", lambda run: iter([("times", "--preset none", 100.0)]))
     with pytest.raises(SystemExit, match="1"):

@@ -29,7 +29,7 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """What the ranks say of every case."""
     build.build()  # once, not by every rank
     folder, only = tmp_path_factory.mktemp("ranks"), FEW if request.param > (os.cpu_count() or 1) else ()
-    said = ep_world.start("ep_symmetric_cases", request.param, folder, wait=600, transport="symmetric", only=only)
+    said = ep_world.start("ep_symmetric_cases", request.param, folder, wait=1500, transport="symmetric", only=only)
     return {**dict.fromkeys(CASES, ["left out"] if only else []), **said}
 
 

@@ -601,3 +601,14 @@ def test_wrong_columns_are_named():
         op(torch.randn(3, 4), split_sizes=[1, 1, 1])
     with pytest.raises(fusible.ArgumentError, match="expected 4 features"):
         op(torch.randn(3, 5), split_sizes=[1, 2])
+
+
+def test_what_a_function_raises_names_the_function_and_its_tensors():
+    def product_of_matrices(gate, up):
+        return gate @ up
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        Pointwise(product_of_matrices, halves="concat")
+
+    (note,) = raised.value.__notes__
+    assert "product_of_matrices raised this on tensors [" in note

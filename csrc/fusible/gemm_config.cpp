@@ -70,7 +70,9 @@ GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, i
   // At most this many tiles, whatever the sizes: every group may leave a rest.
   const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m)
                                                : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
-  const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
+  const int64_t slices = tile.split_k ? kMostSlices : 1;
+  const int64_t clusters =
+      std::min<int64_t>(multiprocessors / tile.cluster(), rows * slices * blocks_of(p.n, tile.tile_n));
   // Where there are hardly any rows, zeroing the counter costs more than it gives.
   const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
   return {.variant = variant,

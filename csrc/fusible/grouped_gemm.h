@@ -21,6 +21,7 @@ struct EpilogueArguments {
 
 // Bytes of device memory that a launch needs for itself while it runs; any contents, aligned to 16 bytes.
 int64_t workspace_bytes(int64_t groups);
+int64_t split_k_workspace_bytes(int64_t groups);  // of a tile variant that splits the depth
 
 struct GroupedGemm {
   GemmProblem problem;

@@ -24,9 +24,11 @@ struct Tail {
   SplitSizes sizes;
 };
 
+// Numbers that follow one another.
 struct Counters {
   unsigned* first;
   int count = 1;
+  bool operator==(const Counters&) const = default;
 };
 
 struct Zeroing {

@@ -2,8 +2,8 @@
 // Each block takes as many tiles of 16 rows as every other, of one group after the other. One of its warps copies tiles
 // to a ring of stages in shared memory. Eight multiply them, each its columns, and keep these columns of the factor,
 // and of the gradient of the group at hand, in registers. Another copies gathered rows back to device memory, and
-// another adds up the products of the eight. So nobody waits for the copies of others. Of blocks that share a group, the
-// last to come to its end of it adds up their parts of the gradient, in the order of the rows.
+// another adds up the products of the eight. So nobody waits for the copies of others. Of blocks that share a group,
+// the last to come to its end of it adds up their parts of the gradient, in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -28,11 +28,11 @@
 namespace fusible {
 namespace {
 
-constexpr int kRows = 16;                                              // of a tile
-constexpr int kMultipliers = 8;                                        // warps
-constexpr int kChunkColumns = 64;                                      // a warp has up to four times as many
+constexpr int kRows = 16;                                               // of a tile
+constexpr int kMultipliers = 8;                                         // warps
+constexpr int kChunkColumns = 64;                                       // a warp has up to four times as many
 constexpr int kThreads = (kMultipliers + 4) * 32, kSliceThreads = 256;  // and of the kernel that adds slices
-constexpr int kMostStages = 8, kBuffers = 2;                           // of tiles; of products
+constexpr int kMostStages = 8, kBuffers = 2;                            // of tiles; of products
 
 // How columns and rows are divided. Ranks count in units of 16.
 struct Division {
@@ -605,7 +605,7 @@ struct Multiplier {
 #pragma unroll
       for (int block = 0; block < 2 * kSteps; ++block) {
         if (block * 8 >= p.division.warp_columns) break;
-        const float(&from)[4] = gradient[unit][block];
+        const float (&from)[4] = gradient[unit][block];
         *to = {from[0], from[1], from[2], from[3]}, to += 32;
       }
   }
@@ -621,13 +621,13 @@ struct Multiplier {
         from += kPartLoads * 32;
 #pragma unroll
         for (int i = 0; i < kPartLoads; ++i) {
-          float(&to)[4] = gradient[unit][first + i];
+          float (&to)[4] = gradient[unit][first + i];
           to[0] += numbers[i].x, to[1] += numbers[i].y, to[2] += numbers[i].z, to[3] += numbers[i].w;
         }
       }
   }
-  // Of a gradient that several blocks have a part of: whether this warp is the last of them, and then has the sum. Which
-  // one is the last changes nothing: two numbers have one sum, and more are added in the order of their blocks.
+  // Of a gradient that several blocks have a part of: whether this warp is the last of them, and then has the sum.
+  // Which one is the last changes nothing: two numbers have one sum, and more are added in the order of their blocks.
   DEVICE bool sum_of_parts(const RowTile& tile) {
     const Schedule& schedule = state.schedule;
     const Tasks tasks(schedule.tiles, p.division);
@@ -720,9 +720,8 @@ void launch(const Params& p, cudaStream_t stream) {
   const void* const kernel = reinterpret_cast<const void*>(&low_rank_kernel<T, kUnits, kProduct, kGradient>);
   const Division& d = p.division;
   const int shared = BlockMemory<kUnits>::other_bytes(d.warps) + d.stages * d.stage_bytes;
-  FUSIBLE_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-      "shared memory of a pass over rows of low rank");
+  FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                     "shared memory of a pass over rows of low rank");
   FUSIBLE_CUDA_CHECK(launch_overlapping(kernel, d.blocks, kThreads, shared, stream, p), "a pass over ",
                      p.call.rows.tokens, " rows of ", p.call.rows.columns, " columns, rank ", p.call.rank, ", ",
                      p.call.sizes.groups, " groups");
@@ -747,9 +746,9 @@ void launch_all(const Params& p, cudaStream_t stream) {
     dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
   if (c.product && p.division.slices > 1 && c.rows.tokens) {
     const auto blocks = static_cast<unsigned>(blocks_of(c.rows.tokens * c.rank, kSliceThreads));
-    FUSIBLE_CUDA_CHECK(launch_overlapping(reinterpret_cast<const void*>(&add_slices_kernel<T>), blocks, kSliceThreads, 0,
-                                          stream, p),
-                       "adding up products of ", p.division.slices, " slices of columns");
+    FUSIBLE_CUDA_CHECK(
+        launch_overlapping(reinterpret_cast<const void*>(&add_slices_kernel<T>), blocks, kSliceThreads, 0, stream, p),
+        "adding up products of ", p.division.slices, " slices of columns");
   }
 }
 

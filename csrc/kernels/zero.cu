@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ 
   ptx::wait_for_earlier_kernels();
   if (blockIdx.x == 0)
     for (int i = 0; i < p.counter_count; ++i)
-      for (int n = threadIdx.x; n < p.counters[i].count; n += kThreads) p.counters[i].first[n] = 0;
+      for (int at = threadIdx.x; at < p.counters[i].count; at += kThreads) p.counters[i].first[at] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
     const int64_t first = rows_before(tail.sizes, tail.sizes.groups, tail.rows.tokens);
@@ -73,7 +73,7 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
     FUSIBLE_CUDA_CHECK(
         launch_overlapping(reinterpret_cast<const void*>(&zero_kernel), blocks, kThreads, 0, stream, piece), "zeroing ",
-                       piece.counter_count, " counters and ", piece.tail_count, " tails");
+        piece.counter_count, " counters and ", piece.tail_count, " tails");
   }
 }
 

@@ -136,7 +136,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     read = {slot: name for name, slot, keyword in reversed([*_keywords(steps)]) if not keyword.buffer} | {0: "x"}
     inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
     buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
-    by_values = _checks_values(graph, config)
+    by_values = checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     why = _replay_refusal(steps, by_values)
     return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, why)
@@ -159,7 +159,7 @@ def _check_layouts(graph: OpGraph) -> None:
                 check_layout(f"{entry}: {port}", spec.layout, op.layouts)  # type: ignore[union-attr]
 
 
-def _checks_values(graph: OpGraph, config: Config) -> bool:
+def checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
     if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
         return True

@@ -152,7 +152,7 @@ class CollectiveTransport:
             if (lane, number) != exchange:
                 raise PeerError(messages.other_step(rank, Exchange(lane, number).named("dispatch"), named))
             if flags != headers[self._rank][3]:
-                raise PeerError(messages.other_gradients(rank, flags, headers[self._rank][3], named))
+                raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
         """The counts, without rows for which their owner has no room."""
@@ -195,7 +195,8 @@ class CollectiveTransport:
             rows[count:].zero_()
         return rows
 
-    def start_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+        assert rows is not None  # there are no slots
         if table.sums is None:
             arrived = self._start_returning(rows, table, kind)
             return lambda: permutation.unpermute(arrived(), table.routing)
@@ -237,9 +238,6 @@ class CollectiveTransport:
 
     def row_slots(self, table: CollectiveTable) -> None:
         """Nowhere: ranks do not write one another's memory."""
-
-    def start_sum_of_slots(self, table: CollectiveTable) -> Callable[[], Tensor]:
-        raise NotImplementedError("row_slots() gives none")
 
     def lends(self, table: CollectiveTable) -> bool:
         """Whether it has memory for rows: where our own kernels run, which write there at no cost."""

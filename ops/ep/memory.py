@@ -42,6 +42,7 @@ class Location(NamedTuple):
         for rank, other in enumerate(ranks):
             if other.host != self.host:
                 return f"is on host {self.host}, rank {rank} on {other.host}; it serves the GPUs of one host"
+        for rank, other in enumerate(ranks):
             counted_alike = 0 <= other.device < torch.cuda.device_count() and 0 <= self.device != other.device
             if counted_alike and not torch.cuda.can_device_access_peer(self.device, other.device):
                 return f"has cuda:{self.device}, which does not reach cuda:{other.device} of rank {rank}"

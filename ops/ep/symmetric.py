@@ -225,12 +225,12 @@ class SymmetricTransport:
         lane.reads("tokens")
         return self._pulled(lane, table, fill)
 
-    def start_sum(self, rows: Tensor, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows = rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
         if kind == "combine" and (slots := self.row_slots(table)) is not None:
-            kernels.send_rows(rows, slots)
-            return self.start_sum_of_slots(table)
+            return self._start_sum_of_slots(rows, slots, table)
+        assert rows is not None
         if rows.data_ptr() != lane.launch.buffers[self._rank] + lane.regions.rows:
             lane.will_write("rows", exchange)
             kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
@@ -247,13 +247,15 @@ class SymmetricTransport:
         launch, ends = lane.launch, (table.slots.firsts, self._settings.slots, lane.regions.slots)
         return RowSlots(launch.rank, launch.buffers, launch.state, table.slot_of_row, *ends)
 
-    def start_sum_of_slots(self, table: SymmetricTable) -> Callable[[], Tensor]:
-        lane = self._lanes[table.exchange.lane]
-        lane.meet(table.exchange, "combine", table.wanted)
+    def _start_sum_of_slots(self, rows: Tensor | None, slots: RowSlots, table: SymmetricTable) -> Callable[[], Tensor]:
+        lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        if rows is not None:
+            kernels.send_rows(rows, slots)
+        lane.meet(exchange, "combine", table.wanted)
 
         def summed() -> Tensor:
             sums = self._new_sums(table)
-            kernels.pull_sum(lane.launch, table.exchange.number, table.mine, lane.regions.slots, sums, at_slots=True)
+            kernels.pull_sum(lane.launch, exchange.number, table.mine, slots.at, sums, at_slots=True)
             return sums
 
         return summed

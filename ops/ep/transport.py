@@ -100,10 +100,10 @@ class Transport(Protocol):
             fill: whether the tail shall be zero; else it may be anything.
         """
 
-    def start_sum(self, rows: Tensor, table: Any, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: Any, kind: str) -> Callable[[], Tensor]:
         """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
 
-        Rows may be overwritten once the sums are there.
+        Rows may be overwritten once the sums are there. None: they have gone to :meth:`row_slots`.
         """
 
     def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:
@@ -118,11 +118,8 @@ class Transport(Protocol):
     def row_slots(self, table: Any) -> Any:
         """Where the rows of a combine go as they are computed: see :class:`fusible.ops.kernels.RowSlots`.
 
-        None: nowhere but to :meth:`start_sum`. Otherwise :meth:`start_sum_of_slots` follows.
+        None: nowhere but to :meth:`start_sum`, which is told otherwise.
         """
-
-    def start_sum_of_slots(self, table: Any) -> Callable[[], Tensor]:
-        """:meth:`start_sum` of the rows of a combine that all ranks have sent to :meth:`row_slots`."""
 
     def statistics(self) -> Mapping[str, int]:
         """The largest number of rows that a rank had to own, and the number of rows left out, so far."""

@@ -17,7 +17,7 @@ from ...fuser import Gradient, Grads, register_fusion
 from ...fuser import tracing as trace
 from ...fuser.runtime.call import evaluate
 from ..ep.combine import EPCombine
-from ..ep.dispatch import EPDispatch, pulled, returned, start_sum, start_sum_of_slots
+from ..ep.dispatch import EPDispatch, pulled, returned, start_sum
 from .grouped_mlp import GroupedMLP
 from .inner_mlp import InnerMLP, tokens_to_tokens
 
@@ -71,8 +71,8 @@ class EPGroupedMLP(InnerMLP):
             autocast_dtype=autocast_dtype,
             x_is_inner=False,  # nobody reads the tail of the buffer
         )
-        combine = start_sum(group, mlp_rows, table, "combine") if slots is None else start_sum_of_slots(group, table)
-        return combine(), self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
+        y = start_sum(group, mlp_rows if slots is None else None, table, "combine")()
+        return y, self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Sends the gradients of rows off first, and computes those of the weights while they travel."""

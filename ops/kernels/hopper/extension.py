@@ -54,9 +54,11 @@ def address(tensor: Tensor | None) -> int:
 
 
 @cache
-def workspace_bytes(groups: int) -> int:
+def workspace_bytes(groups: int, variant: int = -1) -> int:
     """What a grouped GEMM, or one that ends in an activation, needs for itself."""
-    return int(compiled().workspace_bytes(groups))
+    extension = compiled()
+    asked = extension.split_k_workspace_bytes if variant == extension.SPLIT_K else extension.workspace_bytes
+    return int(asked(groups))
 
 
 def stream(device: int) -> int:

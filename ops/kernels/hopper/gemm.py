@@ -205,7 +205,9 @@ def launch(
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
     zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
     anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
-    workspace = a.new_empty(workspace_bytes(sizes.shape[0]), dtype=torch.uint8) if dynamic or anywhere else None
+    workspace = None
+    if dynamic or anywhere:
+        workspace = a.new_empty(workspace_bytes(sizes.shape[0], variant), dtype=torch.uint8)
     _launch(
         layout,
         a,
