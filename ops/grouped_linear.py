@@ -33,6 +33,7 @@ from .quantized.recipe import NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
 from .quantized_weights import match_state, operands_of
+from .wide_buffers import wide_buffers
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -136,6 +137,11 @@ class GroupedLinear(WeightGrads):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``.to()`` and its kin. Scales of steps before stay float32, in which they are computed."""
+        with wide_buffers(self, delayed_scales.BUFFERS):
+            return super()._apply(fn, recurse)
 
     def _matrix_shape(self) -> tuple[int, int]:
         packed = 2 if self.is_quantized and isinstance(self.recipe, NVFP4) else 1  # values in a byte
