@@ -20,7 +20,7 @@ from fusible.examples.moe_lm import read_text
 
 HIDDEN, BYTES, LAYERS = 64, 256, 2
 COUNTS = ((48, 16, 64, 32), (64, 0, 16, 48), (0, 64, 32, 0))
-"""Tokens by rank, of one step after the other."""
+"""Tokens by rank, of one step after the other; a rank that is alone has some in each."""
 
 
 class Split(NamedTuple):
@@ -36,7 +36,7 @@ class Split(NamedTuple):
     def gathered(self, x: Tensor) -> Tensor:
         """The tokens of all ranks, from those of this one."""
         padded = F.pad(x, (0, 0, 0, max(self.counts) - len(x)))
-        parts = list(torch.empty(len(self.counts), *padded.shape, dtype=x.dtype))
+        parts = list(x.new_empty(len(self.counts), *padded.shape))  # the device of a backward's thread is no default
         dist.all_gather(parts, padded)
         return torch.cat([each[:count] for each, count in zip(parts, self.counts, strict=True)])
 
@@ -108,7 +108,8 @@ def trained_side_by_side(world: World, group: ep.Group, steps: int) -> Curves:
     text, losses = read_text(200_000).to(torch.get_default_device()), torch.zeros(2, steps)
     draw, device = torch.Generator().manual_seed(0), torch.get_default_device()
     for step in range(steps):
-        split = Split(COUNTS[step % len(COUNTS)][: world.size], world.rank)
+        counts = COUNTS[step % len(COUNTS)][: world.size]
+        split = Split(counts if any(counts) else COUNTS[0][:1], world.rank)
         start = int(torch.randint(len(text) - 200, (), generator=draw, device="cpu"))
         batch = text[start : start + sum(split.counts) + 1].to(device)
         for which, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
