@@ -470,6 +470,21 @@ def test_turns_are_taken_in_random_order() -> None:
     assert len({tuple(r) for r in rounds}) > 3
 
 
+def test_ratios_are_those_of_neighbours_whatever_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    waits, now = {"first": 1.0, "same": 1.0, "twice": 2.0}, [0.0]
+
+    def call(name: str) -> None:
+        calls.append(name)
+        now[0] += waits[name] * len(calls)  # slower and slower
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    ratios = timing.relative({name: (lambda name=name: call(name)) for name in waits}, rounds=5)
+
+    assert ratios == pytest.approx(waits)
+    assert [calls.count(name) for name in waits] == [20, 15, 15]
+
+
 @pytest.mark.parametrize("model", ["qwen3-moe", "mixtral", "gpt-oss"])
 def test_bench_of_transformers_prints_and_writes(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
