@@ -53,8 +53,17 @@ std::string grouped_gemm_config(int layout, int operand, int output, int device,
                                      k,
                                      second_k};
   std::ostringstream text;
-  text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors);
+  text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors, -1,
+                                 few_deep_tiles(problem));
   return text.str();
+}
+
+int64_t gemm_workspace_bytes(int layout, int output, int64_t groups, int64_t tokens, int64_t m, int64_t n,
+                             int variant) {
+  const fusible::GemmProblem problem{
+      static_cast<fusible::Layout>(layout), {}, static_cast<fusible::DType>(output), false, groups, tokens, m, n, 0};
+  const bool splits = variant < 0 ? few_deep_tiles(problem) : fusible::kTileVariants[variant].split_k;
+  return splits ? fusible::split_k_workspace_bytes(groups) : fusible::workspace_bytes(groups);
 }
 
 fusible::Activation activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
@@ -151,8 +160,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
              "What ragged_gemm needs for itself.");
-  module.def("split_k_workspace_bytes", &fusible::split_k_workspace_bytes, "groups"_a,
-             "The same for the tile variant that splits the depth of weight gradients.");
+  module.def("gemm_workspace_bytes", &gemm_workspace_bytes, "layout"_a, "output"_a, "groups"_a, "tokens"_a, "m"_a,
+             "n"_a, "variant"_a, "What a grouped GEMM needs for itself, with what makes it faster.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a,
              "What a launch needs for itself, aligned to 16 bytes.");
   def<fusible::ActivateLaunch>(module, "An activation times row scales. Curves: see fusible/activation.h.");

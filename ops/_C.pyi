@@ -91,6 +91,7 @@ def grouped_gemm(
     beta: float = ...,
     workspace: int = ...,
     variant: int = ...,
+    workspace_bytes: int = ...,
     zero_tail: bool = ...,
     second_k: int = ...,
     second_a: int = ...,
@@ -293,7 +294,7 @@ def ragged_gemm(
     workspace: int,
 ) -> None: ...
 def ragged_workspace_bytes(groups: int) -> int: ...
-def split_k_workspace_bytes(groups: int) -> int: ...
+def gemm_workspace_bytes(layout: int, output: int, groups: int, tokens: int, m: int, n: int, variant: int) -> int: ...
 def workspace_bytes(groups: int) -> int: ...
 def grouped_gemm_config(
     layout: int,

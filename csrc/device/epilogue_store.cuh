@@ -53,11 +53,7 @@ struct StoreEpilogue {
   struct Scratch {};
   template <class K>
   DEVICE static void store_tiles(typename K::Storage& s, const typename K::Params& p, int consumer, int) {
-    if constexpr (K::kDirect) {
-      WorkTileReader tiles(s.work);
-      for (WorkTile tile; tiles.next(tile);) {
-      }
-    } else if (K::kFetchesOld && p.accumulate) store_sums<K>(s, p, consumer);
+    if (K::kFetchesOld && p.accumulate) store_sums<K>(s, p, consumer);
     else store<K>(s, p, consumer);
   }
 

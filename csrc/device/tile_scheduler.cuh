@@ -32,7 +32,7 @@ struct GroupTable {
 
 // The same for tasks that are numbered by position: the group at one is order[position].
 struct SortedGroupTable : GroupTable {
-  static constexpr int kMost = 256;  // more groups keep the order that they have
+  static constexpr int kMost = kMostSortedGroups;
   uint8_t order[kMost];
 };
 

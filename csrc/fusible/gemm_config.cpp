@@ -14,9 +14,10 @@ enum Variant : int {
   kShared = 3,   // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
   kDecode = 4,   // hardly any rows: most bytes in flight
   kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
-  kSwapAbHigh = 7,  // the same, with fewest bytes and largest tasks
-  kNarrow = 8,      // at most 64 columns, where reading the rows takes longer than multiplying them
-  kDeep = 9,        // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
+  kSwapAbHigh = 7,   // the same, with fewest bytes and largest tasks
+  kNarrow = 8,       // at most 64 columns, where reading the rows takes longer than multiplying them
+  kSplitDepth = 10,  // weight gradients of few long groups: work for all multiprocessors
+  kDeep = 9,         // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -84,11 +85,13 @@ GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, i
 
 }  // namespace
 
-GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
+GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant, bool may_split) {
   const bool chosen = variant < 0;
   if (chosen) variant = choose_variant(p, multiprocessors);
+  if (chosen && may_split && few_deep_tiles(p)) variant = kSplitDepth;
   if (p.scale_bias && !fits_scale_bias(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
-  const bool may_halve = chosen && p.layout == Layout::kTN && kTileVariants[variant].tile_m > kLeastRows;
+  const TileVariant& tile = kTileVariants[variant];
+  const bool may_halve = chosen && p.layout == Layout::kTN && tile.tile_m > kLeastRows && !tile.split_k;
   return complete(p, multiprocessors, may_halve, variant, kTileVariants);
 }
 
@@ -117,6 +120,7 @@ std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n
       << ", " << tile.stages << " stages, ";
   if (tile.swap_ab) out << "swap_ab, ";
+  if (tile.split_k) out << "the depth split where long groups are few, ";
   if (c.may_halve) out << "halved where long groups are few, ";
   return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }

@@ -97,11 +97,6 @@ GemmParams make_shape(const GroupedGemm& call, const GemmConfig& config, const W
   params.accumulate = call.accumulate;
   params.fetch_all = p.output != DType::kFloat32 || bytes_alone_decide(p);
   params.split_k = workspace.split_k;
-  const int64_t element = bytes_of(call.out.type);
-  params.result = {.data = const_cast<void*>(call.out.data),
-                   .row_bytes = call.out.pitch * element,
-                   .group_bytes = workspace.coordinates ? 0 : call.out.group_stride * element,
-                   .columns = static_cast<int>(p.n)};
   return params;
 }
 
@@ -124,12 +119,14 @@ Tail tail_of(const GroupedGemm& call) {
           call.sizes};
 }
 
-bool splits_k(const GroupedGemm& call) { return call.variant >= 0 && kTileVariants[call.variant].split_k; }
+bool may_split(const GroupedGemm& call) {
+  return call.workspace && call.workspace_bytes >= bytes_of_split_k(call.problem.groups);
+}
 
 Workspace workspace_of(const GroupedGemm& call) {
   if (!call.workspace) return {};
   const int64_t groups = call.problem.groups;
-  return splits_k(call) ? lay_out_split_k(call.workspace, groups) : lay_out(call.workspace, groups);
+  return may_split(call) ? lay_out_split_k(call.workspace, groups) : lay_out(call.workspace, groups);
 }
 
 // What must be zero before the call.
@@ -310,9 +307,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     if (p.layout == Layout::kTN && !call.accumulate) zero_output(call, stream);
     return;
   }
-  const bool adds_in_place = call.variant >= 0 && kTileVariants[call.variant].direct && call.accumulate;
-  const GemmConfig config =
-      choose_config(p, device_properties(device).multiprocessors, adds_in_place ? 2 : call.variant);
+  const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant, may_split(call));
   FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
                     (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
                 "tile variant ", config.variant, " is not built for it. ", p);

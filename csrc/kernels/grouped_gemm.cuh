@@ -5,7 +5,6 @@
 // (mainloop.cuh), one warp fetches bias and scales, and two threads store the tile before (epilogue.cuh); the other two
 // warpgroups multiply, each every second block of 64 rows of the tile, or half of its columns (swap_ab.cuh).
 #pragma once
-#include "device/epilogue_direct.cuh"
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
 #include "device/power_of_two_scaling.cuh"
@@ -38,7 +37,7 @@ struct GroupedGemmKernel {
   static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
-  static constexpr bool kSplits = kVariant.split_k, kDirect = kVariant.direct;
+  static constexpr bool kSplits = kVariant.split_k;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
   using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
   // Adding in the L2 cache goes at 1.25 TB/s. So of a weight gradient that is added to what stands there, as much as
@@ -125,35 +124,27 @@ struct GroupedGemmKernel {
     float acc[kRowBlocks][kTileN / 2];
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
     WorkTile tile, following;
-    [[maybe_unused]] ResultRows before{};  // of what is pending, where consumers store results
-    const auto rows_of = [&](int block) {
-      return result_rows<Out>(p.result, tile, kTileN, tile.row + first_row(consumer, block), tile.row + tile.rows);
-    };
     const auto hand_over = [&](auto block) {
       constexpr int i = block.value;
       if constexpr (kScaleBias) {
         barrier_wait(&s.epilogue.full, epilogue_phase);
         apply<kTileN>(s.epilogue.stage, acc[i], 0, (consumer + i * kConsumers) * 64, warp, lane);
       }
-      if constexpr (kDirect) {
-        store_direct<Out>(acc[i], i == kRowBlocks - 1 ? before : rows_of(i), p.result.row_bytes, warp, lane);
-      } else {
 #pragma unroll
-        for (int part = 0; part < Layout::kParts; ++part) {
-          uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
-          bool fetches = false;
-          if constexpr (kFetchesOld) fetches = p.accumulate;
-          barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
-          if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
-            store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
-          else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
-          ptx::async_proxy_fence();
-          if constexpr (!kWholeWarp) __syncwarp();
-          if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
-          slot.advance();
-          if (Layout::kParts % Layout::kSlots == 0)
-            slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
-        }
+      for (int part = 0; part < Layout::kParts; ++part) {
+        uint8_t* smem_out = s.smem_out[consumer] + slot.stage * Layout::kPartBytes;
+        bool fetches = false;
+        if constexpr (kFetchesOld) fetches = p.accumulate;
+        barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ (fetches ? 0 : 1));
+        if (kFetchesOld && fetches && (p.fetch_all || (i == 0 && part < Layout::kSlots)))
+          store_to_smem<Layout, Out, kFetchesOld>(acc[i], smem_out, part, warp, lane);
+        else store_to_smem<Layout, Out>(acc[i], smem_out, part, warp, lane);
+        ptx::async_proxy_fence();
+        if constexpr (!kWholeWarp) __syncwarp();
+        if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
+        slot.advance();
+        if (Layout::kParts % Layout::kSlots == 0)
+          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
       }
     };
     const auto end_tile = [&] {
@@ -198,7 +189,6 @@ struct GroupedGemmKernel {
         }
         if constexpr (kSplits)
           if (tile.slice.bits) share(kRowBlocks);
-        if constexpr (kDirect) before = rows_of(kRowBlocks - 1);
         if (kRowBlocks == 2) pending = stored_blocks(tile, consumer) > 0;
         else end_tile();
       } else if (mine > 0) {

@@ -57,13 +57,6 @@ struct SplitK {
   uint32_t* arrived;  // zero at launch: warps that have left theirs, [kMostSlicedTasks, consumers]
 };
 
-// The result of a kernel that stores it without a tensor map.
-struct ResultMatrix {
-  void* data;
-  int64_t row_bytes, group_bytes;  // group_bytes: 0 where the matrices lie anywhere
-  int columns;
-};
-
 struct GemmParams {
   CUtensorMap a, b, out;
   WorkShape shape;
@@ -73,7 +66,6 @@ struct GemmParams {
   bool fetch_all;   // of a weight gradient: all of what stands in `out` is fetched, rather than as much as there is
                     // room for
   SplitK split_k;
-  ResultMatrix result;
 };
 
 // A second pair of operands along the depth: the product of a kernel that has one goes on with it. `b` is one tensor.

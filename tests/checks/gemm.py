@@ -235,6 +235,7 @@ def check_one_rounding(device: str, sizes: tuple[int, ...], k: int, n: int, vari
         problem.launch()
         synchronize(device)
         assert torch.equal(problem.out, (problem.before.float() + wide).to(dtype))
+        assert not torch.equal(problem.out, problem.before + wide.to(dtype)), "two roundings give the same here"
 
 
 def check_split(device: str, sizes: tuple[int, ...], k: int, n: int, variant: int) -> None:

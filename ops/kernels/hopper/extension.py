@@ -54,11 +54,9 @@ def address(tensor: Tensor | None) -> int:
 
 
 @cache
-def workspace_bytes(groups: int, variant: int = -1) -> int:
-    """What a grouped GEMM, or one that ends in an activation, needs for itself."""
-    extension = compiled()
-    asked = extension.split_k_workspace_bytes if variant == extension.SPLIT_K else extension.workspace_bytes
-    return int(asked(groups))
+def workspace_bytes(groups: int) -> int:
+    """What an activation's grouped GEMM, or one of quantised operands, needs for itself."""
+    return int(compiled().workspace_bytes(groups))
 
 
 def stream(device: int) -> int:

@@ -205,9 +205,8 @@ def launch(
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
     zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
     anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
-    workspace = None
-    if dynamic or anywhere:
-        workspace = a.new_empty(workspace_bytes(sizes.shape[0], variant), dtype=torch.uint8)
+    nbytes = _workspace_bytes(layout, a, first(out), sizes.shape[0], variant) if dynamic or anywhere else 0
+    workspace = a.new_empty(nbytes, dtype=torch.uint8) if nbytes else None
     _launch(
         layout,
         a,
@@ -225,10 +224,23 @@ def launch(
         alpha=alpha,
         beta=beta,
         accumulate=accumulate,
-        others={"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)},
+        others={
+            "variant": variant,
+            "workspace_bytes": nbytes,
+            "zero_tail": zero_tail,
+            **epilogue.second_fields(second),
+        },
     )
     if not fresh:
         torch.autograd.graph.increment_version(out)
+
+
+def _workspace_bytes(layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int) -> int:
+    """What a product needs for itself."""
+    if layout is not Layout.TN:
+        return workspace_bytes(groups)
+    (tokens, m), codes = a.shape, (LAYOUTS[layout], TYPE_CODES[out.dtype])
+    return int(compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant))
 
 
 def _launch(
