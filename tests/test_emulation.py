@@ -69,8 +69,8 @@ def test_depth_of_long_groups_is_split(sizes: tuple[int, ...], k: int, n: int) -
 
 
 def test_depth_of_few_deep_tiles_is_split_by_choice() -> None:
-    """A chosen tile that has room for its sums gives the bits of the one that was asked for; with less room, or bias, the
-    depth is whole."""
+    """A chosen tile that has room for its sums gives the bits of the one asked for; with less room, or bias, the depth
+    is whole."""
     case = gemm.Case(Layout.TN, (5000,), k=136, n=200, dtype=torch.float16)
     chosen, asked, whole = (gemm.Problem("cpu", replace(case, variant=variant)) for variant in (-1, SPLIT_K, 2))
     for problem in (chosen, asked, whole):
