@@ -66,8 +66,9 @@ def tiles(p: GroupedGemm) -> dict[str, Function]:
         hopper.launch(p.layout, p.a, p.b, p.out, p.split_sizes, accumulate=p.beta is not None, variant=variant)
         return stacked(p.out)
 
-    built = compiled().TILE_VARIANTS[hopper.LAYOUTS[p.layout]]
-    return {f"tile {variant}": partial(run, variant) for variant in built}
+    extension, wide = compiled(), stacked(p.out).dtype is torch.float32
+    built = extension.FP32_OUTPUT_TILE_VARIANTS if wide else extension.TILE_VARIANTS
+    return {f"tile {variant}": partial(run, variant) for variant in built[hopper.LAYOUTS[p.layout]]}
 
 
 def dense(p: GroupedGemm) -> Function:

@@ -4,8 +4,9 @@
 
 Each product of the experts is cut into the tiles that the kernels choose among, and these are handed to 132
 multiprocessors on demand. Shares are of the tensor cores' cycles: what is left once rows are rounded up, and once the
-last round is not full; then the same with the longest tasks first. Times are those of the FLOPs and of the weights'
-bytes on an H200.
+last round is not full; then the same with the longest tasks first. Shared memory moves 128 bytes a cycle, which reads
+of products, operands and results take: the share is of the cycles that products of rounded rows take. Times are those
+of the FLOPs and of the weights' bytes on an H200.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from .timing import markdown
 MULTIPROCESSORS = 132
 FLOP = 4096  # a cycle of a multiprocessor's tensor cores, in 16 bits
 STEP = 16  # of the depth, of one wgmma
+STAGE = 64  # of the depth, which is copied at a time
+BANKS = 128  # bytes that shared memory moves in a cycle
 
 
 class Tile(NamedTuple):
@@ -68,13 +71,28 @@ def shapes(features: int, hidden: int) -> dict[str, tuple[ProductShape, Sequence
     }
 
 
-def cycles_of(rows: int, columns: int, depth: int) -> float:
-    """Of a tile with so many rows (a multiple of the rounding), columns and values of depth."""
-    return 2 * rows * columns * STEP * -(-depth // STEP) / FLOP
+class Task(NamedTuple):
+    """The tile of each block of a cluster: rows (a multiple of the rounding), columns, and values of depth."""
+
+    rows: int
+    columns: int
+    depth: int
+
+    @property
+    def cycles(self) -> float:
+        """Of the tensor cores."""
+        return 2 * self.rows * self.columns * STEP * -(-self.depth // STEP) / FLOP
+
+    def bytes_of(self, swap_ab: bool) -> int:
+        """What shared memory moves: a wgmma reads 64 of one side and all of the other, a stage is written, and a result
+        is written and read."""
+        left, right = (self.columns, self.rows) if swap_ab else (self.rows, self.columns)
+        read = left // 64 * -(-self.depth // STEP) * (64 + right) * STEP
+        return 2 * (read + -(-self.depth // STAGE) * (self.rows + self.columns) * STAGE + 2 * self.rows * self.columns)
 
 
-def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[float]:
-    """The cycles of every task, group by group."""
+def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[Task]:
+    """Every task, group by group."""
     for size in sizes:
         if shape.fixed_rows:
             yield from _of_gradient(shape, tile, size)
@@ -82,21 +100,21 @@ def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[flo
             yield from _of_rows(shape, tile, size)
 
 
-def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
+def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
     """The last columns are multiplied as 128 where no more exist."""
     full, rest = divmod(shape.columns, tile.columns)
     widths = [tile.columns] * full + ([128 if rest <= 128 else tile.columns] if rest else [])
     for width in widths:
-        yield from [cycles_of(tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
+        yield from [Task(tile.rows, width, max(size, 1))] * -(-shape.fixed_rows // tile.rows)
 
 
-def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[float]:
+def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
     """Pairs of tiles take as long as the higher one; an odd last one is done as pairs side by side."""
     heights, columns = heights_of(tile, size), -(-shape.columns // tile.columns)
     for i in range(0, len(heights), tile.cluster):
         pair = heights[i : i + tile.cluster]
         count = columns if len(pair) == tile.cluster else -(-columns // tile.cluster)
-        yield from [cycles_of(max(pair), tile.columns, shape.depth)] * count
+        yield from [Task(max(pair), tile.columns, shape.depth)] * count
 
 
 def heights_of(tile: Tile, size: int) -> list[int]:
@@ -119,16 +137,30 @@ def last_end(cycles: Sequence[float], blocks: int) -> float:
 def row(name: str, shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> list[str]:
     """One line of the table."""
     blocks, every = MULTIPROCESSORS // tile.cluster, list(tasks(shape, tile, sizes))
+    cycles = [task.cycles for task in every]
     flops = 2 * sum(sizes) * shape.columns * (shape.depth or shape.fixed_rows)
     ideal = flops / FLOP / MULTIPROCESSORS
-    ends = last_end(every, blocks), last_end(sorted(every, reverse=True), blocks)
+    ends = last_end(cycles, blocks), last_end(sorted(cycles, reverse=True), blocks)
+    moved = sum(task.bytes_of(tile.swap_ab) for task in every) / BANKS
     weights = len(sizes) * shape.columns * (shape.depth or shape.fixed_rows) * 2
-    shares = [f"{ideal / cycles:.2f}" for cycles in (sum(every) / blocks, *ends)]
+    shares = [
+        f"{share:.2f}" for share in (*(ideal / end for end in (sum(cycles) / blocks, *ends)), sum(cycles) / moved)
+    ]
     times = f"{flops / H200_FLOPS * 1e6:.0f}", f"{weights / H200_BYTES * 1e6:.0f}"
     return [name, str(tile), f"{len(every) / blocks:.1f}", *shares, *times]
 
 
-HEADING = ("", "tile", "rounds", "rounded up", "last round", "highest first", "FLOP, µs", "weights, µs")
+HEADING = (
+    "",
+    "tile",
+    "rounds",
+    "rounded up",
+    "last round",
+    "highest first",
+    "shared memory",
+    "FLOP, µs",
+    "weights, µs",
+)
 
 
 def table(preset: str, tokens: int, distribution: str) -> str:

@@ -24,6 +24,7 @@
 #include "fusible/routing.h"
 #include "kernels/activation_params.h"
 #include "keyword_call.h"
+#include "tensor_lists.h"
 #include "xla/handlers.h"
 
 namespace py = pybind11;
@@ -52,8 +53,17 @@ std::string grouped_gemm_config(int layout, int operand, int output, int device,
                                      k,
                                      second_k};
   std::ostringstream text;
-  text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors);
+  text << fusible::choose_config(problem, fusible::device_properties(device).multiprocessors, -1,
+                                 few_deep_tiles(problem));
   return text.str();
+}
+
+int64_t gemm_workspace_bytes(int layout, int output, int64_t groups, int64_t tokens, int64_t m, int64_t n,
+                             int variant) {
+  const fusible::GemmProblem problem{
+      static_cast<fusible::Layout>(layout), {}, static_cast<fusible::DType>(output), false, groups, tokens, m, n, 0};
+  const bool splits = variant < 0 ? few_deep_tiles(problem) : fusible::kTileVariants[variant].split_k;
+  return splits ? fusible::split_k_workspace_bytes(groups) : fusible::workspace_bytes(groups);
 }
 
 fusible::Activation activation(int curve, bool gated, float alpha, float limit, float linear_offset, int64_t block) {
@@ -132,6 +142,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);
+  module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
+             "Whether a dictionary has these objects under these names.");
+  module.def("tensor_addresses", &fusible::python::tensor_addresses, "tensors"_a, "function"_a,
+             "The addresses of tensors, told by a function of torch at this address, one after the other.");
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
@@ -146,6 +160,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::RaggedGemmLaunch>(module, "One grouped GEMM whose groups have shapes of their own.");
   module.def("ragged_workspace_bytes", &fusible::ragged_workspace_bytes, "groups"_a,
              "What ragged_gemm needs for itself.");
+  module.def("gemm_workspace_bytes", &gemm_workspace_bytes, "layout"_a, "output"_a, "groups"_a, "tokens"_a, "m"_a,
+             "n"_a, "variant"_a, "What a grouped GEMM needs for itself, with what makes it faster.");
   module.def("workspace_bytes", &fusible::workspace_bytes, "groups"_a,
              "What a launch needs for itself, aligned to 16 bytes.");
   def<fusible::ActivateLaunch>(module, "An activation times row scales. Curves: see fusible/activation.h.");
@@ -162,6 +178,8 @@ PYBIND11_MODULE(_C, module) {
   module.attr("ACTIVATION_VARIANTS") =
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
   module.attr("DEEP_ACTIVATION_VARIANT") = fusible::kDeepActivationVariant;
+  for (int i = 0; i < fusible::kTileVariantCount; ++i)
+    if (fusible::kTileVariants[i].split_k) module.attr("SPLIT_K") = i;
   module.attr("BACKWARD_VARIANTS") =
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
@@ -187,12 +205,14 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PublishLaunch>(
       module, "Tells all ranks of a lane that what was written before is there, and waits until all have told so.");
   def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
-  def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
+  def<fusible::StageRowsLaunch>(
+      module, "Copies the rows of this rank to where peers read them, or to the slots of their tokens.");
   def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
   def<fusible::PullBlocksLaunch>(module, "The same, telling of blocks of rows to a kernel that waits for them.");
   def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
   def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
   def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
+  def<fusible::GemmToSlotsLaunch>(module, "A grouped GEMM whose rows go to the slots of their tokens' ranks.");
   module.attr("MAX_RANKS") = fusible::kMaxRanks;
   module.attr("SIGNAL_BYTES") = fusible::kSignalBytes;
   module.attr("LANE_STATE_BYTES") = sizeof(fusible::LaneState);
@@ -209,6 +229,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  def<fusible::PackedGemmLaunch>(
+      module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..fuser import Gradient, Grads
 from . import kernels
+from .grouped_linear import with_rows_of
 from .link import Link
 from .programs.columns import equal_gradient, tensors_of
 from .programs.program import part_of
@@ -62,7 +63,7 @@ def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tu
     link = operands.link
     read = operands.numbers(), operands.vectors(), operands.split_sizes
     y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants, operands.matrices())
-    return y.reshape(*x.shape[:-1], y.shape[-1]), saved(operands, x, needs_grad)
+    return with_rows_of(x, y), saved(operands, x, needs_grad)
 
 
 def backward(

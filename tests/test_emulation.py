@@ -30,8 +30,10 @@ pytestmark = [
 
 RAGGED = (131, 0, 77, 1, 64)
 LAYOUTS = list(Layout)
-VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8, 9), Layout.NN: (2, 3, 4, 6, 7, 8, 9), Layout.TN: (1, 2, 4)}
+VARIANTS = {Layout.NT: (2, 3, 4, 6, 7, 8, 9), Layout.NN: (2, 3, 4, 6, 7, 8, 9), Layout.TN: (1, 2, 4, 10)}
+WIDE = (1, 2, 4)  # of weight gradients in float32
 DEEP = 9  # the highest tiles first
+SPLIT_K = 10  # a depth that several blocks share
 TILES = [(layout, variant) for layout in LAYOUTS for variant in VARIANTS[layout]]
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -57,11 +59,44 @@ def test_highest_tiles_first(layout: Layout) -> None:
     check(layout, (160, 0, 129, 300), k=136, n=520, tail=0, dtype=torch.float16, variant=DEEP)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "k", "n"),
+    [((2200,), 328, 136), ((1, 0, 4000, 64), 136, 264), ((0, 90, 4000, 3990), 136, 192), ((1, 0, 1999, 70), 200, 72)],
+)
+def test_depth_of_long_groups_is_split(sizes: tuple[int, ...], k: int, n: int) -> None:
+    """On four multiprocessors: two tiles and one, of two to six row blocks; one long group and two."""
+    gemm.check_split("cpu", sizes, k, n, SPLIT_K)
+
+
+def test_depth_of_few_deep_tiles_is_split_by_choice() -> None:
+    """A chosen tile that has room for its sums gives the bits of the one asked for; with less room, or bias, the depth
+    is whole."""
+    case = gemm.Case(Layout.TN, (5000,), k=136, n=200, dtype=torch.float16)
+    chosen, asked, whole = (gemm.Problem("cpu", replace(case, variant=variant)) for variant in (-1, SPLIT_K, 2))
+    for problem in (chosen, asked, whole):
+        problem.launch()
+    assert torch.equal(chosen.out, asked.out)
+    assert not torch.equal(chosen.out, whole.out)
+    check(Layout.TN, (5000,), k=136, n=72, bias=torch.float32)
+
+
+def test_depth_of_too_many_groups_is_not_split() -> None:
+    check(Layout.TN, (0, 3) * 130 + (2000,), k=72, n=72, variant=SPLIT_K)
+
+
+@pytest.mark.parametrize("variant", [-1, *VARIANTS[Layout.TN]])
+def test_sums_of_16_bits_are_rounded_once(variant: int) -> None:
+    """One and two row blocks of a consumer by turns, and output stages in all their slots."""
+    gemm.check_one_rounding("cpu", (131, 0, 77, 1, 64), 136, 264, variant)
+    gemm.check_one_rounding("cpu", (20, 300, 1), 584, 136, variant)
+
+
 def test_tiles_of_the_benchmark() -> None:
     problem = Problem.make(3, 136, 72, torch.tensor([70, 0, 9]), "cpu", torch.bfloat16)
     for _, p in gemm_contestants.products(problem, main_grad=True):
         tiles = gemm_contestants.tiles(p)
-        assert list(tiles) == [f"tile {variant}" for variant in VARIANTS[p.layout]]
+        built = VARIANTS[p.layout] if p.beta is None else WIDE
+        assert list(tiles) == [f"tile {variant}" for variant in built]
         assert grouped_gemm.check(p, tiles).keys() == tiles.keys()
 
 
@@ -180,7 +215,7 @@ def test_activation(name: str) -> None:
     rows.check_nan_stays_nan("cpu", name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[Layout.TN])
+@pytest.mark.parametrize("variant", WIDE)
 def test_sums_of_long_groups(variant: int) -> None:
     check(Layout.TN, (500, 390), k=136, n=264, out_dtype=torch.float32, accumulate=True, variant=variant)
 

@@ -13,8 +13,18 @@ from itertools import product
 import pytest
 import torch
 from checks.device import skip_module_without_hopper
-from checks.gemm import Case, Problem, check, check_halved, check_sizes_that_lie_stay_inside, variants
+from checks.gemm import (
+    Case,
+    Problem,
+    check,
+    check_halved,
+    check_one_rounding,
+    check_sizes_that_lie_stay_inside,
+    check_split,
+    variants,
+)
 
+from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import GroupedGemm, Layout
 
@@ -129,6 +139,17 @@ def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> No
 def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wide: bool) -> None:
     """Also where most groups are empty; many groups of one length fill the GPU as they are."""
     check_halved("cuda", sizes, k, 264, wide)
+
+
+@pytest.mark.parametrize("sizes", [(8192,), (1, 0, 20000, 500), (9000, 9000)], ids=str)
+def test_depth_of_long_groups_is_split(sizes: tuple[int, ...]) -> None:
+    check_split("cuda", sizes, 768, 1000, extension.library().SPLIT_K)
+
+
+@pytest.mark.parametrize("variant", variants(Layout.TN))
+def test_sums_of_16_bits_are_rounded_once(variant: int) -> None:
+    for sizes in ((131, 0, 77, 1, 64), (20, 700, 1, 300)):
+        check_one_rounding("cuda", sizes, 584, 712, variant)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fusible.benchmarks import tile_bounds
-from fusible.benchmarks.tile_bounds import ProductShape, Tile
+from fusible.benchmarks.tile_bounds import ProductShape, Task, Tile
 
 TALL, SWAPPED = Tile(128, 256, 2, False), Tile(160, 256, 2, True)
 
@@ -17,7 +17,7 @@ def test_rows_are_rounded_up_and_shared_evenly_where_operands_are_swapped() -> N
 
 
 def test_a_tile_takes_the_cycles_of_its_products() -> None:
-    assert tile_bounds.cycles_of(128, 256, 64) == 4 * 2 * 128  # two m64n256k16 in each step, 128 cycles each
+    assert Task(128, 256, 64).cycles == 4 * 2 * 128  # two m64n256k16 in each step, 128 cycles each
 
 
 def test_an_odd_tile_is_done_as_pairs_side_by_side() -> None:
@@ -30,7 +30,16 @@ def test_an_odd_tile_is_done_as_pairs_side_by_side() -> None:
 def test_the_last_columns_of_a_weight_gradient_are_narrower() -> None:
     wide, rest = tile_bounds.tasks(ProductShape(192 + 64, fixed_rows=256), Tile(256, 192, 1, False), [64])
 
-    assert rest / wide == pytest.approx(128 / 192)
+    assert rest.cycles / wide.cycles == pytest.approx(128 / 192)
+
+
+def test_bytes_of_shared_memory() -> None:
+    """Of weight gradients with four stages: 85 bytes a cycle of reads, 37 of stages, 32 of results."""
+    task = Task(256, 192, 256)
+
+    assert task.bytes_of(swap_ab=False) / task.cycles == pytest.approx(64 + 4096 / 192 + (256 + 192) * 128 / 1536 + 32)
+    by_rows, by_weights = (Task(128, 256, 64).bytes_of(swap_ab) for swap_ab in (False, True))
+    assert by_weights - by_rows == (4 * (64 + 128) - 2 * (64 + 256)) * 64 * 2
 
 
 def test_whoever_is_free_takes_the_next_task() -> None:

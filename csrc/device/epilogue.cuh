@@ -44,8 +44,8 @@ struct SmemOutLayout {
   static constexpr int kSlots = kBytes / kPartBytes;
 };
 
-// One part of the accumulator to shared memory, or (kAdd, fp32) its sum with what stands there; see wgmma.cuh for which
-// thread holds what.
+// One part of the accumulator to shared memory, or (kAdd) its sum with what stands there, rounded once; see wgmma.cuh
+// for which thread holds what.
 template <class Layout, class Out, bool kAdd = false, int kSize>
 DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
   const uint32_t base = ptx::smem_address(to);
@@ -56,9 +56,16 @@ DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int 
 #pragma unroll
       for (int quad = 0; quad < 4; ++quad) {  // 16 columns: two vectors, upper and lower rows of each
         const float* x = acc + ((part * Layout::kSubtilesPerPart + subtile) * 4 + quad) * 8;
-        ptx::store_matrix_x4(base + subtile * kSubtileBytes + in_subtile(row, quad * 2 + lane / 16),
-                             {ptx::pack<Out>(x[0], x[1]), ptx::pack<Out>(x[2], x[3]), ptx::pack<Out>(x[4], x[5]),
-                              ptx::pack<Out>(x[6], x[7])});
+        const uint32_t at = base + subtile * kSubtileBytes + in_subtile(row, quad * 2 + lane / 16);
+        uint32_t words[4];
+        if constexpr (kAdd) ptx::load_matrix_x4(words, at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 old = kAdd ? ptx::unpack<Out>(words[i]) : float2{};
+          words[i] =
+              kAdd ? ptx::pack<Out>(old.x + x[i * 2], old.y + x[i * 2 + 1]) : ptx::pack<Out>(x[i * 2], x[i * 2 + 1]);
+        }
+        ptx::store_matrix_x4(at, words);
       }
   } else {
     // 32 columns: four vectors. Odd rows write the vectors 0 and 2, 1 and 3 in the other order, so that the four rows

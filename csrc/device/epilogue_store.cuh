@@ -23,7 +23,7 @@ DEVICE void store_parts(typename K::Storage& s, const GemmParams& p, int consume
   };
   for (WorkTile tile; tiles.next(tile);) {
     const bool by_tma = start_tile(to, tile);
-    const int parts = K::row_blocks(tile, consumer) * Layout::kParts;
+    const int parts = K::stored_blocks(tile, consumer) * Layout::kParts;
     const int end = tile.row + tile.rows;
     to.column = K::smem_out_column(tile, consumer) * K::kSmemOutColumns;
     for (int part = 0; part < parts; ++part) {
@@ -78,14 +78,14 @@ struct StoreEpilogue {
       to.map_row[0] = tile.row + K::first_row(consumer, part / Layout::kParts);
     };
     for (WorkTile tile; tiles.next(tile);) {
-      const int parts = K::row_blocks(tile, consumer) *
-                        Layout::kParts;  // a multiple of the slots: every tile begins with the first of them
+      const int parts = K::stored_blocks(tile, consumer) * Layout::kParts, first = slot.stage;
+      const auto room = [&](int part) { return (first + part) % Layout::kSlots; };
       to.column = tile.column * K::kTileN;
       to.map_row[1] = tile.coordinate.near, to.map_row[2] = tile.coordinate.far;
       for (int part = 0; part < min(parts, Layout::kSlots); ++part) {
         set_row(tile, part);
-        load_part<Layout>(to, s.smem_out[consumer] + part * Layout::kPartBytes, part % Layout::kParts,
-                          &s.out_empty[consumer][part]);
+        load_part<Layout>(to, s.smem_out[consumer] + room(part) * Layout::kPartBytes, part % Layout::kParts,
+                          &s.out_empty[consumer][room(part)]);
       }
       for (int part = 0; part < parts; ++part) {
         set_row(tile, part);
@@ -95,7 +95,7 @@ struct StoreEpilogue {
         slot.advance();
         tma::wait_read<1>();
         if (part == 0 || part - 1 + Layout::kSlots >= parts) continue;
-        const int read = (part - 1) % Layout::kSlots, next = part - 1 + Layout::kSlots;
+        const int read = room(part - 1), next = part - 1 + Layout::kSlots;
         set_row(tile, next);
         if (p.fetch_all)
           load_part<Layout>(to, s.smem_out[consumer] + read * Layout::kPartBytes, next % Layout::kParts,

@@ -32,8 +32,13 @@ struct GroupTable {
 
 // The same for tasks that are numbered by position: the group at one is order[position].
 struct SortedGroupTable : GroupTable {
-  static constexpr int kMost = 256;  // more groups keep the order that they have
+  static constexpr int kMost = kMostSortedGroups;
   uint8_t order[kMost];
+};
+
+// And where groups have slices.
+struct SlicedGroupTable : SortedGroupTable {
+  int slice_tokens;  // of a slice; at least those of the longest group where no depth is split
 };
 
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
@@ -42,11 +47,12 @@ class TileScheduler {
   static constexpr int kTileM = kVariant.tile_m, kClusterM = kVariant.cluster_m, kClusterN = kVariant.cluster_n,
                        kCluster = kVariant.cluster();
   static constexpr int kBlock = kVariant.cut();  // rows that are not shared out among tiles
-  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows;
-  static constexpr bool kSorts = kVariant.highest_first;
+  static constexpr bool kSplits = kVariant.split_k;
+  static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows && !kSplits;
+  static constexpr bool kSorts = kVariant.highest_first || kSplits;
 
  public:
-  using Table = std::conditional_t<kSorts, SortedGroupTable, GroupTable>;
+  using Table = std::conditional_t<kSplits, SlicedGroupTable, std::conditional_t<kSorts, SortedGroupTable, GroupTable>>;
   // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
   DEVICE static void fill(Table& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
@@ -64,6 +70,16 @@ class TileScheduler {
       longest = max(longest, size), total += static_cast<float>(size);
       if constexpr (!kHalves && !kSorts) number(table, shape, group, size, false, tasks_before, lane);
     }
+    if constexpr (kSplits || kHalves)
+      for (int offset = 16; offset > 0; offset /= 2) {
+        longest = max(longest, __shfl_xor_sync(~0u, longest, offset));
+        total += __shfl_xor_sync(~0u, total, offset);
+      }
+    if constexpr (kSplits) {
+      const int tokens = slice_tokens(table, longest, total, shape, lane);
+      if (lane == 0) table.slice_tokens = tokens;
+      __syncwarp();
+    }
     if constexpr (kSorts) {
       sort(table, sizes.groups, lane);
       for (int base = 0; base < sizes.groups; base += 32) {
@@ -73,10 +89,6 @@ class TileScheduler {
       }
     }
     if constexpr (kHalves) {
-      for (int offset = 16; offset > 0; offset /= 2) {
-        longest = max(longest, __shfl_xor_sync(~0u, longest, offset));
-        total += __shfl_xor_sync(~0u, total, offset);
-      }
       const bool halved = halving_pays(total / static_cast<float>(max(1, longest)), shape);
       if (lane == 0) table.halved = halved;
       for (int base = 0; base < sizes.groups; base += 32) {
@@ -107,14 +119,18 @@ class TileScheduler {
     if constexpr (kRaggedRows) return tokens;
     else return shape.skip_empty && tokens == 0 ? 0 : shape.fixed_rows;
   }
-  // Groups with higher tiles before others, those of one height in their order: by counting.
-  DEVICE static void sort(SortedGroupTable& table, int groups, int lane) {
+  // Groups with higher tiles, or more slices, before others, those that have as many in their order: by counting.
+  DEVICE static void sort(Table& table, int groups, int lane) {
     if (groups > SortedGroupTable::kMost) return;
+    const auto rank = [&](int tokens) {
+      if constexpr (kSplits) return slices_of(tokens, table.slice_tokens);
+      else return height_of(tokens);
+    };
     int before = 0;
-    for (int height = kTileM / kBlock; height >= 0; --height)
+    for (int at = kSplits ? kMostSlices : kTileM / kBlock; at >= 0; --at)
       for (int base = 0; base < groups; base += 32) {
         const int group = base + lane;
-        const bool here = group < groups && height_of(table.tokens[group]) == height;
+        const bool here = group < groups && rank(table.tokens[group]) == at;
         const unsigned all = __ballot_sync(~0u, here);
         if (here) table.order[before + __popc(all & ((1u << lane) - 1))] = static_cast<uint8_t>(group);
         before += __popc(all);
@@ -132,12 +148,41 @@ class TileScheduler {
     return position;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
-  DEVICE static void number(GroupTable& table, const WorkShape& shape, int group, int tokens, bool halved,
-                            int& tasks_before, int lane) {
+  DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, bool halved, int& tasks_before,
+                            int lane) {
     const bool exists = group < shape.sizes.groups;
-    const int end = tasks_before + scan(exists ? tasks_of(tokens, shape, halved) : 0, lane);
+    int tasks = exists ? tasks_of(tokens, shape, halved) : 0;
+    if constexpr (kSplits) tasks *= slices_of(tokens, table.slice_tokens);
+    const int end = tasks_before + scan(tasks, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
     if (exists) table.tasks_end[group] = end;
+  }
+  DEVICE static int slices_of(int tokens, int slice_tokens) {
+    return max(1, (tokens + slice_tokens - 1) / max(1, slice_tokens));
+  }
+  // The work is that of total / longest groups of the longest's length. Each slice costs as much as so many tokens: its
+  // sums are written and read.
+  DEVICE static int slice_tokens(const Table& table, int longest, float total, const WorkShape& shape, int lane) {
+    constexpr float kTokensOfSums = 330.f;
+    const int tasks = tasks_of(1, shape, false);
+    const float groups = total / static_cast<float>(max(1, longest));
+    const auto cost = [&](int slices) {
+      const float rounds = ceilf(groups * static_cast<float>(tasks * slices) / static_cast<float>(gridDim.x) - 0.1f);
+      return rounds * static_cast<float>(longest) / static_cast<float>(slices) +
+             (slices > 1 ? kTokensOfSums * static_cast<float>(slices) : 0.f);
+    };
+    int best = max(1, longest);
+    float least = cost(1);
+    if (!shape.may_split || shape.sizes.groups > SortedGroupTable::kMost) return best;
+    for (int slices = 2; slices <= kMostSlices; ++slices) {
+      const int tokens = ((longest + slices - 1) / slices + 63) / 64 * 64;
+      int sliced = 0;  // of all groups
+      for (int group = lane; group < shape.sizes.groups; group += 32)
+        if (table.tokens[group] > tokens) sliced += slices_of(table.tokens[group], tokens);
+      if (__shfl_sync(~0u, scan(sliced, lane), 31) * tasks <= kMostSlicedTasks && cost(slices) < least)
+        best = tokens, least = cost(slices);
+    }
+    return best;
   }
   // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
   // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
@@ -171,8 +216,19 @@ class TileScheduler {
     tile.tokens_start = table_.start[group];
     tile.tokens = table_.tokens[group];
     tile.coordinate = shape_.coordinates ? shape_.coordinates[group] : GroupCoordinate{group, 0};
-    locate(tile, task - first_task_, rows(tile.tokens, shape_));
+    int local = task - first_task_;
+    if constexpr (kSplits) local = take_slice(tile, local);
+    locate(tile, local, rows(table_.tokens[group], shape_));
     return true;
+  }
+  // Slice after slice of all tiles of a group. Returns the task's number within its slice.
+  DEVICE int take_slice(WorkTile& tile, int local) const {
+    const int tasks = tasks_of(tile.tokens, shape_, false);
+    const int slice = local / tasks, within = local - slice * tasks, first = slice * table_.slice_tokens;
+    tile.slice = Slice(slice, slices_of(tile.tokens, table_.slice_tokens), first_task_ + within, tasks);
+    tile.tokens_start += first;
+    tile.tokens = min(table_.slice_tokens, tile.tokens - first);
+    return within;
   }
   // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most
   // groups empty.

@@ -14,6 +14,21 @@ namespace fusible {
 
 constexpr int kQueueDepth = 4;
 
+// One of the slices of a tile's depth (split_k.cuh), in the bits of one register.
+struct Slice {
+  uint32_t bits = 0;  // 0: all of the depth
+  Slice() = default;
+  // `sums`: where those of the tile's first slice are; those of the next one are `stride` on.
+  DEVICE Slice(int index, int count, int sums, int stride)
+      : bits(count > 1 ? index << 28 | count << 24 | sums << 12 | stride : 0) {}
+  DEVICE int index() const { return bits >> 28; }
+  DEVICE int count() const { return bits >> 24 & 15; }
+  DEVICE int sums() const { return bits >> 12 & 4095; }
+  DEVICE int stride() const { return bits & 4095; }
+  // Whether another block adds to its sums, and stores the tile.
+  DEVICE bool partial() const { return index() + 1 < count(); }
+};
+
 struct WorkTile {
   int group;                   // -1 after the last tile
   int tokens_start, tokens;    // the group's first token in the buffer, and its number of tokens
@@ -22,6 +37,7 @@ struct WorkTile {
   int column;                  // index of the column tile
   bool share_a;                // both blocks of the cluster have these rows, and each its own column
   bool idle;                   // nothing to compute here: this block only helps the other one to its half of A
+  Slice slice;                 // where the group's depth is split; its tokens are those of the slice
 };
 
 struct WorkQueue {

@@ -14,9 +14,10 @@ enum Variant : int {
   kShared = 3,   // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
   kDecode = 4,   // hardly any rows: most bytes in flight
   kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
-  kSwapAbHigh = 7,  // the same, with fewest bytes and largest tasks
-  kNarrow = 8,      // at most 64 columns, where reading the rows takes longer than multiplying them
-  kDeep = 9,        // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
+  kSwapAbHigh = 7,   // the same, with fewest bytes and largest tasks
+  kNarrow = 8,       // at most 64 columns, where reading the rows takes longer than multiplying them
+  kSplitDepth = 10,  // weight gradients of few long groups: work for all multiprocessors
+  kDeep = 9,         // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
 };
 
 // The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
@@ -70,7 +71,9 @@ GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, i
   // At most this many tiles, whatever the sizes: every group may leave a rest.
   const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m)
                                                : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
-  const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster(), rows * blocks_of(p.n, tile.tile_n));
+  const int64_t slices = tile.split_k ? kMostSlices : 1;
+  const int64_t clusters =
+      std::min<int64_t>(multiprocessors / tile.cluster(), rows * slices * blocks_of(p.n, tile.tile_n));
   // Where there are hardly any rows, zeroing the counter costs more than it gives.
   const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
   return {.variant = variant,
@@ -82,11 +85,13 @@ GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, i
 
 }  // namespace
 
-GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant) {
+GemmConfig choose_config(const GemmProblem& p, int multiprocessors, int variant, bool may_split) {
   const bool chosen = variant < 0;
   if (chosen) variant = choose_variant(p, multiprocessors);
+  if (chosen && may_split && few_deep_tiles(p)) variant = kSplitDepth;
   if (p.scale_bias && !fits_scale_bias(kTileVariants[variant])) variant = kDecode;  // as many columns, half the rows
-  const bool may_halve = chosen && p.layout == Layout::kTN && kTileVariants[variant].tile_m > kLeastRows;
+  const TileVariant& tile = kTileVariants[variant];
+  const bool may_halve = chosen && p.layout == Layout::kTN && tile.tile_m > kLeastRows && !tile.split_k;
   return complete(p, multiprocessors, may_halve, variant, kTileVariants);
 }
 
@@ -115,6 +120,7 @@ std::ostream& operator<<(std::ostream& out, const GemmConfig& c) {
   out << "tile " << tile.tile_m << " x " << tile.tile_n << ", cluster " << tile.cluster_m << " x " << tile.cluster_n
       << ", " << tile.stages << " stages, ";
   if (tile.swap_ab) out << "swap_ab, ";
+  if (tile.split_k) out << "the depth split where long groups are few, ";
   if (c.may_halve) out << "halved where long groups are few, ";
   return out << c.grid << " blocks, tasks " << (c.on_demand ? "on demand" : "in a fixed order");
 }

@@ -24,10 +24,11 @@ enum class Layout : int {
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
 // other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
-// and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh.
+// and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh, `split_k` in
+// device/split_k.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
-  bool swap_ab = false, highest_first = false;
+  bool swap_ab = false, highest_first = false, split_k = false;
   constexpr int cluster() const { return cluster_m * cluster_n; }
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
@@ -41,17 +42,31 @@ struct TileVariant {
 };
 inline constexpr TileVariant kTileVariants[] = {
     {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
-    {256, 128, 1, 2, 3, 8},       {256, 192, 1, 1, 3, 4},
-    {128, 256, 2, 1, 3, 8},       {128, 192, 1, 1, 4, 8},
+    {256, 128, 1, 2, 3, 8},
+    {256, 192, 1, 1, 3, 4},
+    {128, 256, 2, 1, 3, 8},
+    {128, 192, 1, 1, 4, 8},
     {128, 192, 2, 1, 4, 8},  // for an epilogue alone (fused_gemm.h)
-    {128, 256, 2, 1, 3, 8, true}, {192, 256, 2, 1, 3, 8, true},
-    {128, 64, 1, 1, 7, 8},        {160, 256, 2, 1, 3, 8, true, true},
+    {128, 256, 2, 1, 3, 8, true},
+    {192, 256, 2, 1, 3, 8, true},
+    {128, 64, 1, 1, 7, 8},
+    {160, 256, 2, 1, 3, 8, true, true},
+    {256, 192, 1, 1, 3, 4, false, false, true},
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
-inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},
+                                                       {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},
+                                                       {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+// Of a position there: scales are read as 16 bits (device/power_of_two_scaling.cuh).
+constexpr bool needs_powers_of_two(int scaled_wgrad_variant) { return scaled_wgrad_variant >= 2; }
+// The second consumer stays behind the first.
+constexpr bool staggers(int scaled_wgrad_variant) { return scaled_wgrad_variant >= 4; }
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
+// Where the depth of weight gradients is split: tiles times slices of the groups that are, and slices of a group.
+inline constexpr int kMostSlicedTasks = 160, kMostSlices = 8;
+inline constexpr int kMostSortedGroups = 256;  // more keep the order that they have, and their depth whole
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
 // Bias and factors need registers beside the accumulators, and shared memory. The narrow tile has none: nobody asks for
 // them.
@@ -64,6 +79,7 @@ constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
+  if (tile.split_k) return layout == Layout::kTN && !fp32_output;
   if (tile.tile_n == 64) return layout != Layout::kTN;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
@@ -111,9 +127,16 @@ struct GemmConfig {
   const TileVariant& tile() const { return variants[variant]; }
 };
 
+// Whether weight gradients are so few tiles that half of the multiprocessors are idle, and so deep that it pays to
+// split that.
+constexpr bool few_deep_tiles(const GemmProblem& p) {
+  return p.layout == Layout::kTN && p.output != DType::kFloat32 && !p.scale_bias && p.tokens >= 4096 * p.groups &&
+         2 * p.groups * blocks_of(p.m, 256) * blocks_of(p.n, 192) <= kMostSlicedTasks;
+}
+
 // Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0
-// lets the cost model choose.
-GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+// lets the cost model choose; `may_split`: there is room for the sums of a split depth.
+GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1, bool may_split = false);
 // Of e4m3 operands.
 GemmConfig scaled_config(const GemmProblem& problem, int multiprocessors);
 GemmConfig choose_scaled_wgrad_config(const GemmProblem& problem, int multiprocessors, int variant = -1);

@@ -81,6 +81,7 @@ GemmParams make_shape(const GroupedGemm& call, const GemmConfig& config, const W
                   .narrow_end = (p.n - 1) % tile.tile_n < tile.tile_n * 2 / 3,
                   .skip_empty = call.accumulate && !call.epilogue.bias.data,
                   .may_halve = config.may_halve,
+                  .may_split = workspace.split_k.sums && workspace.counter,
                   .counter = workspace.counter,
                   .coordinates = workspace.coordinates};
   params.shape.sizes.wrong = wrong_size_word(current_device());
@@ -94,7 +95,8 @@ GemmParams make_shape(const GroupedGemm& call, const GemmConfig& config, const W
                      .alphas = call.epilogue.alphas,
                      .alpha = call.epilogue.alpha};
   params.accumulate = call.accumulate;
-  params.fetch_all = bytes_alone_decide(p);
+  params.fetch_all = p.output != DType::kFloat32 || bytes_alone_decide(p);
+  params.split_k = workspace.split_k;
   return params;
 }
 
@@ -117,6 +119,23 @@ Tail tail_of(const GroupedGemm& call) {
           call.sizes};
 }
 
+bool may_split(const GroupedGemm& call) {
+  return call.workspace && call.workspace_bytes >= bytes_of_split_k(call.problem.groups);
+}
+
+Workspace workspace_of(const GroupedGemm& call) {
+  if (!call.workspace) return {};
+  const int64_t groups = call.problem.groups;
+  return may_split(call) ? lay_out_split_k(call.workspace, groups) : lay_out(call.workspace, groups);
+}
+
+// What must be zero before the call.
+std::vector<Counters> counters_of(const Workspace& workspace) {
+  if (!workspace.counter) return {};
+  if (!workspace.split_k.arrived) return {{workspace.counter}};
+  return {{workspace.counter}, {workspace.split_k.arrived, kArrivedCounters}};
+}
+
 // The workspace of this launch, filled; null for what it does not need.
 Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
@@ -124,7 +143,7 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
   const auto biases = call.epilogue.bias.addresses;
   FUSIBLE_CHECK(call.workspace || (coordinates.empty() && biases.empty()),
                 "matrices at any addresses need a workspace. ", p);
-  Workspace workspace = call.workspace ? lay_out(call.workspace, p.groups) : Workspace{};
+  Workspace workspace = workspace_of(call);
   if (!config.on_demand) workspace.counter = nullptr;
   if (coordinates.empty()) workspace.coordinates = nullptr;
   if (biases.empty()) workspace.biases = nullptr;
@@ -132,7 +151,7 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
     FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
   if (call.zeroed) return workspace;
   Zeroing zeroing;
-  if (workspace.counter) zeroing.counters = {workspace.counter};
+  zeroing.counters = counters_of(workspace);
   if (call.zero_tail) zeroing.tails = {tail_of(call)};
   zero(zeroing, current_device(), stream);
   return workspace;
@@ -158,12 +177,13 @@ void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, c
 }  // namespace
 
 int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
+int64_t split_k_workspace_bytes(int64_t groups) { return bytes_of_split_k(groups); }
 
 void zero_before(GroupedGemm& call, Zeroing& zeroing) {
-  unsigned* counter = call.workspace ? lay_out(call.workspace, call.problem.groups).counter : nullptr;
-  if (counter && std::ranges::count(zeroing.counters, counter))
+  const std::vector<Counters> counters = counters_of(workspace_of(call));
+  if (!counters.empty() && std::ranges::count(zeroing.counters, counters[0]))
     return;  // of a call before, which leaves it as it is then
-  if (counter) zeroing.counters.push_back(counter);
+  zeroing.counters.insert(zeroing.counters.end(), counters.begin(), counters.end());
   if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
   call.zeroed = true;
 }
@@ -287,7 +307,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     if (p.layout == Layout::kTN && !call.accumulate) zero_output(call, stream);
     return;
   }
-  const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant);
+  const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant, may_split(call));
   FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
                     (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
                 "tile variant ", config.variant, " is not built for it. ", p);

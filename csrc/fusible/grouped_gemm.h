@@ -21,6 +21,8 @@ struct EpilogueArguments {
 
 // Bytes of device memory that a launch needs for itself while it runs; any contents, aligned to 16 bytes.
 int64_t workspace_bytes(int64_t groups);
+// The same with the room without which the depth of long groups is not split.
+int64_t split_k_workspace_bytes(int64_t groups);
 
 struct GroupedGemm {
   GemmProblem problem;
@@ -33,7 +35,8 @@ struct GroupedGemm {
   float beta = 1;
   void* workspace =
       nullptr;  // null: a static schedule, which is slower where groups differ much; needed where matrices lie anywhere
-  int variant = -1;        // a tile variant instead of the cost model's
+  int64_t workspace_bytes = 0;  // where there may be room for more than the least
+  int variant = -1;             // a tile variant instead of the cost model's
   bool zero_tail = false;  // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
   bool zeroed = false;     // somebody has done so, and zeroed the workspace's counter: see zero_before
 };

@@ -98,6 +98,7 @@ struct GroupedGemmLaunch : GemmLaunch {
     v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("alpha", e.alpha);
     v.field("betas", gemm.betas), v.field("beta", gemm.beta);
     visit_schedule(v);
+    v.field("workspace_bytes", gemm.workspace_bytes);
     v.field("zero_tail", gemm.zero_tail), visit_second_pair(v);
   }
   void complete() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels must find zeroed: counters of tasks, and the tails of token buffers, the rows past the last group. One
+// What kernels must find zeroed: counters, and the tails of token buffers, the rows past the last group. One
 // kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -24,8 +24,15 @@ struct Tail {
   SplitSizes sizes;
 };
 
+// Numbers that follow one another.
+struct Counters {
+  unsigned* first;
+  int count = 1;
+  bool operator==(const Counters&) const = default;
+};
+
 struct Zeroing {
-  std::vector<unsigned*> counters;
+  std::vector<Counters> counters;
   std::vector<Tail> tails;
 };
 

@@ -7,7 +7,9 @@
 #pragma once
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
+#include "device/power_of_two_scaling.cuh"
 #include "device/scaled_mainloop.cuh"
+#include "device/split_k.cuh"
 #include "device/swap_ab.cuh"
 #include "device/token_groups.cuh"
 
@@ -35,12 +37,14 @@ struct GroupedGemmKernel {
   static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
+  static constexpr bool kSplits = kVariant.split_k;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
   using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
-  // Adding in the L2 cache goes at 1.25 TB/s. So of a fp32 weight gradient that is added to what stands there, as much
-  // as there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache
-  // or, where bytes decide, fetched into the room of what has been stored, for which the consumer waits.
-  static constexpr bool kFetchesOld = std::is_same_v<Out, float> && kRaggedDepth && !kWholeWarp;
+  // Adding in the L2 cache goes at 1.25 TB/s. So of a weight gradient that is added to what stands there, as much as
+  // there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or
+  // fetched into the room of what has been stored, for which the consumer waits: where bytes decide, and all of 16
+  // bits, whose sum is so rounded once.
+  static constexpr bool kFetchesOld = (std::is_same_v<Out, float> || !Scaling::kScaled) && kRaggedDepth && !kWholeWarp;
 
   struct NoEpilogueStage {};
   struct EpilogueArguments {
@@ -56,14 +60,17 @@ struct GroupedGemmKernel {
     [[no_unique_address]] std::conditional_t<kScaleBias, EpilogueArguments, NoEpilogueStage> epilogue;
     [[no_unique_address]] typename Epilogue::Scratch scratch;
     WorkQueue work;
-    std::conditional_t<kVariant.highest_first, SortedGroupTable, typename Groups::Table> groups;
+    std::conditional_t<kSplits, SlicedGroupTable,
+                       std::conditional_t<kVariant.highest_first, SortedGroupTable, typename Groups::Table>>
+        groups;
   };
   static_assert(sizeof(Storage) <= kSharedMemoryLimit, "shared memory of a block");
 
   DEVICE static void init(Storage& s) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], Groups::kProducers);
+      barrier_init(&s.full[i], Groups::kProducers + Scaling::kPacksColumns);
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
+      if constexpr (kStaggers<GroupedGemmKernel>) barrier_init(&s.scales.begun[i], 4);
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.out_full[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
@@ -73,7 +80,8 @@ struct GroupedGemmKernel {
       barrier_init(&s.epilogue.full, 32);
       barrier_init(&s.epilogue.empty, kConsumers * 128);
     }
-    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kScaleBias ? 32 : 0);
+    constexpr bool kFetches = kScaleBias || Scaling::kPacksColumns;
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kFetches ? 32 : 0);
     s.work.init(kReaders);  // threads of the consumers, of the store warps, of the warp that fetches
     barrier_init_fence();
   }
@@ -94,6 +102,12 @@ struct GroupedGemmKernel {
     if constexpr (kVariant.swap_ab) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
+  // Of those that exist, how many are stored.
+  DEVICE static int stored_blocks(const WorkTile& tile, int consumer) {
+    if constexpr (kSplits)
+      if (tile.slice.partial()) return 0;
+    return row_blocks(tile, consumer);
+  }
   DEVICE static int first_row(int consumer, int block) {
     return (kVariant.swap_ab ? block : consumer + block * kConsumers) * Layout::kRows;
   }
@@ -109,6 +123,7 @@ struct GroupedGemmKernel {
     [[maybe_unused]] uint32_t epilogue_phase = 0;
     float acc[kRowBlocks][kTileN / 2];
     bool pending = false;  // the last block of the tile before is complete, but still in its registers
+    WorkTile tile, following;
     const auto hand_over = [&](auto block) {
       constexpr int i = block.value;
       if constexpr (kScaleBias) {
@@ -144,7 +159,18 @@ struct GroupedGemmKernel {
       end_tile();
       pending = false;
     };
-    WorkTile tile, following;
+    // Of a tile whose depth is shared, only once all of it is there.
+    const auto done = [&](auto block) {
+      if constexpr (kSplits)
+        if (tile.slice.bits) return;
+      hand_over(block);
+    };
+    const auto share = [&](int blocks) {
+      if (tile.slice.partial())
+        return leave_sums<GroupedGemmKernel>(acc, p.split_k, tile.slice, consumer, blocks, lane);
+      add_sums<GroupedGemmKernel>(acc, p.split_k, tile.slice, consumer, blocks, lane);
+      hand_over(std::integral_constant<int, 0>());
+    };
     bool more = tiles.next(tile);
     const auto look_ahead = [&] { more = tiles.next(following); };
     for (; more; tile = following) {
@@ -153,18 +179,22 @@ struct GroupedGemmKernel {
         if constexpr (kNarrows) {
           if (narrow(tile, p))
             multiply<GroupedGemmKernel, kRowBlocks, kNarrowColumns>(acc, s, state, tile, p, consumer, lane,
-                                                                    end_tile_before, look_ahead, hand_over);
+                                                                    end_tile_before, look_ahead, done);
           else
             multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                    hand_over);
+                                                    done);
         } else {
           multiply<GroupedGemmKernel, kRowBlocks>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead,
-                                                  hand_over);
+                                                  done);
         }
-        if (kRowBlocks == 2) pending = true;
+        if constexpr (kSplits)
+          if (tile.slice.bits) share(kRowBlocks);
+        if (kRowBlocks == 2) pending = stored_blocks(tile, consumer) > 0;
         else end_tile();
       } else if (mine > 0) {
-        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, hand_over);
+        multiply<GroupedGemmKernel, 1>(acc, s, state, tile, p, consumer, lane, end_tile_before, look_ahead, done);
+        if constexpr (kSplits)
+          if (tile.slice.bits) share(1);
         end_tile();
       } else {
         end_tile_before();
@@ -199,7 +229,8 @@ struct GroupedGemmKernel {
       if (warp == 0) {
         Groups::template produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
-        Groups::template fetch<GroupedGemmKernel>(s, p);
+        if constexpr (Scaling::kPacksColumns) Scaling::template pack_columns<GroupedGemmKernel>(s, p);
+        else Groups::template fetch<GroupedGemmKernel>(s, p);
       } else if (kWholeWarp || ptx::elect_one()) {
         const int store_warp = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
         constexpr int kStoreThreads = kWholeWarp ? Epilogue::kStoreWarps : 1;

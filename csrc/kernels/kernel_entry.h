@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "fusible/arrivals.h"
 #include "fusible/gemm_config.h"
 #include "fusible/groups.h"
 
@@ -23,6 +24,7 @@ struct WorkShape {
   bool narrow_end;    // of the last one, at most two thirds exist
   bool skip_empty;    // groups without tokens have no tasks although their output has rows (accumulation)
   bool may_halve;     // tiles, where that fills the GPU (weight gradients)
+  bool may_split;     // the depth of long groups, likewise
   unsigned* counter;  // zero at launch; null for a static schedule
   const GroupCoordinate* coordinates;  // of each group; null where the matrices are one tensor
 };
@@ -49,14 +51,21 @@ struct EpilogueParams {
   OperandScales operands;  // where they have scales of whole rows
 };
 
+// What blocks that share the depth of a tile leave for one another (device/split_k.cuh).
+struct SplitK {
+  float* sums;        // of each slice, in vectors of four, [kMostSlicedTasks]; null: no depth is split
+  uint32_t* arrived;  // zero at launch: warps that have left theirs, [kMostSlicedTasks, consumers]
+};
+
 struct GemmParams {
   CUtensorMap a, b, out;
   WorkShape shape;
   EpilogueParams epilogue;
   int k_blocks;     // of all pairs of operands, where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
-  bool fetch_all;   // of an fp32 weight gradient: all of what stands in `out` is fetched, rather than as much as there
-                    // is room for
+  bool fetch_all;   // of a weight gradient: all of what stands in `out` is fetched, rather than as much as there is
+                    // room for
+  SplitK split_k;
 };
 
 // A second pair of operands along the depth: the product of a kernel that has one goes on with it. `b` is one tensor.

@@ -36,6 +36,15 @@ cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordin
 
 constexpr int64_t kCounterBytes = 16;  // keeps the tables aligned
 
+// Where what the slices of a depth leave begins.
+int64_t bytes_before_sums(int64_t groups) { return (bytes_of_workspace(groups) + 255) / 256 * 256; }
+constexpr int64_t bytes_of_sums() {
+  int most = 0;
+  for (const TileVariant& tile : kTileVariants)
+    if (tile.split_k) most = std::max(most, tile.tile_m * tile.tile_n);
+  return int64_t{kMostSlicedTasks} * most * static_cast<int64_t>(sizeof(float));
+}
+
 }  // namespace
 
 int64_t bytes_of_workspace(int64_t groups) {
@@ -48,6 +57,18 @@ Workspace lay_out(void* memory, int64_t groups) {
   return {.counter = reinterpret_cast<unsigned*>(bytes),
           .coordinates = coordinates,
           .biases = reinterpret_cast<const void**>(coordinates + groups)};
+}
+
+Workspace lay_out_split_k(void* memory, int64_t groups) {
+  Workspace all = lay_out(memory, groups);
+  char* sums = static_cast<char*>(memory) + bytes_before_sums(groups);
+  all.split_k = {.sums = reinterpret_cast<float*>(sums),
+                 .arrived = reinterpret_cast<uint32_t*>(sums + bytes_of_sums())};
+  return all;
+}
+
+int64_t bytes_of_split_k(int64_t groups) {
+  return bytes_before_sums(groups) + bytes_of_sums() + kArrivedCounters * static_cast<int64_t>(sizeof(uint32_t));
 }
 
 cudaError_t prepare(const Workspace& to, std::span<const GroupCoordinate> coordinates,

@@ -18,7 +18,7 @@ constexpr int kThreads = 256;
 // What one launch zeroes.
 struct Piece {
   static constexpr int kCounters = 16, kTails = 4;
-  unsigned* counters[kCounters];
+  Counters counters[kCounters];
   Tail tails[kTails];
   int counter_count, tail_count;
 };
@@ -39,7 +39,9 @@ __device__ bool aligned(const BufferRows& r, int64_t bytes) {
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Piece p) {
   ptx::let_next_kernel_begin();
   ptx::wait_for_earlier_kernels();
-  if (blockIdx.x == 0 && threadIdx.x < p.counter_count) *p.counters[threadIdx.x] = 0;
+  if (blockIdx.x == 0)
+    for (int i = 0; i < p.counter_count; ++i)
+      for (int at = threadIdx.x; at < p.counters[i].count; at += kThreads) p.counters[i].first[at] = 0;
   for (int i = 0; i < p.tail_count; ++i) {
     const Tail& tail = p.tails[i];
     const int64_t first = rows_before(tail.sizes, tail.sizes.groups, tail.rows.tokens);
@@ -69,16 +71,9 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    cudaLaunchAttribute attribute = overlapping();
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(blocks);
-    launch.blockDim = dim3(kThreads);
-    launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = 1;
-    void* arguments[] = {&piece};
-    FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, reinterpret_cast<const void*>(&zero_kernel), arguments), "zeroing ",
-                       piece.counter_count, " counters and ", piece.tail_count, " tails");
+    FUSIBLE_CUDA_CHECK(
+        launch_overlapping(reinterpret_cast<const void*>(&zero_kernel), blocks, kThreads, 0, stream, piece), "zeroing ",
+        piece.counter_count, " counters and ", piece.tail_count, " tails");
   }
 }
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import dispatch
 from .interface import Backend
-from .problem import Activate, ActivateBackward, GroupedGemm, Matrices, first
+from .problem import Activate, GroupedGemm, Matrices, first
 
 
 def product_of(problem: GroupedGemm) -> GroupedGemm:
@@ -39,9 +39,6 @@ def second_product(problem: GroupedGemm, out: Matrices) -> GroupedGemm:
 def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
     """The activation or its backward, of the rows of the product."""
     epilogue = problem.epilogue
-    if isinstance(epilogue, ActivateBackward) and _sums_all_rows(epilogue):
-        for tokens in (rows, epilogue.preact):  # whose tails are unspecified, and are summed as well
-            dispatch.row_choice(tokens, problem.split_sizes, tokens)[0].zero_tail(tokens, problem.split_sizes)
     if isinstance(epilogue, Activate):
         out = first(problem.out)
         kernels = dispatch.activation_kernels(epilogue.spec, rows, epilogue.scales, out, of_groups=problem.of_groups)
@@ -53,9 +50,3 @@ def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
             epilogue.spec, preact, epilogue.scales, *beside, of_groups=problem.of_groups
         )
         kernels.backward(rows, preact, epilogue.spec, epilogue.scales, grads)
-
-
-def _sums_all_rows(epilogue: ActivateBackward) -> bool:
-    """Whether gradients are wanted of numbers of columns that all groups share."""
-    program = epilogue.spec.program
-    return epilogue.grads.vectors is not None and program is not None and any(n[0] == "a" for n in program.columns)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -186,8 +187,9 @@ class Problem:
         depth = max(case.sizes, default=1) if case.layout is Layout.TN else 1
         old = self.before.double().abs()
         roundings = want.abs()
-        if case.accumulate:  # what stood there times beta, the product, then the sum
-            roundings = roundings + (want.abs() + old if case.beta == 1.0 else want.abs() + 3 * old)
+        if case.accumulate:  # what stood there times beta, the product but of weight gradients, then the sum
+            product = 0 if case.layout is Layout.TN else want.abs() + old
+            roundings = roundings + product + (0 if case.beta == 1.0 else 2 * old)
         tolerance = roundings * HALF_STEP[self.out.dtype] * 1.02 + 1e-4 * max(1, depth) ** 0.5
         wrong = ~((got - want).abs() <= tolerance)
         worst = (got - want).abs()[wrong].max() if wrong.any() else 0
@@ -221,6 +223,36 @@ def check(device: str, case: Case, **changes: Any) -> None:
     """With tasks on demand and in a fixed order; compares everything with float64."""
     for dynamic in (True, False):
         Problem(device, replace(case, dynamic=dynamic, **changes)).check()
+
+
+def check_one_rounding(device: str, sizes: tuple[int, ...], k: int, n: int, variant: int = -1) -> None:
+    """Weight gradients of 16 bits that are added to: the bits of the sum in float32, rounded once."""
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = Problem(device, Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, accumulate=True, variant=variant))
+        wide = torch.empty_like(problem.out, dtype=torch.float32)
+        of_wide = variant if variant in variants(Layout.TN, wide=True) else 2  # which adds in the same order
+        hopper.launch(Layout.TN, problem.a, problem.b, wide, problem.sizes, variant=of_wide)
+        problem.launch()
+        synchronize(device)
+        assert torch.equal(problem.out, (problem.before.float() + wide).to(dtype))
+        assert not torch.equal(problem.out, problem.before + wide.to(dtype)), "two roundings give the same here"
+
+
+def check_split(device: str, sizes: tuple[int, ...], k: int, n: int, variant: int) -> None:
+    """A depth that several blocks share: against float64; the same bits in every run; and not those of one block, which
+    show that it is shared."""
+    for dtype, accumulate in product((torch.bfloat16, torch.float16), (False, True)):
+        case = Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, accumulate=accumulate, separate=accumulate)
+        check(device, replace(case, variant=variant))
+    problems = [
+        Problem(device, replace(case, accumulate=False, separate=False, variant=v)) for v in (variant, variant, 2)
+    ]
+    for problem in problems:
+        problem.launch()
+    synchronize(device)
+    first, again, whole = (problem.out for problem in problems)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, whole)
 
 
 def check_halved(device: str, sizes: tuple[int, ...], k: int, n: int, wide: bool) -> None:

@@ -55,7 +55,7 @@ def address(tensor: Tensor | None) -> int:
 
 @cache
 def workspace_bytes(groups: int) -> int:
-    """What a grouped GEMM, or one that ends in an activation, needs for itself."""
+    """What an activation's grouped GEMM, or one of quantised operands, needs for itself."""
     return int(compiled().workspace_bytes(groups))
 
 

@@ -100,7 +100,7 @@ def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGr
             matrix.copy_(filled)
     for term, vector, name in zip(terms, vectors, operands, strict=False):
         if term is not None and vector is not None:
-            _sum_by_group(term, rows.split_sizes if name[0] == "b" else None, vector)
+            _sum_by_group(term, rows.groups_of_sum(name), vector)
 
 
 def _sum_by_group(by_row: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:

@@ -41,7 +41,7 @@ def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGr
             grad.copy_(by_element[0].sum((-2, -1)))
         elif names in of_columns:
             joined = join(by_element, by_element[0].new_empty((dy.shape[0], grad.shape[1])))
-            grad.copy_(sums(joined, rows.split_sizes if names[0][0] == "b" else None))
+            grad.copy_(sums(joined, rows.groups_of_sum(names[0])))
         else:
             join(by_element, grad)
 
